@@ -66,20 +66,12 @@ class Rendezvous:
     """Seconds to wait for the other ranks."""
 
 
-class Work(Protocol):
-    """An operation of a process group that has begun."""
-
-    def wait(self, timeout: timedelta) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-
 class Group(Protocol):
     """The methods of torch's process groups that are used here; none is a collective."""
 
-    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work: ...
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work: ...
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work: ...
 
     def abort(self) -> None: ...
 
@@ -272,7 +264,7 @@ class NcclCommunicator(GroupCommunicator):
         ranks' meeting."""
         self._group.abort()
 
-    def _run(self, begin: Callable[[], Work]) -> None:
+    def _run(self, begin: Callable[[], dist.Work]) -> None:
         with torch.cuda.stream(self._stream):
             begin().synchronize()  # the stream waits for the operation, not this thread
         self._stream.synchronize()

@@ -301,8 +301,8 @@ class GenerationEngine:
             running.ran(plan)
             for leader in leaders:
                 running.fork(leader)
-            for taken in verified.accept(is_maximal=self._is_maximal):
-                self._accept(*taken)
+            for row, token, drafted, goes_on in verified.accept(is_maximal=self._is_maximal):
+                self._accept(row, token, drafted, goes_on)
             if self._speculation is not None:
                 self._speculation.observe(plan, drafts, verified)
         except Exception as error:

@@ -37,7 +37,10 @@ def make_memory(
     decoder.device.bound(None)  # drop the limit that an earlier rank or engine of this process has set
     drafts = DraftKeys.of(config.draft_keys, MOST_DRAFTS) if _drafts_over_keys(config) else None
     shape = KvShape(
-        *(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens),
+        decoder.layout,
+        decoder.config.windows,
+        config.num_slots,
+        config.max_slot_tokens,
         most_new_tokens=config.max_prefill_tokens_per_step,
         draft_keys=drafts,
         chosen_drafts=config.speculation in CHOOSING_DRAFTS,

@@ -15,7 +15,6 @@ Shape suffixes: R rows of logits, V vocabulary.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -49,17 +48,6 @@ Drafts = Mapping[SlotId, Draft]
 """Drafts of sequences, by slot. Sequences without drafts are absent."""
 
 
-class Taken(NamedTuple):
-    """Next token of one sequence."""
-
-    row: Row
-    token: SampledToken
-    drafts: DraftRound | None
-    """Result of the sequence's drafts up to and including this token; None for a sequence without drafts."""
-    goes_on: bool
-    """True if the step brings another token for the sequence, unless it ends with this one."""
-
-
 @dataclass(frozen=True)
 class Verified:
     """Sequences that a step ran up to their last known token, and the logits that it made for them."""
@@ -75,9 +63,12 @@ class Verified:
     """Sequences that had drafts, with the number accepted, by the slot that they had. Complete once `accept` has
     ended."""
 
-    def accept(self, *, is_maximal: bool = False) -> Iterator[Taken]:
-        """Yield each sequence's next tokens: its accepted drafts, and one more. Before it resumes the iterator, the
-        caller must append the token to its sequence or end the sequence. Call once only. Sets `num_cached` of each
+    def accept(self, *, is_maximal: bool = False) -> Iterator[tuple[Row, SampledToken, DraftRound | None, bool]]:
+        """Yield each sequence's next tokens: its accepted drafts, and one more. Each comes as `(row, token, drafts,
+        goes_on)`. `drafts`: result of the sequence's drafts up to and including this token; None for a sequence without
+        drafts. `goes_on`: True if the step brings another token for the sequence, unless it ends with this one. Before
+        it resumes the iterator, the caller must append the token to its sequence or end the sequence. Call once only.
+        Sets `num_cached` of each
         sequence to the tokens whose KV the step made: those known, and the drafts accepted so far."""
         num_cached = {row: row.num_cached for row, *_ in self.rows}
         slots = {row: row.slot for row, draft, _ in self.rows if draft}
@@ -92,7 +83,7 @@ class Verified:
                 token, is_accepted = found[row]
                 row.num_cached = num_cached[row] + index
                 drafts = DraftRound(draft.source, len(draft), index + is_accepted, index + 1) if draft else None
-                yield Taken(row, token, drafts, is_accepted)
+                yield row, token, drafts, is_accepted
                 if index < len(draft):
                     self.num_accepted[slots[row]] = row, index + is_accepted
                     if is_accepted and row.batch_slot is not None:

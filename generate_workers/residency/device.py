@@ -13,16 +13,8 @@ from torch import Tensor
 from baton.types import SlotId, TokenRange
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv, RowPart, StoredRow
-from generate_workers.residency.steps import RowResidency, RowStep
+from generate_workers.residency.steps import InPlaceStep, RowResidency
 from generate_workers.residency.traits import POLICIES
-
-
-class DeviceStep(RowStep[StoredRow]):
-    """StepKv without work between layers."""
-
-    @property
-    def turns(self) -> None:
-        """Return None: all keys are in place."""
 
 
 class DeviceResidency(RowResidency[StoredRow]):
@@ -35,7 +27,7 @@ class DeviceResidency(RowResidency[StoredRow]):
         Raises an error of OUT_OF_MEMORY when the slots' address space cannot be reserved."""
         kvs = [PagedKv(shape.layout, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
         rows = [StoredRow([kv], [kv, *indices[slot : slot + 1]]) for slot, kv in enumerate(kvs)]
-        super().__init__(rows, lambda rows: DeviceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
+        super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
 
     def kv(self, slot: SlotId, layer: int, tokens: TokenRange) -> Tensor:
         """Return a view `[T, 2, G, H]` of the slot's `tokens`, which must have been written. Engine's thread."""

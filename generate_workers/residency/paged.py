@@ -23,7 +23,7 @@ from baton.modeling.kv.staging import StagingFrames
 from baton.modeling.kv.transfers import Transfer
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes, KvShape
-from generate_workers.residency.steps import RowResidency, RowStep
+from generate_workers.residency.steps import InPlaceStep, RowResidency
 from generate_workers.residency.traits import POLICIES
 
 
@@ -115,14 +115,6 @@ class PagedRow:
         self.pages.release()
 
 
-class PagedStep(RowStep[PagedRow]):
-    """StepKv without work between layers."""
-
-    @property
-    def turns(self) -> None:
-        """Return None: all keys are in place."""
-
-
 class PagedResidency(RowResidency[PagedRow]):
     """Residency that keeps all KV in pages on the device."""
 
@@ -140,7 +132,7 @@ class PagedResidency(RowResidency[PagedRow]):
         self.prefixes = PagePrefixes(self.pool)
         self._link = device.link
         rows = [PagedRow(self.pool, self.prefixes, shape) for _ in range(shape.num_slots)]
-        super().__init__(rows, lambda rows: _step(shape, rows))
+        super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
 
     def bound(self, num_bytes: int) -> None:
         """Limit sequences and cached blocks together to `num_bytes` bytes, but at least one page."""
@@ -150,7 +142,3 @@ class PagedResidency(RowResidency[PagedRow]):
         """Free the pages of cached blocks, and end the link's threads. Idempotent."""
         self.prefixes.close()
         self._link.rest()
-
-
-def _step(shape: KvShape, rows: Sequence[tuple[PagedRow, TokenRange]]) -> PagedStep:
-    return PagedStep(rows, shape.bytes_read(tokens for _, tokens in rows))

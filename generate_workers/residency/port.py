@@ -10,7 +10,7 @@ a step ends.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self
 
 from baton.modeling.forward.decoder import LayerTurns, SequenceSpan
 from baton.modeling.kv.memory import PAGE_BYTES
@@ -110,7 +110,8 @@ class KvShape:
 
 
 class RowKv(Protocol):
-    """KV of one slot's present claim, which is one sequence. Used by one thread at a time."""
+    """KV of one slot's present claim, which is one sequence. A slot uses the same object for one claim after another.
+    Used by one thread at a time."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -120,6 +121,31 @@ class RowKv(Protocol):
     @property
     def num_bytes(self) -> KvBytes:
         """Return the bytes that are committed now, in whole pages."""
+        ...
+
+    @property
+    def frames(self) -> StagingFrames | None:
+        """Return the frames that pushed KV is put into on its way to the slot. None: it is written in place."""
+        ...
+
+    def bytes_for(self, num_tokens: int) -> KvBytes:
+        """Return the bytes that `num_tokens` tokens take once all are written."""
+        ...
+
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begin a claim. `num_tokens`: tokens that are certain to be written. If it raises, no memory is held."""
+        ...
+
+    def copy_from(self, other: Self, num_tokens: int) -> None:
+        """Copy or share the first `num_tokens` tokens of another slot's sequence."""
+        ...
+
+    def commit(self, tokens: TokenRange) -> None:
+        """Commit memory for `tokens`, which a step is about to write."""
+        ...
+
+    def span(self, tokens: TokenRange) -> SequenceSpan:
+        """Return the span of a step whose new tokens are `tokens`."""
         ...
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
@@ -134,19 +160,6 @@ class RowKv(Protocol):
 
     def release(self) -> None:
         """Release the memory. The claim must have ended. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class SharesPrefixes(Protocol):
-    """RowKv that shares named blocks (`baton.prefix_blocks`) with sequences of the same prefix."""
-
-    def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
-        """Begin an empty sequence with the leading blocks that the policy has. Return their number of tokens."""
-        ...
-
-    def keep(self, names: Sequence[str], block_tokens: int) -> None:
-        """Share the sequence's first blocks, whose KV must be final, with sequences of the same prefix."""
         ...
 
 

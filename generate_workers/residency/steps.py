@@ -6,48 +6,17 @@ head dim.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
 from baton.modeling.forward.decoder import LayerTurns, SequenceSpan
 from baton.modeling.forward.selection import Picks
-from baton.modeling.kv.staging import StagingFrames
 from baton.types import SlotId, TokenRange
 from generate_workers.residency.port import KvBytes, RowKv, StepRows
 from generate_workers.residency.traits import PolicyTraits
 
-
-class SlotRow(RowKv, Protocol):
-    """Row: the KV of one slot's sequence. A slot uses the same Row for one claim after another."""
-
-    @property
-    def frames(self) -> StagingFrames | None:
-        """Return the frames that pushed KV is put into on its way to the slot. None: it is written in place."""
-        ...
-
-    def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that `num_tokens` tokens take once all are written."""
-        ...
-
-    def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim. `num_tokens`: tokens that are certain to be written. If it raises, no memory is held."""
-        ...
-
-    def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Copy or share the first `num_tokens` tokens of another slot's sequence."""
-        ...
-
-    def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens`, which a step is about to write."""
-        ...
-
-    def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span of a step whose new tokens are `tokens`."""
-        ...
-
-
-R = TypeVar("R", bound=SlotRow)
+R = TypeVar("R", bound=RowKv)
 
 
 class RowStep(Generic[R]):
@@ -82,6 +51,14 @@ class RowStep(Generic[R]):
 
     def leave(self) -> None:
         """Wait until no thread uses the sequences' memory. Called last, even if the forward failed."""
+
+
+class InPlaceStep(RowStep[R]):
+    """RowStep of a policy that keeps all keys where attention reads them. It has no work between layers."""
+
+    @property
+    def turns(self) -> None:
+        """Return None: all keys are in place."""
 
 
 class RowResidency(Generic[R]):

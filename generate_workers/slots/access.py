@@ -17,7 +17,7 @@ from baton.errors import InvalidArgumentError, TransferError
 from baton.modeling.kv.staging import Frame
 from baton.transport.kv_sink import PushTarget
 from baton.types import LeaseRef, TokenRange
-from generate_workers.residency.port import SharesPrefixes
+from generate_workers.residency.paged import PagedRow
 from generate_workers.slots.device_upload import DeviceUpload, FramedPiece
 from generate_workers.slots.leases import SlotClaim
 
@@ -165,7 +165,7 @@ class SlotReader:
         StaleStampError when the slot has been released."""
         assert self._is_inside
         self.check()
-        if isinstance(self._claim.memory.row, SharesPrefixes):
+        if isinstance(self._claim.memory.row, PagedRow):
             self._claim.memory.row.keep(names, block_tokens)
 
     def close(self) -> None:

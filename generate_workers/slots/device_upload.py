@@ -96,7 +96,13 @@ class DeviceUpload:
             if begun and self._coming.empty():  # only this thread takes from it
                 self._end(*begun.popleft())
             elif (piece := self._coming.get()) is not None:
-                begun.append((piece, _begin(piece)))
+                try:
+                    copying = piece.claim.memory.row.write(piece.layer, piece.tokens, piece.frame[: piece.num_bytes])
+                except Exception as error:
+                    logger.exception(failure := _failure(piece, error))
+                    self._land(piece, failure)
+                else:
+                    begun.append((piece, copying))
             else:
                 break
         for each in begun:
@@ -108,33 +114,13 @@ class DeviceUpload:
         try:
             copying.result()
         except Exception as error:
-            failure = _failure(piece, error)
-            logger.exception(failure)
+            logger.exception(failure := _failure(piece, error))
+        self._land(piece, failure)
+
+    def _land(self, piece: FramedPiece, failure: str) -> None:
         self.frames.give([piece.frame])
         self._on_landed(piece, failure)
         piece.landed.set_result(failure)
-
-
-class _Failed:
-    """Transfer that failed to begin."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> None:
-        raise self._error
-
-    join = result
-
-    def wait(self) -> None:
-        """Return at once, since nothing is copied."""
-
-
-def _begin(piece: FramedPiece) -> Transfer:
-    try:
-        return piece.claim.memory.row.write(piece.layer, piece.tokens, piece.frame[: piece.num_bytes])
-    except Exception as error:  # noqa: BLE001 - as in `_end`
-        return _Failed(error)
 
 
 def _failure(piece: FramedPiece, error: Exception) -> str:

@@ -22,7 +22,8 @@ from baton.errors import IncompletePushError, TransferError
 from baton.process.clock import Clock
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import Lease, LeaseRef, SampledToken, SlotId, TokenRange
-from generate_workers.residency.port import KvBytes, SharesPrefixes
+from generate_workers.residency.paged import PagedRow
+from generate_workers.residency.port import KvBytes
 from generate_workers.slots.access import FrameWriter, HomeWriter, SlotReader, SlotWriter
 from generate_workers.slots.changes import SlotChanges
 from generate_workers.slots.claims import Claims
@@ -78,7 +79,7 @@ class SlotTable:
         with self._changing():
             claim = self._claims.present(ref)
             row = claim.memory.row
-            num_tokens = row.begin_with(names, block_tokens) if isinstance(row, SharesPrefixes) else 0
+            num_tokens = row.begin_with(names, block_tokens) if isinstance(row, PagedRow) else 0
             for layer in range(self.layout.num_layers if num_tokens else 0):
                 for block in TokenRange(0, num_tokens).split(block_tokens):
                     claim.coverage.add(layer, block)
@@ -89,7 +90,7 @@ class SlotTable:
         that. Raises StaleStampError or LeaseExpiredError when the lease has ended."""
         with self._changing():
             row = self._claims.present(ref).memory.row
-            if isinstance(row, SharesPrefixes):
+            if isinstance(row, PagedRow):
                 row.keep(names, block_tokens)
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:

@@ -56,7 +56,7 @@ class IndexedResidency(DeviceResidency):
         """Raise an error of OUT_OF_MEMORY, or OSError, when the address space cannot be reserved."""
         self.prepared = prepared
         """Selection by which drafts select keys."""
-        args = shape.layout, prepared.basis, shape.max_slot_tokens, make_memory
-        self.indices = [DraftIndex(*args) for _ in range(shape.num_slots)]
+        most, basis = shape.max_slot_tokens, prepared.basis
+        self.indices = [DraftIndex(shape.layout, basis, most, make_memory) for _ in range(shape.num_slots)]
         """Partial keys of each slot."""
         super().__init__(shape, make_memory, self.indices)
