@@ -16,6 +16,7 @@ from baton.errors import (
     UnavailableError,
     VersionMismatchError,
 )
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 from baton.proto_types import event_from_proto, read, timings_from_proto
 from baton.results.completion import Choice, Completion, Usage
@@ -43,7 +44,7 @@ class Reconnect:
 
     def delay_s(self, num_failed: int, fraction: float) -> float:
         """Return the seconds to wait after `num_failed` failures in a row. `fraction`, in [0, 1), spreads clients."""
-        return min(self.first_delay_s * 2.0 ** min(num_failed - 1, 30), self.max_delay_s) * (0.5 + fraction / 2)
+        return Backoff(self.first_delay_s, self.max_delay_s).after(num_failed) * (0.5 + fraction / 2)
 
 
 @dataclass

@@ -8,10 +8,10 @@ the owner's loop.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from baton.errors import BatonError
+from baton.process.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -20,27 +20,15 @@ Report = Callable[[str], None]
 """A callable that shows one line of text to the user."""
 
 
-@dataclass(frozen=True)
-class Pauses:
-    """Pauses of a loop after failed turns, in seconds: `first_s`, doubled by each further failure, up to `most_s`."""
-
-    first_s: float
-    most_s: float
-
-    def after(self, num_failures: int) -> float:
-        """Return the seconds to wait after `num_failures` (>= 1) failures in a row."""
-        return float(min(self.first_s * 2.0 ** min(num_failures - 1, 30), self.most_s))
-
-
 async def repeat(
-    what: str, turn: Callable[[], Awaitable[None]], pauses: Pauses, report: Report | None = None
+    what: str, turn: Callable[[], Awaitable[None]], pauses: Backoff, report: Report | None = None
 ) -> NoReturn:
     """Run `turn` again and again until this task is cancelled. A failed turn is handled as by `until_done`."""
     while True:
         await until_done(what, turn, pauses, report)
 
 
-async def until_done(what: str, step: Callable[[], Awaitable[T]], pauses: Pauses, report: Report | None = None) -> T:
+async def until_done(what: str, step: Callable[[], Awaitable[T]], pauses: Backoff, report: Report | None = None) -> T:
     """Run `step` until it succeeds, and return its result. A failure is logged, with a traceback unless it is a
     BatonError, reported in one line that names `what`, and followed by a pause. Only a cancellation of this task is
     raised."""

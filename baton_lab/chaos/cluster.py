@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import grpc
 
 from baton.errors import UnavailableError
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 from baton.v1 import generate_pb2, prefill_pb2
 from baton_lab.chaos.faults import SeededPlan
@@ -21,7 +22,6 @@ from deploy.groups.cluster import Cluster
 from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
-from deploy.groups.restarts import Backoff
 from deploy.groups.spawner import Spawner
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker

@@ -29,7 +29,7 @@ from baton.settings.place import LogLines
 from baton.settings.tracing import TraceExport
 from deploy.config.cluster import ClusterConfig
 from deploy.config.sections import HttpSection
-from deploy.groups.restarts import Backoff, Restarts
+from deploy.groups.restarts import RESTART_PAUSES, Restarts
 from gateway.listening import open_socket
 
 _MODULE = "deploy.front_doors.http_process"
@@ -130,7 +130,7 @@ class HttpDoor:
         self._socket.close()
 
     def _keep(self) -> None:
-        restarts = Restarts(Backoff(), SystemClock())
+        restarts = Restarts(RESTART_PAUSES, SystemClock())
         while not self._closing.is_set():
             served, why = self._live(restarts)
             if self._closing.is_set() or served is not self._target:

@@ -144,7 +144,8 @@ class _Upstream:
         present address stays."""
         import asyncio
 
-        from baton.process.endless import Pauses, repeat
+        from baton.process.backoff import Backoff
+        from baton.process.endless import repeat
         from baton.transport.channel import make_channel
 
         async def look() -> None:
@@ -156,7 +157,7 @@ class _Upstream:
                 await gateway.move(self.channel)
                 await former.close()
 
-        await repeat("the search for the orchestrator", look, Pauses(_LOOK_S, _MOST_PAUSE_S))
+        await repeat("the search for the orchestrator", look, Backoff(_LOOK_S, _MOST_PAUSE_S))
 
     async def close(self) -> None:
         """Close the channel, which ends what is left of its calls. Idempotent."""

@@ -19,7 +19,8 @@ from types import MappingProxyType
 import grpc
 
 from baton.errors import BatonError, UnavailableError
-from baton.process.endless import Pauses, describe, repeat, tell_end, tell_failure
+from baton.process.backoff import Backoff
+from baton.process.endless import describe, repeat, tell_end, tell_failure
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
@@ -238,7 +239,7 @@ class WorkerGroup:
     async def _supervise(self) -> None:
         """Look after the workers until this task is cancelled. A pause is never longer than a worker may be silent."""
         heartbeat = self._around.heartbeat
-        pauses = Pauses(heartbeat.interval_s, heartbeat.dead_after_s)
+        pauses = Backoff(heartbeat.interval_s, heartbeat.dead_after_s)
         await repeat(f"the supervision of {self.name}", self._turn, pauses, self._around.report)
 
     async def _turn(self) -> None:

@@ -17,7 +17,8 @@ import grpc
 
 from baton.errors import BatonError, ConfigError, DeadlineExceededError, UnavailableError
 from baton.planning.planner import ChainPlanner
-from baton.process.endless import Pauses, repeat, tell_end
+from baton.process.backoff import Backoff
+from baton.process.endless import repeat, tell_end
 from baton.results.completion import ModelInfo
 from baton.transport.channel import make_channel
 from baton.transport.identity import ClusterSecret
@@ -134,7 +135,7 @@ class OrchestratorKeeper:
 
     async def _keep(self) -> None:
         heartbeat = self._around.heartbeat
-        pauses = Pauses(heartbeat.interval_s, heartbeat.dead_after_s)
+        pauses = Backoff(heartbeat.interval_s, heartbeat.dead_after_s)
         await repeat("the supervision of the orchestrator", self._turn, pauses, self._around.report)
 
     def _tell_end(self, keeping: "asyncio.Task[None]") -> None:

@@ -1,20 +1,12 @@
 """Decides when an ended worker is restarted: at once after a long run, after growing pauses if its runs are short."""
 
-from dataclasses import dataclass
-
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 
-
-@dataclass(frozen=True)
-class Backoff:
-    """Pauses before restarts of a worker that ends repeatedly."""
-
-    first_s: float = 1.0
-    """Seconds before the second start in a row; doubles with each further one. The first is made at once."""
-    most_s: float = 30.0
-    """Longest pause before a start, in seconds."""
-    healthy_s: float = 60.0
-    """Seconds that a worker must run before its earlier ends no longer count."""
+RESTART_PAUSES = Backoff(1.0, 30.0)
+"""Pauses before the second and later starts in a row. The first restart is made at once."""
+_HEALTHY_S = 60.0
+"""Seconds that a worker must run before its earlier ends no longer count."""
 
 
 class Restarts:
@@ -42,12 +34,11 @@ class Restarts:
     def ended(self) -> float:
         """Record that the worker ended, or failed to start. Return the seconds until it may be restarted."""
         now_s = self._clock.now_s()
-        if self._began_s is not None and now_s - self._began_s >= self._backoff.healthy_s:
+        if self._began_s is not None and now_s - self._began_s >= _HEALTHY_S:
             self.num_ends = 0
         self._began_s = None
         self.num_ends += 1
         num_pauses = self.num_ends - self._num_at_once
-        doubled_s = self._backoff.first_s * 2.0 ** min(num_pauses - 1, 30)
-        delay_s = min(doubled_s, self._backoff.most_s) if num_pauses > 0 else 0.0
+        delay_s = self._backoff.after(num_pauses) if num_pauses > 0 else 0.0
         self._due_s = now_s + delay_s
         return delay_s

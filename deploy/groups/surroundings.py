@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 from baton.settings.place import LOOPBACK
 from deploy.groups.compatibility import CompatibilityCheck
 from deploy.groups.ended_workers import EndedWorkers
-from deploy.groups.restarts import Backoff
+from deploy.groups.restarts import RESTART_PAUSES
 from deploy.groups.spawner import Room, Spawner
 
 
@@ -33,7 +34,7 @@ class Surroundings:
     changed: Callable[[], None] = lambda: None
     """Called when a group becomes ready or stops being ready, and when a worker has ended."""
     compatibility: CompatibilityCheck = field(default_factory=CompatibilityCheck)
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: Backoff = RESTART_PAUSES
     ended: EndedWorkers = field(default_factory=EndedWorkers)
     room: Room | None = None
     """Reserves the places of workers; None where workers need none."""

@@ -18,13 +18,14 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from baton.errors import ConfigError
+from baton.process.backoff import Backoff
 from deploy.ray_cluster.spawner import SMALL_CPU, is_placed, pool
 from orchestrator.membership.view import role_of
 
 logger = logging.getLogger(__name__)
 
-_FIRST_POLL_S, _POLL_S = 0.02, 0.5
-"""Seconds between the first two checks whether a group is placed, and longest pause. Pauses double."""
+_PAUSES = Backoff(0.02, 0.5)
+"""Pauses between checks whether a group is placed."""
 _SOON_S = 2.0
 """Seconds in which Ray places a group that a living node can hold; only longer waits are reported."""
 
@@ -232,12 +233,12 @@ def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
 async def _placed_within(place: PlacementGroup, timeout_s: float) -> bool:
     """Return whether Ray places a group within `timeout_s` seconds."""
     loop = asyncio.get_running_loop()
-    deadline_s, pause_s = loop.time() + timeout_s, _FIRST_POLL_S
+    deadline_s, num_checks = loop.time() + timeout_s, 0
     while not await asyncio.to_thread(is_placed, place):  # by short looks: a wait in a thread would keep the thread
         if loop.time() >= deadline_s:
             return False
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_S)
+        num_checks += 1
+        await asyncio.sleep(_PAUSES.after(num_checks))
     return True
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 import ray
 
 from baton.errors import BatonError
+from baton.process.backoff import Backoff
 from baton.process.clock import SystemClock
-from baton.process.endless import Pauses, T, tell_failure, until_done
+from baton.process.endless import T, tell_failure, until_done
 from baton.results.completion import ModelInfo
 from baton.settings.addresses import join_address
 from baton.settings.place import LOOPBACK
@@ -174,7 +175,7 @@ class SupervisorActor:
 
     async def _until_done(self, what: str, step: Callable[[], Awaitable[T]]) -> T:
         heartbeat = self._around.heartbeat
-        return await until_done(what, step, Pauses(heartbeat.interval_s, heartbeat.dead_after_s), self._report)
+        return await until_done(what, step, Backoff(heartbeat.interval_s, heartbeat.dead_after_s), self._report)
 
     async def _load_memory(self) -> Memory | None:
         return load_memory(self._config.name)

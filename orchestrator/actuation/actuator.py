@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any
 
 from baton.errors import BatonError, UnavailableError
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
-from baton.process.endless import Pauses, tell_failure
+from baton.process.endless import tell_failure
 from orchestrator.autoscaling.actions import Action, LeadTimes, Move
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.membership.members import Membership
@@ -29,7 +30,7 @@ from orchestrator.observability.state import Overview
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = Pauses(10.0, 300.0)
+_REFUSED = Backoff(10.0, 300.0)
 """Pauses before a role's next start after failed ones, for example for lack of room."""
 _STARTS = {Move.START_PREFILL: "prefill", Move.START_GENERATE: "generate"}
 _DRAINS = {Move.DRAIN_PREFILL: "prefill", Move.DRAIN_GENERATE: "generate"}

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from baton.calls.cluster_state import Scaling, ScalingChange
 from baton.planning.planner import ChainPlanner
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
-from baton.process.endless import Pauses, repeat
+from baton.process.endless import repeat
 from orchestrator.actuation.actuator import Actuator
 from orchestrator.actuation.fleet import LiveFleet
 from orchestrator.autoscaling.actions import LeadTimes
@@ -93,7 +94,7 @@ class Scaler:
             await asyncio.sleep(self._config.interval_s)
             self._decide()
 
-        await repeat("the autoscaler", turn, Pauses(self._config.interval_s, _MOST_PAUSE_S))
+        await repeat("the autoscaler", turn, Backoff(self._config.interval_s, _MOST_PAUSE_S))
 
     def _decide(self) -> None:
         """Decide once, and begin what was decided."""

@@ -22,8 +22,9 @@ from baton.calls.cluster_state import cluster_state_to_proto
 from baton.calls.requests import BY_CHAIN
 from baton.errors import DeadlineExceededError
 from baton.planning.planner import ChainPlanner
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
-from baton.process.endless import Pauses, repeat
+from baton.process.endless import repeat
 from baton.process.tracing import provider_of
 from baton.proto_types import event_to_proto, requests_to_proto, timings_to_proto
 from baton.results.completion import ModelInfo
@@ -60,7 +61,7 @@ _TRACE_CONTEXT = ("traceparent", "tracestate")
 """Metadata in which callers send their trace, as the W3C defines it."""
 _HEALTH_POLL_S = 0.25
 """Seconds between two looks at the health to be shown."""
-_HEALTH_PAUSES = Pauses(_HEALTH_POLL_S, 5.0)
+_HEALTH_PAUSES = Backoff(_HEALTH_POLL_S, 5.0)
 _STATUS_GRACE_S = 1.0
 """Seconds that the last statuses have to leave, when no request runs any more."""
 

@@ -21,8 +21,9 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
-from baton.process.endless import Pauses, is_task_cancelled, repeat
+from baton.process.endless import is_task_cancelled, repeat
 from baton.proto_types import model_from_proto
 from baton.text.tokenizer import Tokenizer
 from baton.transport.channel import bind, make_server
@@ -51,7 +52,7 @@ _MOST_MS = 2.0**32 - 1
 """Largest deadline in milliseconds that the message's field of 32 bits holds."""
 _AGAIN_S = 0.5
 """Seconds between two attempts to reach an orchestrator that is away."""
-_HEALTH_PAUSES = Pauses(_AGAIN_S, 5.0)
+_HEALTH_PAUSES = Backoff(_AGAIN_S, 5.0)
 
 
 class GatewayServicer:

@@ -6,11 +6,14 @@ loop.
 """
 
 import asyncio
+import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from baton.errors import BatonError, ResourceExhaustedError
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 from baton.types import Lease, LeaseRef, ReserveNumber, StreamNumber
 from orchestrator.membership.members import Membership
@@ -18,9 +21,8 @@ from orchestrator.workers.client import VERB_TIMEOUT_S, Clients, WorkerClient
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.1
-_MOST_PAUSE_S = 2.0
-"""Longest pause between two aborts of the same Reserve: pauses double, from `_FIRST_PAUSE_S` on."""
+_PAUSES = Backoff(0.1, 2.0)
+"""Pauses between two aborts of the same Reserve."""
 
 
 class LeaseReaper:
@@ -73,19 +75,17 @@ class LeaseReaper:
 
     async def _undo(self, endpoint: str, number: ReserveNumber) -> None:
         """Abort a Reserve by its number until the worker has answered or is gone, or a lease by it would have ended."""
-        pause_s, until_s = _FIRST_PAUSE_S, self._clock.now_s() + VERB_TIMEOUT_S + self._lease_ttl_s
-        while True:
+        until_s = self._clock.now_s() + VERB_TIMEOUT_S + self._lease_ttl_s
+        for num_failures in itertools.count(1):
             try:
                 with self._clients.use(endpoint) as worker:
                     await worker.abort_reserve(number)
                 return
             except BatonError as error:
                 logger.info("Reserve %d at %s is in doubt, and was not aborted: %s", number, endpoint, error)
-            try:
-                await asyncio.wait_for(self._closing.wait(), pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), _PAUSES.after(num_failures))
                 return
-            except TimeoutError:
-                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             if self._clock.now_s() > until_s or endpoint not in self._members.present.endpoints:
                 return
 

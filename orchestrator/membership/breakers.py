@@ -11,11 +11,13 @@ Pure; on the loop.
 """
 
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
 from enum import Enum
 
 from baton.errors import BatonError, InvalidArgumentError, NotFoundError, ResourceExhaustedError
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
+
+_PAUSES = Backoff(1.0, 10.0)
 
 
 class BreakerState(Enum):
@@ -31,27 +33,13 @@ class BreakerState(Enum):
     """The group is given no work while its probe runs."""
 
 
-@dataclass(frozen=True)
-class BreakerPolicy:
-    """Says when breakers open, and for how long."""
-
-    num_failures: int = 5
-    """Number of failures in a row that open a breaker."""
-    pause_s: float = 1.0
-    """Seconds of the first pause; each that follows without a success in between is twice as long."""
-    longest_s: float = 10.0
-
-    def nth_pause_s(self, num_opened: int) -> float:
-        """Return the length of the pause of this number, from 1, in seconds."""
-        return float(min(self.pause_s * 2 ** min(num_opened - 1, 32), self.longest_s))
-
-
 class Breaker:
     """Circuit breaker of one incarnation of a group."""
 
-    def __init__(self, clock: Clock, policy: BreakerPolicy) -> None:
+    def __init__(self, clock: Clock, failures_to_open: int, pauses: Backoff) -> None:
         self._clock = clock
-        self._policy = policy
+        self._failures_to_open = failures_to_open
+        self._pauses = pauses
         self._state = BreakerState.CLOSED
         self._until_s = 0.0
         """Time when OPEN or PROBING ends by itself."""
@@ -98,27 +86,30 @@ class Breaker:
         """Record that an attempt failed. Attempts that began before a pause and fail during it do not prolong it."""
         state = self.state
         self._num_failures += 1
-        has_failed_enough = state is BreakerState.CLOSED and self._num_failures >= self._policy.num_failures
+        has_failed_enough = state is BreakerState.CLOSED and self._num_failures >= self._failures_to_open
         if has_failed_enough or state is BreakerState.PROBING:
             self._num_opened += 1
             self._pause(BreakerState.OPEN)
 
     def _pause(self, state: BreakerState) -> None:
         self._state = state
-        self._until_s = self._clock.now_s() + self._policy.nth_pause_s(self._num_opened)
+        self._until_s = self._clock.now_s() + self._pauses.after(self._num_opened)
 
 
 class Breakers:
     """Breakers of all incarnations of groups that have failed. An incarnation without a breaker counts as closed."""
 
-    def __init__(self, clock: Clock, policy: BreakerPolicy | None = None) -> None:
+    def __init__(self, clock: Clock, failures_to_open: int = 5, pauses: Backoff = _PAUSES) -> None:
+        """`failures_to_open` is the number of failures in a row that open a breaker. `pauses` are the times for which
+        it is open, by how often it has opened since the last success."""
         self._clock = clock
-        self._policy = policy or BreakerPolicy()
+        self._failures_to_open = failures_to_open
+        self._pauses = pauses
         self._breakers: dict[Hashable, Breaker] = {}
 
     def of(self, incarnation: Hashable) -> Breaker:
         """Return the breaker of this incarnation. If there is none, return a closed breaker, which is not kept."""
-        return self._breakers.get(incarnation) or Breaker(self._clock, self._policy)
+        return self._breakers.get(incarnation) or Breaker(self._clock, self._failures_to_open, self._pauses)
 
     def admits(self, incarnation: Hashable) -> bool:
         """Return whether this incarnation of a group may be given an attempt now."""

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.planning.planner import ChainPlanner
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
-from orchestrator.membership.breakers import BreakerPolicy, Breakers
+from orchestrator.membership.breakers import Breakers
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import Group, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
@@ -21,7 +22,7 @@ _LEAST_BOUND_S = 0.05
 """Least time that a fetch is given, in seconds: calls of busy processes may take as long."""
 _MOST_HOLDERS = 8
 """Stores that are compared as sources of one prompt's blocks: those with the most of them."""
-_PAUSES = BreakerPolicy(num_failures=1, pause_s=1.0, longest_s=60.0)
+_PAUSES = Backoff(1.0, 60.0)
 """Pauses of a pair of stores after fetches that failed."""
 
 
@@ -83,7 +84,7 @@ class BlockSources:
     """Finds the stores from which blocks may be fetched. Owned by the chooser; dispatch says how fetches end."""
 
     def __init__(self, members: Membership, index: PrefixIndex, planner: ChainPlanner, clock: Clock) -> None:
-        self._pauses = Breakers(clock, _PAUSES)
+        self._pauses = Breakers(clock, 1, _PAUSES)
         """Pauses of pairs of stores after failed fetches."""
         self._failed: set[tuple[str, str]] = set()
         """Pairs that have a breaker."""

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from baton.calls.cluster_state import GenerationStatus, GroupState, PrefillStatus, StepSample
 from baton.errors import BatonError
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
-from baton.process.endless import Pauses, repeat
+from baton.process.endless import repeat
 from baton.types import Epoch
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup, Group, PrefillGroup
@@ -105,7 +106,7 @@ class WorkerPoller:
             await self.look()
             await asyncio.sleep(period_s)
 
-        await repeat("polling the workers", look, Pauses(period_s, _MOST_PAUSE_S))
+        await repeat("polling the workers", look, Backoff(period_s, _MOST_PAUSE_S))
 
     async def look(self) -> None:
         """Poll every worker, unless all of them reported within the last QUIET_S that they hold nothing, and no worker

@@ -13,6 +13,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from baton.process.backoff import Backoff
 from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
 from baton.transport.status import translate_rpc_errors
@@ -24,7 +25,6 @@ from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
-from deploy.groups.restarts import Backoff
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.membership.view import ClusterView
 from tests.support.clusters.clients import HOST

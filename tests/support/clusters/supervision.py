@@ -17,6 +17,7 @@ import torch
 from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
 from baton.planning.planner import ChainPlanner
+from baton.process.backoff import Backoff
 from baton.sampling_params import SamplingParams
 from baton.transport.channel import make_channel
 from baton.v1 import prefill_pb2
@@ -25,7 +26,6 @@ from baton_lab.chaos.network import NetworkedSpawner
 from deploy.config.worker import WorkerConfig
 from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import WorkerGroup
-from deploy.groups.restarts import Backoff
 from deploy.groups.roster import Roster
 from deploy.groups.spawner import Spawner
 from deploy.groups.surroundings import Heartbeat, Surroundings

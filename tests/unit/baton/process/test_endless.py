@@ -6,13 +6,10 @@ import logging
 import pytest
 
 from baton.errors import UnavailableError
-from baton.process.endless import Pauses, repeat, tell_end, until_done
+from baton.process.backoff import Backoff
+from baton.process.endless import repeat, tell_end, until_done
 
-QUICK = Pauses(0.001, 0.002)
-
-
-def test_pauses_grow_up_to_the_longest() -> None:
-    assert [Pauses(0.5, 3.0).after(num) for num in (1, 2, 3, 4, 10_000)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+QUICK = Backoff(0.001, 0.002)
 
 
 class Turns:

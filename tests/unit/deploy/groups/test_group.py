@@ -10,6 +10,7 @@ import pytest
 
 from baton import __version__
 from baton.errors import ModelError, UnavailableError, VersionMismatchError
+from baton.process.backoff import Backoff
 from baton.process.clock import SystemClock
 from baton.transport.proto_types import kernels_to_proto
 from baton.types import KernelChoice
@@ -18,7 +19,6 @@ from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
 from deploy.groups.compatibility import CompatibilityCheck
 from deploy.groups.group import WorkerGroup
-from deploy.groups.restarts import Backoff
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.workers import InProcessSpawner, tiny_worker

@@ -2,10 +2,11 @@
 
 import pytest
 
-from deploy.groups.restarts import Backoff, Restarts
+from baton.process.backoff import Backoff
+from deploy.groups.restarts import Restarts
 from tests.support.manual_clock import ManualClock
 
-BACKOFF = Backoff(first_s=1.0, most_s=5.0, healthy_s=60.0)
+BACKOFF = Backoff(first_s=1.0, most_s=5.0)
 
 
 @pytest.fixture

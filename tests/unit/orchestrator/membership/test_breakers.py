@@ -3,10 +3,10 @@
 import pytest
 
 from baton.errors import InvalidArgumentError, LinkBrokenError, ResourceExhaustedError, UnavailableError
-from orchestrator.membership.breakers import BreakerPolicy, Breakers, BreakerState, RetryBudget, tells_of_the_group
+from baton.process.backoff import Backoff
+from orchestrator.membership.breakers import Breakers, BreakerState, RetryBudget, tells_of_the_group
 from tests.support.manual_clock import ManualClock
 
-POLICY = BreakerPolicy(num_failures=3, pause_s=1.0, longest_s=4.0)
 LIFE = "a group's incarnation"
 
 
@@ -17,7 +17,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def breakers(clock: ManualClock) -> Breakers:
-    return Breakers(clock, POLICY)
+    return Breakers(clock, 3, Backoff(1.0, 4.0))
 
 
 def fail(breakers: Breakers, count: int) -> None:
@@ -102,10 +102,6 @@ def test_breakers_of_lives_that_are_over_are_forgotten(breakers: Breakers) -> No
     fail(breakers, 3)
     breakers.keep({"another incarnation"})
     assert (len(breakers), breakers.of(LIFE).admits) == (0, True)
-
-
-def test_pauses_never_overflow() -> None:
-    assert BreakerPolicy(pause_s=1.0, longest_s=10.0).nth_pause_s(10_000) == 10.0
 
 
 @pytest.mark.parametrize(

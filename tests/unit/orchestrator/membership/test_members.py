@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import NotFoundError, UnavailableError
+from baton.process.backoff import Backoff
 from baton.process.clock import SystemClock
 from baton.types import Epoch
-from orchestrator.membership.breakers import BreakerPolicy, Breakers
+from orchestrator.membership.breakers import Breakers
 from orchestrator.membership.loads import Load
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
@@ -180,7 +181,7 @@ async def test_whoever_waits_hears_of_a_drain_and_of_its_end() -> None:
 async def test_a_group_that_fails_again_and_again_is_not_ready_and_then_gets_one_attempt() -> None:
     clock = ManualClock()
     members = members_of(GROUP, OTHER)
-    members.breakers = Breakers(clock, BreakerPolicy(num_failures=2, pause_s=1.0))
+    members.breakers = Breakers(clock, 2, Backoff(1.0, 10.0))
     members.failed(GROUP.incarnation)
     assert members.may_have_work(GROUP)
     members.failed(GROUP.incarnation)
@@ -196,7 +197,7 @@ async def test_a_group_that_fails_again_and_again_is_not_ready_and_then_gets_one
 async def test_an_attempt_that_raises_proves_nothing() -> None:
     clock = ManualClock()
     members = members_of(GROUP)
-    members.breakers = Breakers(clock, BreakerPolicy(num_failures=1, pause_s=1.0))
+    members.breakers = Breakers(clock, 1, Backoff(1.0, 10.0))
     members.failed(GROUP.incarnation)
     clock.advance(1.0)
     with pytest.raises(UnavailableError), members.hold("g"):
@@ -206,14 +207,14 @@ async def test_an_attempt_that_raises_proves_nothing() -> None:
 
 async def test_whoever_waits_hears_of_a_pause_s_end() -> None:
     members = members_of(GROUP)
-    members.breakers = Breakers(SystemClock(), BreakerPolicy(num_failures=1, pause_s=0.05))
+    members.breakers = Breakers(SystemClock(), 1, Backoff(0.05, 10.0))
     members.failed(GROUP.incarnation)
     assert await members.until(lambda: first_group(members), 20) == GROUP
 
 
 def test_a_repaired_group_is_not_broken_any_more() -> None:
     members = members_of(GROUP)
-    members.breakers = Breakers(ManualClock(), BreakerPolicy(num_failures=1))
+    members.breakers = Breakers(ManualClock(), 1)
     members.breakers.failed(GROUP.incarnation)
     members.update(ClusterView(generation=(replace(GROUP, endpoint="h:9"),)))
     assert len(members.breakers) == 0

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.errors import BatonError, NotFoundError, UnavailableError
+from baton.process.backoff import Backoff
 from baton.sampling_params import SamplingParams
 from baton.status import translate_rpc_errors
 from baton.v1 import admin_pb2, orchestrator_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
-from orchestrator.membership.breakers import BreakerPolicy, Breakers, RetryBudget
+from orchestrator.membership.breakers import Breakers, RetryBudget
 from orchestrator.membership.view import Orders
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.clients import CLOCK
@@ -174,7 +175,7 @@ async def test_an_unknown_group_is_refused_and_those_that_exist_are_named(pair: 
 
 async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes_well() -> None:
     async with cluster(config=replace(HASTY, max_attempts=2)) as made:
-        made.members.breakers = Breakers(CLOCK, BreakerPolicy(num_failures=2, pause_s=0.2, longest_s=0.2))
+        made.members.breakers = Breakers(CLOCK, 2, Backoff(0.2, 0.2))
         sound = made.view()
         (chain,) = sound.prefill
         broken = replace(sound, prefill=(replace(chain, endpoints=("127.0.0.1:1", chain.endpoints[1])),))
@@ -193,7 +194,7 @@ async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes
 
 async def test_a_group_that_is_kept_out_gets_one_attempt_after_its_pause_and_then_all() -> None:
     async with cluster(num_ranks=1) as made:
-        made.members.breakers = Breakers(CLOCK, BreakerPolicy(num_failures=1, pause_s=0.2))
+        made.members.breakers = Breakers(CLOCK, 1, Backoff(0.2, 10.0))
         made.members.failed(made.view().generation[0].incarnation)
         assert not made.members.view.generation[0].ready
         answers = await asyncio.gather(*(made.ask(made.request(prompt(20), SHORT)) for _ in range(3)))

@@ -18,7 +18,7 @@ from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
-from orchestrator.membership.breakers import BreakerPolicy, Breakers
+from orchestrator.membership.breakers import Breakers
 from orchestrator.membership.members import Membership, NoGroupError
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
@@ -67,7 +67,7 @@ class Cluster:
     chooser: Chooser = field(init=False)
 
     def __post_init__(self) -> None:
-        self.members.breakers = Breakers(self.clock, BreakerPolicy(num_failures=1))
+        self.members.breakers = Breakers(self.clock, 1)
         prefill = tuple(self._prefill(number) for number in range(self.rng.randint(0, 2 * self.num_groups)))
         generation = tuple(self._generation(number) for number in range(self.rng.randint(1, self.num_groups)))
         self.members.update(ClusterView(prefill, generation))
