@@ -18,7 +18,7 @@ from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
 
@@ -59,7 +59,7 @@ class WholeChooser:
         if plan is None or plan.way is None:
             held.close()
             return None
-        record.place(self._clock, placement=plan.placement)
+        record.place(self._clock, Attempt(placement=plan.placement))
         self._placed[asked.number] = _Placed(record, held)
         if asked.blocks:
             self._chooser.prefixes.use(plan.way.group.prefix_store, plan.blocks.names)

@@ -30,7 +30,7 @@ from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.workers.client import AttemptEvents, Clients, WorkerClient
 from orchestrator.workers.messages import PrefillJob
 from orchestrator.workers.prefix_discovery import PrefixStores
@@ -91,7 +91,7 @@ class AttemptRunner:
         self._clients = clients
         self._prefixes = prefixes = self.chooser.prefixes
         self._stores = PrefixStores(members, clients, prefixes)
-        self._chains = ChainRunner(members, clients, planner, prefixes, clock=clock, config=config)
+        self._chains = ChainRunner(members, clients, prefixes, clock, config)
         self._planner = planner
         self._clock = clock
         self._config = config
@@ -148,7 +148,7 @@ class AttemptRunner:
             number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.take_over(record, number)) as stream:
                 event = await stream.read()
-                record.place(self._clock, generation.residency, generation=generation.name)
+                record.place(self._clock, Attempt(residency=generation.residency, generation=generation.name))
                 logger.info("taken over request=%s group=%s", record.request_id, generation.name)
                 await follow(record, stream, event, emit, self._attribution(home))
 
@@ -189,7 +189,7 @@ class AttemptRunner:
         number = JobId(next(self._numbers))
         job = PrefillJob(home.record, number, plan.way.group, plan.way.chain, plan.blocks, lease)
         async with self._chains.running(job, home.worker) as prefill:
-            prefill.add_done_callback(partial(_note_ranks, home.record))
+            prefill.add_done_callback(partial(self._note_ranks, job))
             await self._generate(home, plan, lease, prefill, emit)
 
     async def _generate(
@@ -198,9 +198,8 @@ class AttemptRunner:
         """Generate to the end: on the slot that a chain fills, or behind the tokens that the node has cached."""
         record, way = home.record, plan.way
         num_present = 0 if lease is None else lease.num_present_tokens
-        record.place(
-            self._clock,
-            home.group.residency,
+        placed = Attempt(
+            residency=home.group.residency,
             placement=plan.placement,
             width=None if way is None else way.chain.choice,
             num_cached_tokens=num_present if way is None else way.chain.num_cached_tokens,
@@ -208,7 +207,8 @@ class AttemptRunner:
             generation=home.group.name,
             prefill="" if way is None else way.group.name,
         )
-        attribution = self._attribution(home, "" if way is None else way.group.name)
+        record.place(self._clock, placed)
+        attribution = self._attribution(home, placed.prefill)
         try:
             number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.stream(record, number, self._config, lease)) as stream:
@@ -300,8 +300,8 @@ class AttemptRunner:
         self._prefixes.use(store, plan.slot_blocks[:num_present])
         self._prefixes.forget(store, plan.slot_blocks[num_present : num_present + 1])
 
-
-def _note_ranks(record: RequestRecord, prefill: PrefillTask) -> None:
-    """Report the ranks' timings to the record as soon as the prefill has ended well."""
-    if not prefill.cancelled() and failure_of(prefill) is None:
-        record.report(prefill.result())
+    def _note_ranks(self, job: PrefillJob, prefill: PrefillTask) -> None:
+        """Report the ranks' timings to planner and record as soon as the prefill has ended well."""
+        if not prefill.cancelled() and failure_of(prefill) is None:
+            self._planner.observe(job.group.name, prefill.result())
+            job.record.report(prefill.result())

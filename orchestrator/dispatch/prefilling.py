@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from baton.errors import BatonError, StalePrefixError
-from baton.planning.planner import ChainPlanner
 from baton.process.clock import Clock
 from baton.results.prefill_trace import RankTiming
 from baton.types import Rank
@@ -33,16 +32,13 @@ class ChainRunner:
         self,
         members: Membership,
         clients: Clients,
-        planner: ChainPlanner,
         prefixes: PrefixIndex,
-        *,
         clock: Clock,
         config: OrchestratorConfig,
     ) -> None:
         """`prefixes` gets the reports of ranks about their prefix stores."""
         self._members = members
         self._clients = clients
-        self._planner = planner
         self._prefixes = prefixes
         self._clock = clock
         self._config = config
@@ -97,9 +93,7 @@ class ChainRunner:
                     run.result()
                 if pending:
                     await _renew(owner, job)
-            timings = tuple(run.result() for run in runs)
-            self._planner.observe(job.group.name, timings)
-            return timings
+            return tuple(run.result() for run in runs)
         finally:
             for run in runs:
                 run.cancel()

@@ -201,29 +201,12 @@ class RequestRecord:
         self.advance(RequestMove.ADMIT)
         self.admitted_ns, self.admitted_s = clock.unix_ns(), clock.now_s()
 
-    def place(
-        self,
-        clock: Clock,
-        residency: str = "",
-        *,
-        placement: Placement | None = None,
-        width: WidthChoice | None = None,
-        num_cached_tokens: int = 0,
-        fetch: PrefixFetch | None = None,
-        generation: str = "",
-        prefill: str = "",
-    ) -> None:
-        """Record where the attempt runs, now that it has a generation group and, if a chain prefills, its slots."""
+    def place(self, clock: Clock, placed: Attempt = Attempt()) -> None:
+        """Record where the attempt runs, now that it has a generation group and, if a chain prefills, its slots.
+        `placed` has the fields that are known by now, except number and times."""
         self.advance(RequestMove.PLACE)
-        self.attempt = Attempt(
-            *(self.attempt.number, clock.unix_ns(), clock.now_s(), residency),
-            placement=placement,
-            width=width,
-            num_cached_tokens=num_cached_tokens,
-            fetch=fetch,
-            generation=generation,
-            prefill=prefill,
-        )
+        number, leased_ns, leased_s = self.attempt.number, clock.unix_ns(), clock.now_s()
+        self.attempt = replace(placed, number=number, leased_ns=leased_ns, leased_s=leased_s)
 
     def report(self, ranks: tuple[RankTiming, ...]) -> None:
         """Record the timings of the attempt's prefill ranks."""

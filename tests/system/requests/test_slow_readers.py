@@ -23,7 +23,7 @@ from orchestrator.api.gateway import GrpcGateway, ask_model
 from orchestrator.dispatch.streaming import Emit
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
-from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.record import Attempt, RequestRecord
 from tests.support.clusters.planners import linear_planner
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import chat_letters
@@ -41,7 +41,7 @@ MODEL = ModelInfo("m", 4096, 2000, "float32", False, "f")
 
 async def at_once(record: RequestRecord, emit: Emit) -> None:
     """An attempt of an engine that is done at once."""
-    record.place(SystemClock(), generation="generate-0")
+    record.place(SystemClock(), Attempt(generation="generate-0"))
     for index in range(len(record.choices[0].output_ids), NUM_TOKENS):
         finish = FinishReason.LENGTH if index == NUM_TOKENS - 1 else None
         accepted = record.accept(TokenEvent(index, SampledToken(index), TEXT, 1, finish))

@@ -18,7 +18,7 @@ from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
 from tests.support.clusters.planners import deciding_planner, linear_planner
 from tests.support.manual_clock import ManualClock
@@ -283,7 +283,7 @@ class Served:
         with ExitStack() as held:
             plan = self.cluster.chooser.plan_now(record, held)
             assert plan is not None and plan.way is not None
-            record.place(clock, placement=plan.placement)
+            record.place(clock, Attempt(placement=plan.placement))
             prefill_queues.add(GROUP.incarnation, JobId(2 * number + 1), plan.way.chain.job, clock.now_s())
             self._maybe_step()
             clock.advance(made.predicted_s * rng.uniform(0.5, 2.0))

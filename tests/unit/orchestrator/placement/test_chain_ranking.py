@@ -26,7 +26,7 @@ from orchestrator.placement.chain_ranking import ChainRanking, GroupChain
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 from tests.support.all_pairs import AllPairs, PairWay, cost_s
@@ -86,7 +86,7 @@ class Cluster:
             record = asked(self.rng, f"r{number}")
             plan = self.chooser.plan_now(record, held)
             if plan is not None:
-                record.place(self.clock, placement=plan.placement)
+                record.place(self.clock, Attempt(placement=plan.placement))
                 if plan.way is not None:
                     job = plan.way.chain.job
                     self.members.prefill_queues.add(plan.way.group.incarnation, JobId(number), job, self.clock.now_s())

@@ -26,7 +26,7 @@ def token(index: int, unix_ns: int = 50) -> TokenEvent:
 
 def placed(made: RequestRecord, residency: str = "", num_cached_tokens: int = 0) -> RequestRecord:
     made.admit(StoppedClock(10))
-    made.place(StoppedClock(20), residency, num_cached_tokens=num_cached_tokens)
+    made.place(StoppedClock(20), Attempt(residency=residency, num_cached_tokens=num_cached_tokens))
     return made
 
 
