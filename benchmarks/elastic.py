@@ -35,6 +35,7 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.rates import runnable
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import nominal_calibration
+from orchestrator.composition import build_orchestrator
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
@@ -125,16 +126,13 @@ class _Bench:
     @contextlib.asynccontextmanager
     async def _scheduler(self, policy: str) -> AsyncIterator[RequestScheduler]:
         config = OrchestratorConfig(elastic=_POLICIES[policy])
-        members, planner = self._cluster.members, self._planner
-        secret, on_failure = self._cluster.secret, self._cluster.suspect
-        scheduler = RequestScheduler(
-            members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure
-        )
-        scheduler.start()
+        members, secret = self._cluster.members, self._cluster.secret
+        orchestrator = build_orchestrator(members, self._planner, SystemClock(), secret=secret, config=config)
+        orchestrator.start()
         try:
-            yield scheduler
+            yield orchestrator.scheduler
         finally:
-            await scheduler.close()
+            await orchestrator.close()
 
 
 def _of(rounds: Sequence[Sequence[Served]], num_tokens: int) -> list[Served]:

@@ -41,6 +41,7 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.open_loop import Ask, Fate, Source, percentile, throughput
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
+from orchestrator.composition import build_orchestrator
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
 from orchestrator.scheduler import RequestScheduler
@@ -195,17 +196,14 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def _scheduler(self, config: OrchestratorConfig) -> AsyncIterator[RequestScheduler]:
-        members, planner = self._cluster.members, self._planner
         config = replace(config, disaggregation="always")  # the engine never prefills: one capacity for all requests
-        secret, on_failure = self._cluster.secret, self._cluster.suspect
-        scheduler = RequestScheduler(
-            members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure
-        )
-        scheduler.start()
+        members, secret = self._cluster.members, self._cluster.secret
+        orchestrator = build_orchestrator(members, self._planner, SystemClock(), secret=secret, config=config)
+        orchestrator.start()
         try:
-            yield scheduler
+            yield orchestrator.scheduler
         finally:
-            await scheduler.close()
+            await orchestrator.close()
 
 
 def _shorter(ask: Ask) -> Ask:

@@ -8,9 +8,9 @@ task, and the deadline holds in any case. On the loop.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from baton.errors import (
     BatonError,
@@ -21,35 +21,30 @@ from baton.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from baton.planning.planner import ChainPlanner
+from baton.process.backoff import Backoff
 from baton.process.clock import Clock
+from baton.process.endless import repeat
 from baton.process.request_log import SERVED_REQUEST
-from baton.transport.identity import ClusterSecret
 from baton.types import FinishReason, TokenEvent
-from orchestrator.actuation.scaler import Scaler
-from orchestrator.admission.fair_queue import FairQueue
+from orchestrator.actuation.fleet import LiveFleet
 from orchestrator.admission.forecast import ChainForecast, Forecast
 from orchestrator.admission.gate import Admission, Entry
 from orchestrator.admission.undelivered import Outbox, Outboxes
 from orchestrator.dispatch.attempt import AttemptRunner
 from orchestrator.dispatch.streaming import Emit
 from orchestrator.dispatch.suspects import Suspects
-from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
+from orchestrator.membership.breakers import RetryBudget, tells_of_the_group
 from orchestrator.membership.members import Membership
 from orchestrator.observability.journal import Journal
-from orchestrator.observability.metrics import Metrics
-from orchestrator.observability.state import Overview
-from orchestrator.observability.traces import Traces
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, RequestRecord, Started
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
 from orchestrator.requests.tenants import DEFAULT_TENANT
-from orchestrator.workers.client import Clients
-from orchestrator.workers.worker_poller import WorkerPoller
 
 logger = logging.getLogger(__name__)
 
+_FOLLOWING_PAUSES = Backoff(0.1, 5.0)
 _CLOSING = "the orchestrator is shutting down: try again"
 
 
@@ -66,74 +61,43 @@ class _Run:
     """Events for its stream."""
 
 
+@dataclass(kw_only=True, eq=False)
 class RequestScheduler:
-    """Owns the queue and all running requests. Make it, `start` it, `generate`, `close` it."""
+    """Owns the queue and all running requests. `orchestrator.composition` makes it; `start` it, `generate`, `close`."""
 
-    def __init__(
-        self,
-        members: Membership,
-        clock: Clock,
-        config: OrchestratorConfig | None = None,
-        *,
-        planner: ChainPlanner,
-        secret: ClusterSecret,
-        traces: Traces | None = None,
-        on_failure: Callable[[], None] | None = None,
-    ) -> None:
-        """`planner` is asked for every request. `secret` is the cluster's, sent with each call to a worker. `traces`
-        get every request that has ended, and are closed with the scheduler. `on_failure` is called when an attempt
-        has failed, so that a supervisor can check its workers at once."""
-        self.metrics, self._traces = Metrics(), traces or Traces()
-        self._journal = Journal(clock, self.metrics, self._traces, planner)
-        self.requests = self._journal.book
-        """The requests that wait or run, and the latest that have ended."""
-        self._clock = clock
-        self._config = config or OrchestratorConfig()
-        self._on_failure = on_failure
-        self._members = members
-        self._outboxes = Outboxes()
-        self._admission = Admission(self._config, clock, FairQueue())
-        self._clients = Clients(secret)
-        self._attempt_runner = AttemptRunner(members, self._clients, planner, clock, self._config)
-        self._suspects = Suspects(members, self._clients)
-        self._forecast = ChainForecast(self._attempt_runner.chooser)
-        ttl_s = self._config.lease_ttl_s
-        self._poller = WorkerPoller(members, self._clients, clock, self._journal.stepped, lease_ttl_s=ttl_s)
-        chooser = self._attempt_runner.chooser
-        self.overview = Overview(members, self._poller, self._admission, chooser, clock, lease_ttl_s=ttl_s)
-        self._scaler = Scaler(
-            *(members, self.overview, self._attempt_runner.chooser.generation_load, planner, self.metrics),
-            clock=clock,
-            config=self._config.autoscaling,
-        )
-        self.overview.scaling = lambda: self._scaler.state
-        self._budget = RetryBudget(clock)
-        self._counting: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[Finished]] = set()
-        self._closing = False
-        members.on_update, members.breakers = self._resize, Breakers(clock)
+    config: OrchestratorConfig
+    clock: Clock
+    members: Membership
+    admission: Admission
+    attempt_runner: AttemptRunner
+    suspects: Suspects
+    forecast: ChainForecast
+    budget: RetryBudget
+    fleet: LiveFleet
+    """Record of arrivals and ends, for the autoscaler."""
+    journal: Journal
+    _outboxes: Outboxes = field(init=False, default_factory=Outboxes)
+    _following: asyncio.Task[NoReturn] | None = field(init=False, default=None)
+    _tasks: set[asyncio.Task[Finished]] = field(init=False, default_factory=set)
+    _closing: bool = field(init=False, default=False)
 
     def start(self) -> None:
-        """Start the periodic polls of the workers, and scaling. To be called once, on the loop."""
+        """Keep the number of requests that may run to the groups' slots. To be called once, on the loop."""
         self._resize()
-        self._counting = asyncio.create_task(self._poller.run(self._config.poll_s))
-        self._scaler.start()
+        self._following = asyncio.create_task(repeat("following the groups' slots", self._follow, _FOLLOWING_PAUSES))
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, then end the rest with UnavailableError.
 
-        Frees the slots and streams that attempts held, and closes all channels to workers. Idempotent.
+        Frees the slots and streams that attempts held. Idempotent.
         """
         self._closing = True
-        await self._scaler.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
         await _cancel(*self._tasks)
-        if self._counting is not None:
-            await _cancel(self._counting)
-        await self._attempt_runner.close()
-        await self._clients.prune(())
-        await self._traces.close()
+        if self._following is not None:
+            await _cancel(self._following)
+        await self.attempt_runner.close()
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield one request's stream: Started, tokens, Finished. Closing the generator cancels the request everywhere.
@@ -147,17 +111,16 @@ class RequestScheduler:
         self._check_choices(request.num_slots)
         request = request.with_a_token()
         request = replace(request, exact=self._check_exact(request.exact), prefix_salt=self._salt(request))
-        record = RequestRecord.of(request, self._clock.unix_ns())
+        record = RequestRecord.of(request, self.clock.unix_ns())
         started = Started(request.request_id, len(request.prompt_ids), request.params.seed, request.exact)
         first: tuple[Event, ...] = (started, *record.end_known(record.received_ns))
         if record.is_complete:
-            for event in (*first, record.finish(self._clock.unix_ns())):
+            for event in (*first, record.finish(self.clock.unix_ns())):
                 yield event
             return
-        run = self._join(record)
+        run = self._join(record, give_up=lambda: task.cancel())
         SERVED_REQUEST.set(request.request_id)
         task = asyncio.create_task(self._complete(run))
-        run.outbox.on_give_up = task.cancel
         for event in first:
             run.outbox.put(event)
         self._tasks.add(task)
@@ -172,29 +135,30 @@ class RequestScheduler:
             run.outbox.close()
             await _cancel(task)
 
-    def _join(self, record: RequestRecord) -> _Run:
-        """Queue the request. No prediction refuses a resumed stream, because it had its first token before."""
-        forecast = None if record.request.is_resumed else self._forecast.of(record)
+    def _join(self, record: RequestRecord, give_up: Callable[[], object]) -> _Run:
+        """Queue the request; `give_up` ends it. No prediction refuses a resumed stream, because it had its first token
+        before."""
+        forecast = None if record.request.is_resumed else self.forecast.of(record)
         try:
-            entry = self._admission.join(record.request, None if forecast is None else forecast.cautious_s)
+            entry = self.admission.join(record.request, None if forecast is None else forecast.cautious_s)
         except BatonError as error:
-            self._journal.refused(error)
+            self.journal.refused(error)
             raise
-        self._budget.earn()
-        self._scaler.arrived(record)
-        self._journal.joined(record)
-        return _Run(record, entry, forecast, self._outboxes.open(record.request.tenant))
+        self.budget.earn()
+        self.fleet.arrived(record)
+        self.journal.joined(record)
+        return _Run(record, entry, forecast, self._outboxes.open(record.request.tenant, give_up))
 
     def _check_choices(self, num_choices: int) -> None:
         """Refuse more choices than any generation group has slots, because a request's choices share a group."""
-        most = max((group.num_slots for group in self._members.view.generation), default=num_choices)
+        most = max((group.num_slots for group in self.members.view.generation), default=num_choices)
         if num_choices > most:
             raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
 
     def _emit(self, run: _Run, event: TokenEvent) -> None:
         echo = run.record.request.echo
         if event.token is not None:
-            run.record.see_token(self._clock.now_s())
+            run.record.see_token(self.clock.now_s())
             if not run.record.request.has_output:
                 event = replace(event, token=None, text="", finish=FinishReason.LENGTH)
             if echo and event.index == 0:
@@ -205,7 +169,7 @@ class RequestScheduler:
         """Return what separates the request's cached prompt from others': its tenant, where tenants are isolated, and
         what the client gave. The default tenant's blocks have no tenant, so that isolation costs a cluster without
         tenants none of its cached prompts."""
-        is_apart = self._config.prefix_isolation and request.tenant.name != DEFAULT_TENANT.name
+        is_apart = self.config.prefix_isolation and request.tenant.name != DEFAULT_TENANT.name
         tenant = request.tenant.name if is_apart else ""
         return f"{tenant}\0{request.prefix_salt}" if request.prefix_salt else tenant
 
@@ -216,7 +180,7 @@ class RequestScheduler:
         holds to its end. So if no group is approximate now, no approximate group that joins later may take over the
         request.
         """
-        groups = self._members.present.generation  # drained ones too: they may return, or keep a stream
+        groups = self.members.present.generation  # drained ones too: they may return, or keep a stream
         if wanted and groups and all(group.is_approximate for group in groups):
             policies = ", ".join(sorted({group.residency for group in groups}))
             raise InvalidArgumentError(
@@ -225,27 +189,32 @@ class RequestScheduler:
             )
         return wanted or (bool(groups) and not any(group.is_approximate for group in groups))
 
+    async def _follow(self) -> None:
+        changed = self.members.view_changed
+        self._resize()
+        await changed.wait()
+
     def _resize(self) -> None:
-        num_slots = self._members.view.num_slots
-        self._admission.resize(num_slots, is_asleep=self._members.is_asleep("generate"))
-        self._budget.resize(num_slots)
+        num_slots = self.members.view.num_slots
+        self.admission.resize(num_slots, is_asleep=self.members.is_asleep("generate"))
+        self.budget.resize(num_slots)
 
     async def _complete(self, run: _Run) -> Finished:
         """Run the request to its end and return that end, on any error except cancellation."""
         record, emit, deadline_s = run.record, partial(self._emit, run), run.record.request.deadline_s
-        left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
+        left_s = None if deadline_s is None else deadline_s - self.clock.now_s()
         reason: FinishReason | None = None
         error: BatonError | None = None
         try:
             async with asyncio.timeout(left_s):
                 await run.entry.admitted()
-                record.admit(self._clock)
+                record.admit(self.clock)
                 await self._attempts(record, emit, record.request.is_resumed)
         except TimeoutError:
             if not record.is_complete:  # else only timings came late
                 made = f"its deadline passed after {record.num_output_tokens} output tokens"
                 error = DeadlineExceededError(f"request {record.request_id}: {made}")
-                for event in record.end_open(FinishReason.DEADLINE, self._clock.unix_ns()):
+                for event in record.end_open(FinishReason.DEADLINE, self.clock.unix_ns()):
                     emit(event)
         except BatonError as failure:
             reason, error = FinishReason.ERROR, failure
@@ -253,32 +222,32 @@ class RequestScheduler:
             logger.exception("failed request=%s", record.request_id)
             bug = f"request {record.request_id} failed in the orchestrator: its log has the traceback"
             reason, error = FinishReason.ERROR, BatonError(bug)
-        return record.finish(self._clock.unix_ns(), reason, error)
+        return record.finish(self.clock.unix_ns(), reason, error)
 
     def _settle(self, run: _Run, task: asyncio.Task[Finished]) -> None:
         """Give up the request's place and emit Finished last, even if its task was cancelled before it began."""
         record = run.record
         self._tasks.discard(task)
-        self._admission.leave(run.entry)
+        self.admission.leave(run.entry)
         finished = self._interrupted(run) if task.cancelled() else task.result()
         run.outbox.put(finished)  # first, so that the client's stream ends even if the rest fails
-        self._scaler.ended(record)
+        self.fleet.ended(record)
         if run.forecast is not None:
-            self._forecast.ended(record, run.forecast, self._clock.now_s())
-        self._journal.ended(record, finished)
+            self.forecast.ended(record, run.forecast, self.clock.now_s())
+        self.journal.ended(record, finished)
 
     def _interrupted(self, run: _Run) -> Finished:
         """Return the end of a request that its client, its outbox or `close` has cancelled, perhaps after its last
         token."""
         record, refusal = run.record, run.outbox.refusal
         if record.is_complete:
-            return record.finish(self._clock.unix_ns())
+            return record.finish(self.clock.unix_ns())
         if refusal is not None:
-            return record.finish(self._clock.unix_ns(), FinishReason.ERROR, refusal)
+            return record.finish(self.clock.unix_ns(), FinishReason.ERROR, refusal)
         if self._closing:
-            return record.finish(self._clock.unix_ns(), FinishReason.ERROR, UnavailableError(_CLOSING))
+            return record.finish(self.clock.unix_ns(), FinishReason.ERROR, UnavailableError(_CLOSING))
         gone = RequestCancelledError(f"request {record.request_id} was cancelled")
-        return record.finish(self._clock.unix_ns(), FinishReason.CANCELLED, gone)
+        return record.finish(self.clock.unix_ns(), FinishReason.CANCELLED, gone)
 
     async def _attempts(self, record: RequestRecord, emit: Emit, may_be_kept: bool) -> None:
         """Make attempts, each continuing after the tokens of the earlier ones; raise the last attempt's error.
@@ -294,17 +263,17 @@ class RequestScheduler:
                 return
             num_before = record.num_output_tokens
             try:
-                async with self._suspects.trial(record, emit) as watched:
-                    await self._attempt_runner.attempt(record, watched)
+                async with self.suspects.trial(record, emit) as watched:
+                    await self.attempt_runner.attempt(record, watched)
                 return
             except BatonError as error:
                 self._note_failure(record, error)
                 may_succeed = error.retryable or isinstance(error, LeaseError)
                 if may_succeed:  # also before the last failure is reported: the client may send the request again
-                    await self._suspects.judge(record, num_before)
-                if not may_succeed or record.attempt.number >= self._config.max_attempts:
+                    await self.suspects.judge(record, num_before)
+                if not may_succeed or record.attempt.number >= self.config.max_attempts:
                     raise
-                pause_s = self._budget.take(self._config.generation_wait_s)
+                pause_s = self.budget.take(self.config.generation_wait_s)
                 if pause_s is None:
                     logger.warning("too many retries: request=%s gets none", record.request_id)
                     raise
@@ -314,7 +283,7 @@ class RequestScheduler:
     async def _taken_over(self, record: RequestRecord, emit: Emit) -> bool:
         """Return whether a generation group had kept the request's stream, and has now run it to its end."""
         try:
-            await self._attempt_runner.take_over(record, emit)
+            await self.attempt_runner.take_over(record, emit)
         except NotFoundError as error:
             logger.info("resumed again request=%s: %s", record.request_id, error)
             return False
@@ -325,13 +294,9 @@ class RequestScheduler:
         return True
 
     def _note_failure(self, record: RequestRecord, error: BatonError) -> None:
-        """Report a failed attempt to log, metrics, the group's breaker and `on_failure`, before the next is placed."""
-        self._journal.failed(record, error)
-        blamed = record.attempt.blamed
-        if blamed is not None and tells_of_the_group(error):
-            self._members.failed(blamed)
-        if self._on_failure is not None:
-            self._on_failure()
+        """Report a failed attempt to log, metrics and the group's breaker, before the next is placed."""
+        self.journal.failed(record, error)
+        self.members.failed(record.attempt.blamed if tells_of_the_group(error) else None)
 
     async def _branch(self, record: RequestRecord, emit: Emit, may_be_kept: bool) -> None:
         """Retry each choice that has not ended by itself, in a task of its own."""

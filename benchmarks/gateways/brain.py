@@ -16,7 +16,9 @@ from benchmarks.gateways.engines import HOST, LAYOUT
 from benchmarks.gateways.process import Answer, usage
 from benchmarks.gateways.profile import Profile
 from deploy.machine.calibrations import nominal_calibration
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServer
+from orchestrator.composition import build_orchestrator
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.requests.config import OrchestratorConfig
@@ -46,16 +48,10 @@ async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
     most = 2 * told.num_slots * len(told.ports)
     config = OrchestratorConfig(max_queued_requests=most, max_queued_tokens=1000 * most, max_running=most)
     layout = LAYOUT.fingerprint
-    server = await OrchestratorServer.start(
-        members,
-        Tokenizer.load(told.folder),
-        ModelInfo("scripted", MAX_TOKENS, VOCAB_SIZE, "bfloat16", True, layout),
-        clock=SystemClock(),
-        host=HOST,
-        config=config,
-        planner=planner,
-        secret=ClusterSecret.new(),
-    )
+    model = ModelInfo("scripted", MAX_TOKENS, VOCAB_SIZE, "bfloat16", True, layout)
+    orchestrator = build_orchestrator(members, planner, SystemClock(), secret=ClusterSecret.new(), config=config)
+    validator = RequestValidator(Tokenizer.load(told.folder), model, ())
+    server = await OrchestratorServer.start(orchestrator, validator, (HOST, 0))
     groups = (
         GenerationGroup(f"generate-{index}", f"{HOST}:{port}", layout, told.num_slots, MAX_TOKENS)
         for index, port in enumerate(told.ports)

@@ -21,6 +21,7 @@ from benchmarks.support.arrivals import Arrival
 from benchmarks.support.harness import random_prompt
 from benchmarks.support.open_loop import percentile
 from deploy.groups.cluster import LocalCluster
+from orchestrator.composition import build_orchestrator
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
@@ -128,14 +129,12 @@ async def controlled(
     cluster: LocalCluster, planner: ChainPlanner, config: OrchestratorConfig
 ) -> AsyncIterator[RequestScheduler]:
     """Run a controller over a running cluster; close it when the block is left."""
-    scheduler = RequestScheduler(
-        cluster.members, SystemClock(), config, planner=planner, secret=cluster.secret, on_failure=cluster.suspect
-    )
-    scheduler.start()
+    orchestrator = build_orchestrator(cluster.members, planner, SystemClock(), secret=cluster.secret, config=config)
+    orchestrator.start()
     try:
-        yield scheduler
+        yield orchestrator.scheduler
     finally:
-        await scheduler.close()
+        await orchestrator.close()
 
 
 def p99(values: Sequence[float]) -> float:

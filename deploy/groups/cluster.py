@@ -173,7 +173,7 @@ class LocalCluster:
         self.folder = folder
         self.max_tokens = tokens_of_slot(folder, config.generate.max_slot_tokens)
         """Tokens that one request may have, prompt and output."""
-        self.members = Membership()
+        self.members = Membership(on_failure=self.suspect)
         """The groups as the orchestrator sees them; kept up to date."""
         supervision = config.supervision
         heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)

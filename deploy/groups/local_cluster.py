@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from baton.process.clock import Clock
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
+from orchestrator.composition import build_orchestrator
 from orchestrator.scheduler import RequestScheduler
 
 
@@ -16,11 +17,9 @@ async def running_scheduler(cluster: LocalCluster, clock: Clock) -> AsyncIterato
     requests."""
     config = cluster.config.orchestrator_config(cluster.folder)
     planner = await asyncio.to_thread(served_planner, cluster.config, cluster.folder)
-    scheduler = RequestScheduler(
-        cluster.members, clock, config, planner=planner, secret=cluster.secret, on_failure=cluster.suspect
-    )
-    scheduler.start()
+    orchestrator = build_orchestrator(cluster.members, planner, clock, secret=cluster.secret, config=config)
+    orchestrator.start()
     try:
-        yield scheduler
+        yield orchestrator.scheduler
     finally:
-        await scheduler.close()
+        await orchestrator.close()

@@ -1,1 +1,1 @@
-"""Reports the state of a running cluster to the autoscaler, and carries out the autoscaler's decisions."""
+"""Carries out operations on groups, for operators and the autoscaler, and reports the cluster's state to the latter."""

@@ -22,11 +22,11 @@ from baton.errors import BatonError, UnavailableError
 from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 from baton.process.endless import tell_failure
+from orchestrator.actuation.operations import GroupOperations
 from orchestrator.autoscaling.actions import Action, LeadTimes, Move
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import Group, PrefillGroup, role_of
-from orchestrator.observability.state import Overview
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,13 @@ class Actuator:
     """Changes the groups of one cluster. `carry_out` and `resume` return at once."""
 
     def __init__(
-        self, members: Membership, overview: Overview, clock: Clock, times: LeadTimes, *, lends_ranks: bool = False
+        self,
+        members: Membership,
+        operations: GroupOperations,
+        clock: Clock,
+        times: LeadTimes,
+        *,
+        lends_ranks: bool = False,
     ) -> None:
         """`times` are estimates that are used until changes have been measured. `lends_ranks` is true if chains have
         several ranks and change the role of only their last one."""
@@ -54,7 +60,7 @@ class Actuator:
         """Durations of changes: the given estimates, then the last measurements. Replaced as a whole."""
         self._members = members
         self._lends_ranks = lends_ranks
-        self._overview = overview
+        self._operations = operations
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Changes under way, by the name of the group, or by a number for a group without a name yet."""
@@ -127,9 +133,9 @@ class Actuator:
         if present or known:
             name = max(present or known, key=lambda each: (self._members.load(each).num_slots, each))
             self._members.undrain(name)  # at once, so that the next start takes another one
-            self._begin(role, partial(self._overview.undrain, name), is_cold=name not in present)
+            self._begin(role, partial(self._operations.undrain, name), is_cold=name not in present)
         elif own:
-            self._begin(role, partial(self._overview.stand_in, min(own)))
+            self._begin(role, partial(self._operations.stand_in, min(own)))
         else:
             logger.warning("no %s group can be started: the configuration has none to be like", role)
 
@@ -211,7 +217,7 @@ class Actuator:
         next flip is expected to take. The group works on if the flip fails or is called off."""
         idle_s = self._clock.now_s()
         try:
-            async with aclosing(self._overview.flip(name)) as states:
+            async with aclosing(self._operations.flip(name)) as states:
                 async for state in states:
                     if state.name == name:
                         idle_s = self._clock.now_s()
@@ -225,7 +231,7 @@ class Actuator:
 
     async def _leave(self, name: str) -> None:
         """See a group through until it has left, or is wanted again."""
-        async with aclosing(self._overview.drain(name, leave=True)) as states:
+        async with aclosing(self._operations.drain(name, leave=True)) as states:
             async for _ in states:
                 if name not in self._members.orders.surplus:
                     return  # taken back

@@ -4,6 +4,7 @@ group of each role could leave.
 Reads the books of `orchestrator.membership` and `orchestrator.placement`; keeps only the running requests. On the loop.
 """
 
+from baton.planning.planner import ChainPlanner
 from baton.process.clock import Clock
 from orchestrator.autoscaling.actions import FleetState
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
@@ -22,12 +23,17 @@ class LiveFleet:
     """The groups and requests of a running cluster, as the autoscaler sees them."""
 
     def __init__(
-        self, members: Membership, generation_load: GenerationLoad, window: TrafficWindow, clock: Clock
+        self, members: Membership, generation_load: GenerationLoad, planner: ChainPlanner, clock: Clock
     ) -> None:
+        """Without step times in `planner`, there is no service model. `generation_load`: requests that each group
+        serves."""
+        self.window = TrafficWindow()
+        """Arrivals and ends of requests lately."""
         self._members = members
         self._generation_load = generation_load
-        self._window = window
+        self._planner = planner
         self._clock = clock
+        self._service: ServiceModel | None = None
         self._records: dict[int, RequestRecord] = {}
         """Requests that have arrived and not ended, by their identity."""
 
@@ -36,7 +42,7 @@ class LiveFleet:
         self._records[id(record)] = record
         if not record.request.is_resumed:
             request = record.request
-            self._window.arrived(self._clock.now_s(), len(request.prompt_ids), request.params.max_tokens)
+            self.window.arrived(self._clock.now_s(), len(request.prompt_ids), request.params.max_tokens)
 
     def ended(self, record: RequestRecord) -> None:
         """Record the end of an accepted request. Only complete outputs count for the forecast of output lengths."""
@@ -44,7 +50,15 @@ class LiveFleet:
         if record.is_complete and not record.request.is_resumed:
             num_cached = record.attempt.num_cached_tokens
             for choice in record.choices:
-                self._window.ended(len(record.request.prompt_ids), max(len(choice.output_ids), 1), num_cached)
+                self.window.ended(len(record.request.prompt_ids), max(len(choice.output_ids), 1), num_cached)
+
+    def service(self) -> ServiceModel | None:
+        """Return the predicted service of groups; None before the first generation group has come up, or without step
+        times."""
+        groups = self._members.present.generation
+        if groups and self._planner.steps is not None:
+            self._service = ServiceModel(self._planner, self._planner.max_ranks, groups[0].num_slots)
+        return self._service
 
     def state(self, target: Allocation, service: ServiceModel, clear_s: float) -> FleetState:
         """Return the present state, with the groups in `target` to come. The work that waits should be gone in
@@ -54,6 +68,7 @@ class LiveFleet:
             self._backlog(service, clear_s),
             drain_prefill_s=min(self._left_s(), default=0.0),
             drain_generate_s=min(self._streams_s(service), default=0.0),
+            lends_ranks=self._planner.max_ranks > 1,
         )
 
     def _backlog(self, service: ServiceModel, clear_s: float) -> Backlog:
@@ -87,6 +102,6 @@ class LiveFleet:
         return seconds
 
     def _tokens_left(self, record: RequestRecord) -> int:
-        longest = self._window.longest_output(len(record.request.prompt_ids))
+        longest = self.window.longest_output(len(record.request.prompt_ids))
         most = min(record.request.params.max_tokens, longest)
         return max(most - min(len(choice.output_ids) for choice in record.choices), 1)

@@ -1,31 +1,23 @@
 """Runs the autoscaler of a cluster periodically, publishes its decisions, and has them carried out.
 
 Each decision is explained: to the log when it differs from the one before, as metrics, and in `baton status`. In the
-mode `advise` nothing is carried out. Made by `orchestrator.scheduler`. On the loop.
+mode `advise` nothing is carried out. Made by `orchestrator.composition`. On the loop.
 """
 
 import asyncio
 import logging
 from collections import deque
-from dataclasses import replace
 
 from baton.calls.cluster_state import Scaling, ScalingChange
-from baton.planning.planner import ChainPlanner
 from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 from baton.process.endless import repeat
 from orchestrator.actuation.actuator import Actuator
 from orchestrator.actuation.fleet import LiveFleet
-from orchestrator.autoscaling.actions import LeadTimes
 from orchestrator.autoscaling.autoscaler import Autoscaler, Decision
 from orchestrator.autoscaling.demand import ServiceModel
-from orchestrator.autoscaling.traffic import TrafficWindow
-from orchestrator.membership.members import Membership
 from orchestrator.observability.metrics import Metrics
-from orchestrator.observability.state import Overview
-from orchestrator.placement.generation_load import GenerationLoad
 from orchestrator.requests.config import AutoscalingConfig
-from orchestrator.requests.record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +28,19 @@ _MOST_PAUSE_S = 30.0
 
 
 class Scaler:
-    """Scales one cluster. Make it, `start` it, report requests to it, `close` it."""
+    """Scales one cluster. Make it, `start` it, `close` it."""
 
     def __init__(
-        self,
-        members: Membership,
-        overview: Overview,
-        generation_load: GenerationLoad,
-        planner: ChainPlanner,
-        metrics: Metrics,
-        *,
-        clock: Clock,
-        config: AutoscalingConfig,
+        self, fleet: LiveFleet, actuator: Actuator, metrics: Metrics, clock: Clock, config: AutoscalingConfig
     ) -> None:
-        """Without step times in `planner`, nothing is decided. `generation_load`: requests that each group serves."""
+        """Nothing is decided while `fleet` has no service model."""
         self.state: Scaling | None = None
         """The latest decision, as it is shown; None before the first. Replaced as a whole."""
-        self._members = members
-        self._planner = planner
+        self._fleet = fleet
+        self._actuator = actuator
         self._metrics = metrics
         self._clock = clock
         self._config = config
-        self._window = TrafficWindow()
-        self._fleet = LiveFleet(members, generation_load, self._window, clock)
-        self._lends_ranks = planner.max_ranks > 1
-        times = LeadTimes(config.cold_start_s, config.flip_s)
-        self._actuator = Actuator(members, overview, clock, times, lends_ranks=self._lends_ranks)
         self._autoscaler: Autoscaler | None = None
         self._service: ServiceModel | None = None
         self._changes: deque[ScalingChange] = deque(maxlen=_NUM_CHANGES)
@@ -81,14 +60,6 @@ class Scaler:
             await asyncio.gather(self._deciding, return_exceptions=True)
         await self._actuator.close()
 
-    def arrived(self, record: RequestRecord) -> None:
-        """Record a request that was accepted."""
-        self._fleet.arrived(record)
-
-    def ended(self, record: RequestRecord) -> None:
-        """Record the end of an accepted request."""
-        self._fleet.ended(record)
-
     async def _decide_always(self) -> None:
         async def turn() -> None:
             await asyncio.sleep(self._config.interval_s)
@@ -98,7 +69,7 @@ class Scaler:
 
     def _decide(self) -> None:
         """Decide once, and begin what was decided."""
-        service = self._service_model()
+        service = self._fleet.service()
         if service is None:
             return
         acts = self._config.mode == "act"
@@ -106,22 +77,13 @@ class Scaler:
             self._actuator.resume()
         if self._autoscaler is None or service != self._service:
             self._service = service
-            self._autoscaler = Autoscaler(self._config, service, self._actuator.times, self._window)
+            self._autoscaler = Autoscaler(self._config, service, self._actuator.times, self._fleet.window)
         self._autoscaler.times = times = self._actuator.times
         state = self._fleet.state(self._actuator.target(), service, times.cold_start_s)
-        state = replace(state, lends_ranks=self._lends_ranks)
         decision = self._autoscaler.decide(self._clock.now_s(), state)
         self._tell(decision)
         if acts:
             self._actuator.carry_out(decision.actions)
-
-    def _service_model(self) -> ServiceModel | None:
-        """Return what groups are predicted to do; None as long as no generation group has come up, or without step
-        times."""
-        groups = self._members.present.generation
-        if not groups or self._planner.steps is None:
-            return self._service
-        return ServiceModel(self._planner, self._planner.max_ranks, groups[0].num_slots)
 
     def _tell(self, decision: Decision) -> None:
         """Show the decision; log it if it says anything new."""

@@ -1,6 +1,6 @@
 """Decides which requests run, which wait, and which are refused; docs/decisions/0011-admission.md says why so.
 
-Called by `orchestrator.scheduler`, which passes in the policy that says which request is next
+Called by `orchestrator.scheduler`. `orchestrator.composition` passes in the policy that says which request is next
 (`orchestrator.admission.queue_policy`). This module counts the slots in use, and refuses at once, with a time after
 which to retry, a request that has no place or no chance: when the queue is full, in all or for its tenant, and when its
 deadline would pass before the first token (`orchestrator.admission.forecast`). A full queue gives a place to a request

@@ -1,7 +1,7 @@
 """The port of a queue's policy: in which order waiting requests are served, and which of them has the worst claim.
 
 `orchestrator.admission.gate` calls a policy and counts slots; `orchestrator.admission.fair_queue` is the policy in use,
-chosen in `orchestrator.scheduler`. A policy is pure: it knows no clock, and never waits.
+chosen in `orchestrator.composition`. A policy is pure: it knows no clock, and never waits.
 """
 
 from collections.abc import Callable

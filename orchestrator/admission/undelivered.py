@@ -27,15 +27,15 @@ _SCORE_BYTES = 160
 class Outbox:
     """Events of one request that its client has not taken, in order. Made by `Outboxes.open`; `close` it in the end."""
 
-    def __init__(self, count: "Callable[[Outbox, int], None]") -> None:
-        """`count` is called with the change of the outbox's bytes, after each change and at each reading."""
+    def __init__(self, count: "Callable[[Outbox, int], None]", end: Callable[[], object]) -> None:
+        """`count` is called with the change of the outbox's bytes, after each change and at each reading. `end` is
+        called when the stream is given up: it ends the request."""
         self.num_bytes = 0
         """Bytes that the events in it take in memory."""
         self.refusal: ResourceExhaustedError | None = None
         """Error with which the stream was given up; None while it was not."""
-        self.on_give_up: Callable[[], object] = lambda: None
-        """Called when the stream is given up: ends the request."""
         self._count = count
+        self._end = end
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._is_closed = False
 
@@ -62,7 +62,7 @@ class Outbox:
         self._add_bytes(-self.num_bytes)
         while not events.empty():
             self.put(events.get_nowait())
-        self.on_give_up()
+        self._end()
 
     def close(self) -> None:
         """Drop all events, after the client has left. Idempotent."""
@@ -94,13 +94,13 @@ class Outboxes:
         self._shares: dict[str, _Share] = {}
         """Undelivered events by tenant; tenants without any are absent."""
 
-    def open(self, tenant: Tenant) -> Outbox:
-        """Return an empty outbox for a request of the tenant."""
+    def open(self, tenant: Tenant, end: Callable[[], object]) -> Outbox:
+        """Return an empty outbox for a request of the tenant. `end` ends the request, when its stream is given up."""
 
         def count(outbox: Outbox, change: int) -> None:
             self._count(tenant, outbox, change)
 
-        return Outbox(count)
+        return Outbox(count, end)
 
     def _count(self, tenant: Tenant, outbox: Outbox, change: int) -> None:
         share = self._shares.get(tenant.name)

@@ -2,7 +2,7 @@
 the trace of a request that has ended.
 
 The server's half of `baton drain`, `baton reload`, `baton flip` and `baton trace`; calls
-`orchestrator.observability.state`. On the process's asyncio loop.
+`orchestrator.actuation.operations`. On the process's asyncio loop.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from baton.proto_types import finish_from_proto, finish_to_proto, read, timings_
 from baton.results.completion import Usage
 from baton.v1 import admin_pb2 as pb
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2
+from orchestrator.actuation.operations import GroupOperations
 from orchestrator.observability.stages import Trace
-from orchestrator.observability.state import Overview
 from orchestrator.observability.traces import NUM_KEPT, Traces
 from orchestrator.requests.record import FailedAttempt
 
@@ -30,11 +30,13 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Serves baton.v1.Admin over the scheduler's Overview."""
+    """Serves baton.v1.Admin over the operations on groups."""
 
-    def __init__(self, overview: Overview, traces: Traces, model_folders: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self, operations: GroupOperations, traces: Traces, model_folders: Sequence[Path] | None = None
+    ) -> None:
         """`model_folders`: folders below which a model named by a call must be; None: it may be anywhere."""
-        self._overview = overview
+        self._operations = operations
         self._traces = traces
         self._model_folders = model_folders
 
@@ -43,7 +45,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
         The group stays drained if the call is given up.
         """
-        draining = self._overview.drain(request.group, leave=request.leave, returns=request.returns)
+        draining = self._operations.drain(request.group, leave=request.leave, returns=request.returns)
         async with aclosing(draining) as states:
             async for state in states:
                 yield group_state_to_proto(state)
@@ -55,16 +57,16 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         """
         if request.model and self._model_folders is not None:
             await asyncio.to_thread(_require_below, self._model_folders, request.model)
-        return group_state_to_proto(await self._overview.undrain(request.group, request.model))
+        return group_state_to_proto(await self._operations.undrain(request.group, request.model))
 
     async def StandIn(self, request: pb.StandInRequest, context: Context) -> orchestrator_pb2.GroupState:
         """Start a stand-in for the named group, and return the stand-in's state."""
-        return group_state_to_proto(await self._overview.stand_in(request.group))
+        return group_state_to_proto(await self._operations.stand_in(request.group))
 
     async def Flip(self, request: pb.FlipRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
         """Let the last worker of a group serve in the other role, or go back, and stream the states of the groups that
         have to finish their work before, and at last that of the group that serves then."""
-        flipping = self._overview.unflip(request.group) if request.undo else self._overview.flip(request.group)
+        flipping = self._operations.unflip(request.group) if request.undo else self._operations.flip(request.group)
         async with aclosing(flipping) as states:
             async for state in states:
                 yield group_state_to_proto(state)

@@ -20,11 +20,9 @@ class RequestValidator:
     """Checks requests for one model."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo, eos_token_ids: Sequence[int]) -> None:
-        self.tokenizer_fingerprint = tokenizer.fingerprint
-        """Fingerprint of the tokenizer and its chat template."""
-        self._tokenizer = tokenizer
-        self._model = model
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.model = model
+        self.eos_token_ids = eos_token_ids
 
     def check_names(self, request_id: str, model: str) -> None:
         """Check the request's id and the model's name; either may be empty."""
@@ -33,8 +31,8 @@ class RequestValidator:
                 f"request_id = {request_id[:40]!r} is out of range: use at most {MAX_REQUEST_ID_CHARS} printable "
                 "ASCII characters"
             )
-        if model not in ("", self._model.name):
-            raise InvalidArgumentError(f"model = {model[:80]!r} is unknown: {self._model.name!r} is served here")
+        if model not in ("", self.model.name):
+            raise InvalidArgumentError(f"model = {model[:80]!r} is unknown: {self.model.name!r} is served here")
 
     def check_cache_salt(self, salt: str) -> None:
         """Check what separates the request's cached prompt from those of others; it may be empty."""
@@ -51,20 +49,20 @@ class RequestValidator:
         except UnicodeDecodeError as error:
             raise InvalidArgumentError(f"prompt is not UTF-8 at byte {error.start}: {error.reason}") from error
         self._check_fits("prompt", text)
-        return self._checked_prompt("prompt", self._tokenizer.encode(text))
+        return self._checked_prompt("prompt", self.tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Return the token ids of a conversation, ready for the assistant's turn. Blocks for long conversations."""
         self._check_bytes("chat", sum(len(text.encode()) for message in messages for text in message.values()))
-        rendered = self._tokenizer.render_chat(messages)
+        rendered = self.tokenizer.render_chat(messages)
         self._check_fits("chat", rendered)
-        return self._checked_prompt("chat", self._tokenizer.encode_rendered(rendered))
+        return self._checked_prompt("chat", self.tokenizer.encode_rendered(rendered))
 
     def check_num_messages(self, num_messages: int) -> None:
         """Check the number of a chat's messages before their content is read: each takes at least one token."""
-        if num_messages > self._model.max_tokens:
+        if num_messages > self.model.max_tokens:
             raise InvalidArgumentError(
-                f"chat has {num_messages} messages: the model's limit is {self._model.max_tokens} tokens; send fewer"
+                f"chat has {num_messages} messages: the model's limit is {self.model.max_tokens} tokens; send fewer"
             )
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -77,11 +75,11 @@ class RequestValidator:
         """Check sampling parameters against the model's vocabulary and the room that the prompt leaves."""
         self._check_ids("sampling.logit_bias", tuple(params.logit_bias))
         self._check_ids("sampling.stop_token_ids", params.stop_token_ids)
-        room = self._model.max_tokens - num_prompt_tokens
+        room = self.model.max_tokens - num_prompt_tokens
         if params.max_tokens > room:
             raise InvalidArgumentError(
                 f"sampling.max_tokens = {params.max_tokens} is out of range: after a prompt of {num_prompt_tokens} "
-                f"tokens there is room for {room}, for the model's limit is {self._model.max_tokens}"
+                f"tokens there is room for {room}, for the model's limit is {self.model.max_tokens}"
             )
 
     def check_num_outputs(self, num_outputs: int, params: SamplingParams) -> None:
@@ -91,7 +89,7 @@ class RequestValidator:
 
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
         """Check that the tokens a client says it has could be this request's. Ids of a list too long are not read."""
-        limits = ((params.max_tokens, "sampling.max_tokens"), (self._model.max_tokens, "the model's limit"))
+        limits = ((params.max_tokens, "sampling.max_tokens"), (self.model.max_tokens, "the model's limit"))
         for output_ids in outputs:
             for limit, whose in limits:
                 if len(output_ids) > limit:
@@ -102,7 +100,7 @@ class RequestValidator:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        return self._tokenizer.decode(token_ids)
+        return self.tokenizer.decode(token_ids)
 
     def end_of(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
@@ -110,7 +108,7 @@ class RequestValidator:
         """Return why a choice with these output tokens is complete; None when more tokens may come."""
         if not output_ids:
             return None
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         is_stop = output_ids[-1] in ends and len(output_ids) > params.min_tokens
         if is_stop or self._has_stop_string(prompt_ids, output_ids, params):
             return FinishReason.STOP
@@ -119,7 +117,7 @@ class RequestValidator:
     def _has_stop_string(self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams) -> bool:
         if not params.stop:
             return False
-        stream = TextStream(self._tokenizer, StopStrings.of(params), prompt_ids)
+        stream = TextStream(self.tokenizer, StopStrings.of(params), prompt_ids)
         return any(stream.push(token_id).stopped for token_id in output_ids)
 
     def _check_bytes(self, field: str, num_bytes: int) -> None:
@@ -128,7 +126,7 @@ class RequestValidator:
 
     def _check_fits(self, field: str, text: str) -> None:
         """Refuse, before it is tokenized, a text whose least number of tokens is above the model's limit."""
-        least, limit = self._tokenizer.min_tokens(text), self._model.max_tokens - 1
+        least, limit = self.tokenizer.min_tokens(text), self.model.max_tokens - 1
         if least > limit:
             raise InvalidArgumentError(
                 f"{field} has {len(text)} characters, which are {least} tokens at least: the model takes at most "
@@ -138,7 +136,7 @@ class RequestValidator:
     def _checked_prompt(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         if not token_ids:
             raise InvalidArgumentError(f"{field} is empty: send at least one token")
-        limit = self._model.max_tokens - 1
+        limit = self.model.max_tokens - 1
         if len(token_ids) > limit:
             raise InvalidArgumentError(
                 f"{field} has {len(token_ids)} tokens: the model takes at most {limit}, and one of output; shorten it"
@@ -147,7 +145,7 @@ class RequestValidator:
 
     def _check_ids(self, field: str, token_ids: Sequence[int]) -> None:
         largest = max(token_ids, default=0)
-        if largest >= self._model.vocab_size:
+        if largest >= self.model.vocab_size:
             raise InvalidArgumentError(
-                f"{field} holds {largest}: the model's token ids end at {self._model.vocab_size - 1}"
+                f"{field} holds {largest}: the model's token ids end at {self.model.vocab_size - 1}"
             )

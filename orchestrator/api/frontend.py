@@ -6,7 +6,7 @@ included, in the interceptor that `baton.transport.channel.make_server` installs
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -21,17 +21,11 @@ from grpc_reflection.v1alpha import reflection
 from baton.calls.cluster_state import cluster_state_to_proto
 from baton.calls.requests import BY_CHAIN
 from baton.errors import DeadlineExceededError
-from baton.planning.planner import ChainPlanner
 from baton.process.backoff import Backoff
-from baton.process.clock import Clock
 from baton.process.endless import repeat
-from baton.process.tracing import provider_of
 from baton.proto_types import event_to_proto, requests_to_proto, timings_to_proto
-from baton.results.completion import ModelInfo
 from baton.text.form_prover import FormProver
-from baton.text.tokenizer import Tokenizer
 from baton.transport.channel import bind, make_server
-from baton.transport.identity import ClusterSecret
 from baton.types import TokenEvent
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
@@ -43,15 +37,11 @@ from orchestrator.api.checks import RequestValidator
 from orchestrator.api.delivery import deliver
 from orchestrator.api.planning import PlanningServicer
 from orchestrator.api.reading import RequestReader, deadline_s
-from orchestrator.membership.members import Membership
+from orchestrator.composition import Orchestrator
 from orchestrator.observability.metrics_server import MetricsServer
 from orchestrator.observability.state import Overview
-from orchestrator.observability.traces import Traces
-from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.request import Request
-from orchestrator.requests.tenants import Tenants
-from orchestrator.scheduler import RequestScheduler
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -67,25 +57,19 @@ _STATUS_GRACE_S = 1.0
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
-    """Serves baton.v1.Orchestrator over a running scheduler."""
+    """Serves baton.v1.Orchestrator over a running orchestrator."""
 
     def __init__(
-        self,
-        scheduler: RequestScheduler,
-        validator: RequestValidator,
-        model: ModelInfo,
-        clock: Clock,
-        tenants: Tenants,
-        *,
-        prover: FormProver,
+        self, orchestrator: Orchestrator, validator: RequestValidator, prover: FormProver, metrics_endpoint: str = ""
     ) -> None:
-        self.scheduler = scheduler
+        """`metrics_endpoint`: host:port of the metrics; empty without them."""
+        self.orchestrator = orchestrator
         self._prover = prover
         self._validator = validator
         self._reader = RequestReader(validator)
-        self._model = model
-        self._clock = clock
-        self._tenants = tenants
+        self._clock = orchestrator.clock
+        self._tenants = orchestrator.config.tenants
+        self._metrics_endpoint = metrics_endpoint
 
     async def Generate(  # type: ignore[override]  # writes to the context, which gRPC takes as well
         self, request: pb.GenerateRequest, context: Context
@@ -109,7 +93,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
             trace_context=tuple((key, str(value)) for key, value in metadata if key in _TRACE_CONTEXT),
         )
         asked = await self._proven(await self._reader.off_the_loop(request, read))
-        async with aclosing(self.scheduler.generate(asked)) as events:
+        async with aclosing(self.orchestrator.scheduler.generate(asked)) as events:
             async for event in events:
                 error = event.error if isinstance(event, Finished) else None
                 if error is None or isinstance(error, DeadlineExceededError):
@@ -131,21 +115,22 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
         """Return the name, the limits and the fingerprints of the served model."""
-        return pb.Model(**vars(self._model), tokenizer_fingerprint=self._validator.tokenizer_fingerprint)
+        return pb.Model(**vars(self._validator.model), tokenizer_fingerprint=self._validator.tokenizer.fingerprint)
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Get the status of all workers, and return the cluster's state within about a second."""
-        return cluster_state_to_proto(await self.scheduler.overview.state())
+        state = await self.orchestrator.overview.state()
+        return cluster_state_to_proto(replace(state, metrics_endpoint=self._metrics_endpoint))
 
     async def GetRequests(self, request: pb.GetRequestsRequest, context: Context) -> pb.RequestList:
         """Return the requests that wait or run, and the latest that have ended; ids of the caller's own alone."""
         viewer = self._tenants.viewer_of(context.invocation_metadata() or ())
-        return requests_to_proto(self.scheduler.requests.list(request.num_ended, viewer))
+        return requests_to_proto(self.orchestrator.journal.book.list(request.num_ended, viewer))
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
         match event:
             case Started():
-                return pb.GenerateEvent(started=pb.Started(**vars(event), model=self._model.name))
+                return pb.GenerateEvent(started=pb.Started(**vars(event), model=self._validator.model.name))
             case TokenEvent():
                 return pb.GenerateEvent(token=event_to_proto(event))
             case Finished():
@@ -154,7 +139,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
 
 class OrchestratorServer:
-    """A scheduler, and the gRPC server of its services. Make one with `start`, on the loop."""
+    """An orchestrator, and the gRPC server of its services. Make one with `start`, on the loop."""
 
     def __init__(
         self,
@@ -164,10 +149,10 @@ class OrchestratorServer:
         health: asyncio.Task[None],
         metrics: MetricsServer | None,
     ) -> None:
-        self.scheduler = servicer.scheduler
+        self.orchestrator = servicer.orchestrator
         self.port = port
-        self._servicer = servicer
         self._server = server
+        self._servicer = servicer
         self._health = health
         self._metrics = metrics
 
@@ -179,53 +164,40 @@ class OrchestratorServer:
     @classmethod
     async def start(
         cls,
-        members: Membership,
-        tokenizer: Tokenizer,
-        model: ModelInfo,
+        orchestrator: Orchestrator,
+        validator: RequestValidator,
+        address: tuple[str, int],
         *,
-        clock: Clock,
-        host: str,
-        port: int = 0,
-        eos_token_ids: Sequence[int] = (),
-        config: OrchestratorConfig | None = None,
-        planner: ChainPlanner,
-        secret: ClusterSecret,
         calibration_path: Path | None = None,
         metrics_port: int | None = None,
     ) -> Self:
-        """Serve on host:port, and metrics on host:metrics_port, if that is given; port 0 takes any free one.
+        """Start the orchestrator and serve it at `address`, (host, port), and metrics on host:metrics_port, if that is
+        given; port 0 takes any free one.
 
-        `members` may know no group yet. `secret` is the cluster's secret, sent to workers and required of operators.
-        Calibrations that `planner` is given later are kept at `calibration_path`. Raises ConfigError when a server
-        cannot listen there.
+        `validator` checks the requests for the model that is served. Calibrations that the orchestrator is given later
+        are kept at `calibration_path`. Raises ConfigError when a server cannot listen there.
         """
-        config = config or OrchestratorConfig()
-        tenants = config.tenants
-        server = make_server(check=Authenticator(tenants, secret).check)
+        (host, port), config, overview = address, orchestrator.config, orchestrator.overview
+        server = make_server(check=Authenticator(config.tenants, orchestrator.secret).check)
         bound = bind(server, host, port)
-        traces = Traces(provider_of(config, {"baton.model": model.name}))
-        scheduler = RequestScheduler(members, clock, config, planner=planner, secret=secret, traces=traces)
-        validator, prover = (
-            RequestValidator(tokenizer, model, eos_token_ids),
-            FormProver(tokenizer.to_json, eos_token_ids),
-        )
-        servicer = OrchestratorServicer(scheduler, validator, model, clock, tenants, prover=prover)
+        metrics = None
+        if metrics_port is not None:
+            registry = orchestrator.journal.metrics.registry
+            metrics = await MetricsServer.start(registry, overview.last_state, host=host, port=metrics_port)
+        prover = FormProver(validator.tokenizer.to_json, validator.eos_token_ids)
+        endpoint = "" if metrics is None else metrics.endpoint
+        servicer = OrchestratorServicer(orchestrator, validator, prover, endpoint)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
-        planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
-        overview = scheduler.overview
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview, traces, config.model_folders), server)
+        planning = PlanningServicer(orchestrator.planner, calibration_path)
+        planning_pb2_grpc.add_PlanningServicer_to_server(planning, server)
+        admin = AdminServicer(orchestrator.operations, orchestrator.journal.traces, config.model_folders)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflected = (SERVICE, planning_service.SERVICE, admin_service.SERVICE, health_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, server)
-        metrics = None
-        if metrics_port is not None:
-            metrics = await MetricsServer.start(
-                scheduler.metrics.registry, overview.last_state, host=host, port=metrics_port
-            )
-            overview.metrics_endpoint = metrics.endpoint
-        scheduler.start()
+        orchestrator.start()
         await server.start()
         telling = asyncio.create_task(_show_health(shown, overview))
         return cls(server, servicer, bound, telling, metrics)
@@ -234,7 +206,7 @@ class OrchestratorServer:
         """Refuse new requests, give running ones `grace_s` seconds, then end them with UNAVAILABLE. Idempotent."""
         self._health.cancel()
         await asyncio.gather(self._health, return_exceptions=True)
-        await self.scheduler.close(grace_s)
+        await self.orchestrator.close(grace_s)
         await self._server.stop(_STATUS_GRACE_S)
         await self._servicer.close()
         if self._metrics is not None:

@@ -14,18 +14,23 @@ from typing import Any, Self
 
 import grpc
 
+from baton.errors import BatonError
 from baton.process.clock import SystemClock
 from baton.process.cores import pin
 from baton.process.garbage import collect_rarely
+from baton.process.tracing import provider_of
 from baton.proto_types import model_from_proto
 from baton.text.tokenizer import Tokenizer
 from baton.transport.channel import bind, make_server
 from baton.transport.identity import ClusterSecret
 from baton.v1 import keeping_pb2 as pb
 from baton.v1 import keeping_pb2_grpc
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.api.keeping import orders_from_proto, orders_to_proto, planner_from_proto, view_from_proto
+from orchestrator.composition import build_orchestrator
 from orchestrator.membership.members import Membership
+from orchestrator.observability.traces import Traces
 from orchestrator.requests.config import OrchestratorConfig
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -105,20 +110,23 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
     async def _serve(self, request: pb.ServeRequest) -> OrchestratorServer:
         path, tokenizer = request.predictions.calibration_path, self._tokenizer
         assert tokenizer is not None, "the host has not started"
-        return await OrchestratorServer.start(
-            self._members,
-            tokenizer,
-            replace(model_from_proto(request.model), has_chat_template=tokenizer.has_chat_template),
-            clock=SystemClock(),
-            host=request.host,
-            port=request.port,
-            eos_token_ids=tuple(request.eos_token_ids),
-            config=self._config,
-            secret=self._secret,
-            planner=planner_from_proto(request.predictions),
-            calibration_path=Path(path) if path else None,
-            metrics_port=request.metrics_port if request.HasField("metrics_port") else None,
+        model = replace(model_from_proto(request.model), has_chat_template=tokenizer.has_chat_template)
+        planner = planner_from_proto(request.predictions)
+        traces = Traces(provider_of(self._config, {"baton.model": model.name}))
+        orchestrator = build_orchestrator(
+            self._members, planner, SystemClock(), secret=self._secret, config=self._config, traces=traces
         )
+        try:
+            return await OrchestratorServer.start(
+                orchestrator,
+                RequestValidator(tokenizer, model, tuple(request.eos_token_ids)),
+                (request.host, request.port),
+                calibration_path=Path(path) if path else None,
+                metrics_port=request.metrics_port if request.HasField("metrics_port") else None,
+            )
+        except BatonError:
+            await orchestrator.close()
+            raise
 
     def _status(self) -> pb.OrchestratorStatus:
         server = self._server

@@ -43,13 +43,15 @@ class NoGroupError(UnavailableError):
 class Membership:
     """The latest view, each group's load, and the groups kept from work: drained and broken ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, breakers: Breakers | None = None, on_failure: Callable[[], None] = lambda: None) -> None:
+        """`breakers`: those of the groups' incarnations; None: with the usual limits, on the machine's clock.
+        `on_failure` is called when an attempt has failed, so that a supervisor can check its workers at once."""
         self.present = ClusterView()
         """All groups, as the supervisor pushed them last."""
-        self.on_update: Callable[[], None] = lambda: None
-        """Called whenever the groups of `view` change; set once, by the scheduler."""
-        self.breakers = Breakers(SystemClock())
-        """Breakers of the groups' incarnations; replaced once, by the scheduler."""
+        self.view_changed = asyncio.Event()
+        """Set when the groups of `view` change next, and replaced then."""
+        self.breakers = Breakers(SystemClock()) if breakers is None else breakers
+        """Breakers of the groups' incarnations."""
         self.prefill_queues = PrefillQueues()
         """Jobs that prefill groups have before them, by the groups' incarnations. Written by the attempt runner."""
         self.num_bytes_free: dict[str, int] = {}
@@ -61,6 +63,7 @@ class Membership:
         """Numbers of orders under way that drain a group only for a time, by the group's name."""
         self._kept: Orders | None = None
         """Orders that the supervisor keeps for this orchestrator's replacement; None without a supervisor."""
+        self._on_failure = on_failure
         self._changed = asyncio.Event()
 
     @property
@@ -80,8 +83,7 @@ class Membership:
         left = {group.name for group in view.absent if not group.starts}
         self.orders = self.orders.without(left & self.orders.leaving & self.orders.stand_ins)
         self.breakers.keep({group.incarnation for group in view.groups})
-        self.on_update()
-        self._tell()
+        self._tell_view()
 
     def drain(self, name: str) -> None:
         """Give the group no new work from now on, even after repairs. Raises NotFoundError for an unknown name."""
@@ -187,8 +189,7 @@ class Membership:
     def keep_orders(self, orders: Orders) -> None:
         """Put these orders in force and drop all others, whether their groups are present or not."""
         self.orders = orders
-        self.on_update()
-        self._tell()
+        self._tell_view()
 
     def hear_kept(self, orders: Orders) -> None:
         """Record that the supervisor keeps these orders for the orchestrator's replacement."""
@@ -310,10 +311,12 @@ class Membership:
             self._loads.add(name, -1, -num_slots)
             self._tell()
 
-    def failed(self, incarnation: Hashable) -> None:
-        """Record that an attempt failed because of that incarnation of a group."""
-        self.breakers.failed(incarnation)
-        self._tell_later(incarnation)
+    def failed(self, incarnation: Hashable | None) -> None:
+        """Record that an attempt failed, because of that incarnation of a group; None if no group is to blame."""
+        if incarnation is not None:
+            self.breakers.failed(incarnation)
+            self._tell_later(incarnation)
+        self._on_failure()
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
         """Call `choose` now and after every change until it finds something, and return that; None after `timeout_s`
@@ -357,6 +360,11 @@ class Membership:
         """Wake the tasks that wait for a group when the breaker's state is due to change by itself."""
         if left_s := self.breakers.of(incarnation).left_s:
             asyncio.get_running_loop().call_later(left_s + _TIMER_S, self._tell)
+
+    def _tell_view(self) -> None:
+        self.view_changed.set()
+        self.view_changed = asyncio.Event()
+        self._tell()
 
     def _tell(self) -> None:
         self._changed.set()

@@ -22,17 +22,18 @@ logger = logging.getLogger(__name__)
 class Journal:
     """The log, the metrics, the traces and the book of one orchestrator's requests."""
 
-    def __init__(self, clock: Clock, metrics: Metrics, traces: Traces, planner: ChainPlanner) -> None:
+    def __init__(self, clock: Clock, traces: Traces, planner: ChainPlanner) -> None:
+        """`traces` get every request that has ended."""
+        self.metrics = Metrics()
+        self.traces = traces
         self.book = RequestBook(clock)
         """The requests that wait or run, and the latest that have ended."""
         self._clock = clock
-        self._metrics = metrics
-        self._traces = traces
         self._planner = planner
 
     def refused(self, error: BatonError) -> None:
         """Count a request that the queue refused."""
-        self._metrics.refused(error)
+        self.metrics.refused(error)
 
     def joined(self, record: RequestRecord) -> None:
         """Record that the queue has accepted a request."""
@@ -42,10 +43,10 @@ class Journal:
         """Compare the duration of a generation group's step with its prediction."""
         if step.num_drafts:
             if step.predicted_s:
-                self._metrics.predicted("draft_round", step.predicted_s, step.duration_s)
+                self.metrics.predicted("draft_round", step.predicted_s, step.duration_s)
         elif self._planner.steps is not None and step.num_rows and not step.num_prefill_tokens:
             predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
-            self._metrics.predicted("generation_step", predicted_s, step.duration_s)
+            self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
     def failed(self, record: RequestRecord, error: BatonError) -> None:
         """Record that the request's present attempt has failed."""
@@ -54,7 +55,7 @@ class Journal:
             "attempt failed request=%s attempt=%d state=%s output_tokens=%d error=%s: %s",
             *(record.request_id, attempt, record.state.value, record.num_output_tokens, name, error),
         )
-        self._metrics.attempt_failed(error)
+        self.metrics.attempt_failed(error)
         record.failures.append(FailedAttempt(attempt, self._clock.unix_ns(), name, str(error)))
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
@@ -71,8 +72,8 @@ class Journal:
             (timings.finished_ns - timings.received_ns) / 1e9,
             "none" if error is None else f"{type(error).__name__}: {error}",
         )
-        self._metrics.ended(record, finished)
+        self.metrics.ended(record, finished)
         name, failures = "" if error is None else type(error).__name__, tuple(record.failures)
         trace = Trace(record.request_id, usage, timings, finished.reasons, name, failures)
-        self._traces.ended(trace, record.request)
+        self.traces.ended(trace, record.request)
         self.book.ended(record, finished)

@@ -2,7 +2,7 @@
 
 A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
 kept for a client to resume. A slot that is only leased, perhaps by a Reserve whose answer was lost, is a leak when it
-has not ended by its ttl. Run by `orchestrator.scheduler`; read by `orchestrator.observability.state`. On the loop.
+has not ended by its ttl. Run by `orchestrator.composition`; read by `orchestrator.observability.state`. On the loop.
 """
 
 import asyncio
@@ -28,6 +28,8 @@ LEAK_S = 2.0
 QUIET_S = 2.0
 """Seconds between two polls of workers that hold nothing and get no work."""
 _TIMEOUT_S = 1.0
+_FRESH_S = 0.25
+"""Seconds for which the answers of workers are reused for all callers of `refresh`."""
 _MOST_PAUSE_S = 5.0
 """Longest pause in seconds after an unforeseen failure, until the workers are polled again."""
 
@@ -95,6 +97,11 @@ class WorkerPoller:
         self._ranks: dict[str, PrefillStatus] = {}
         """Latest status of each rank that answers, by endpoint."""
         self._on_step = on_step
+        self._leaks_count_from_s = clock.now_s() + lease_ttl_s
+        self._refreshing = asyncio.Lock()
+        """Held during a poll for a caller of `refresh`."""
+        self._answered: tuple[frozenset[str], float] = frozenset(), -_FRESH_S
+        """Endpoints of the workers in the last poll of `refresh`, and the instant when all had answered."""
         self._asked: tuple[frozenset[str], float] = frozenset(), -QUIET_S
         """Endpoints of the workers polled last, and the instant."""
 
@@ -126,6 +133,22 @@ class WorkerPoller:
         for endpoint in (self._leaks.keys() | self._generation.keys() | self._ranks.keys()) - present:
             self._forget(endpoint)
         await self._clients.prune(present)
+
+    async def refresh(self) -> None:
+        """Poll every worker unless all answered within the last 0.25 s, and none has come or gone since. Concurrent
+        calls share one poll."""
+        async with self._refreshing:
+            answered, answered_s = self._answered
+            endpoints = self._members.present.endpoints
+            if answered != endpoints or self._clock.now_s() - answered_s >= _FRESH_S:
+                await self.ask()
+                self._answered = endpoints, self._clock.now_s()
+
+    @property
+    def leaks_count(self) -> bool:
+        """Return whether unknown slots are leaks: not for the first `lease_ttl_s` seconds, in which leases of an
+        earlier orchestrator may last."""
+        return self._clock.now_s() > self._leaks_count_from_s
 
     def groups(self) -> tuple[GroupState, ...]:
         """Return the states of all groups, as their workers answered last."""

@@ -39,7 +39,7 @@ async def behind(plan: PickedPlan) -> AsyncIterator[BareCluster]:
             made.fronts[port] = network.endpoint
             await made.server.stop()
             async with made.serving(CONFIG):
-                made.server.scheduler.overview._leaks_count_from_s = 0.0
+                made.server.orchestrator.poller._leaks_count_from_s = 0.0
                 yield made
     finally:
         await network.close()

@@ -15,6 +15,7 @@ from prometheus_client.samples import Sample
 from baton.modeling.forward.decoder import Decoder
 from baton.planning.planner import ChainPlanner
 from baton.process.clock import SystemClock
+from baton.process.tracing import provider_of
 from baton.proto_types import params_to_proto
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
@@ -23,8 +24,11 @@ from baton.transport.status import translate_rpc_errors
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServer
+from orchestrator.composition import build_orchestrator
 from orchestrator.membership.members import Membership
+from orchestrator.observability.traces import Traces
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.planners import linear_planner
 from tests.support.eventually import LIMIT_S, eventually
@@ -198,16 +202,9 @@ async def start_orchestrator(
     the tokens of a request, prompt and output."""
     layout = decoder.layout.fingerprint
     model = ModelInfo("letters", max_tokens, decoder.config.vocab_size, "float32", False, layout)
-    return await OrchestratorServer.start(
-        members,
-        letter_tokenizer(),
-        model,
-        clock=CLOCK,
-        host=HOST,
-        port=port,
-        secret=SECRET,
-        eos_token_ids=(EOS_ID,),
-        config=config,
-        planner=planner or linear_planner(),
-        metrics_port=0,
+    traces = Traces(provider_of(config or OrchestratorConfig(), {"baton.model": model.name}))
+    orchestrator = build_orchestrator(
+        members, planner or linear_planner(), CLOCK, secret=SECRET, config=config, traces=traces
     )
+    validator = RequestValidator(letter_tokenizer(), model, (EOS_ID,))
+    return await OrchestratorServer.start(orchestrator, validator, (HOST, port), metrics_port=0)

@@ -166,7 +166,10 @@ class BareCluster(ClusterClient):
     async def held(self) -> list[int]:
         """Also count what the orchestrator has booked, and the jobs of ranks that it does not know."""
         jobs = [rank.engine.status().num_jobs for rank in self.ranks]
-        booked = [len(self.members.prefill_queues), len(self.server.scheduler._attempt_runner.chooser.generation_load)]
+        booked = [
+            len(self.members.prefill_queues),
+            len(self.server.orchestrator.scheduler.attempt_runner.chooser.generation_load),
+        ]
         return [*await super().held(), *jobs, *booked]
 
     @asynccontextmanager
@@ -178,7 +181,7 @@ class BareCluster(ClusterClient):
             async with make_channel(self.target, secret=SECRET) as channel:
                 self.connect(channel)
                 yield
-                if not self.server.scheduler._closing:  # the test has not stopped it
+                if not self.server.orchestrator.scheduler._closing:  # the test has not stopped it
                     await self.settle()
         finally:
             await self.server.stop()

@@ -78,7 +78,7 @@ class Scene:
             gate.shut(SOME_PASSES)
 
     async def _has_given_back(self) -> bool:
-        return not self.made.server.scheduler._attempt_runner._lease_reaper._tasks
+        return not self.made.server.orchestrator.scheduler.attempt_runner._lease_reaper._tasks
 
     async def forgotten(self) -> bool:
         """The orchestrator neither queues nor runs any but the others."""

@@ -30,6 +30,7 @@ from deploy.groups.roster import Roster
 from deploy.groups.spawner import Spawner
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from generate_workers.config import EngineConfig
+from orchestrator.actuation.operations import GroupOperations
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, Orders
 from orchestrator.observability.state import Overview
@@ -200,7 +201,12 @@ class SupervisedCluster(ClusterClient):
     @property
     def overview(self) -> Overview:
         """Return the overview of the orchestrator in this process."""
-        return self.server.scheduler.overview
+        return self.server.orchestrator.overview
+
+    @property
+    def operations(self) -> GroupOperations:
+        """Return the operations on groups of the orchestrator in this process."""
+        return self.server.orchestrator.operations
 
     def endpoints(self) -> dict[str, tuple[str, ...]]:
         """Return the addresses of each group's workers, by group."""

@@ -61,7 +61,7 @@ async def ask_turn(made: BareCluster, prompt_ids: tuple[int, ...], params: Sampl
 
 async def generate(made: BareCluster, request: Request) -> Finished:
     """Run a request without gRPC, check its tokens, and return its end."""
-    events = [event async for event in made.server.scheduler.generate(request)]
+    events = [event async for event in made.server.orchestrator.scheduler.generate(request)]
     ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
     assert ids == reference_ids(made.decoder, request.prompt_ids, request.params)
     assert isinstance(events[-1], Finished)

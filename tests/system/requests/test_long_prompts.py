@@ -22,8 +22,10 @@ from baton.text.tokenizer import Tokenizer
 from baton.transport.channel import make_channel
 from baton.transport.status import translate_rpc_errors
 from baton.v1 import orchestrator_pb2 as pb
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import SERVICE, OrchestratorServer
 from orchestrator.api.gateway import GrpcGateway, ask_model
+from orchestrator.composition import build_orchestrator
 from orchestrator.membership.members import Membership
 from tests.support.clusters.planners import linear_planner
 from tests.support.kernels.os_memory import peak_bytes, process_bytes, reset_peak
@@ -70,9 +72,8 @@ async def channel(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Async
     """To the orchestrator, or to a gateway before it."""
     clock = SystemClock()
     async with AsyncExitStack() as stack:
-        server = await OrchestratorServer.start(
-            Membership(), tokenizer, MODEL, clock=clock, host=HOST, planner=linear_planner(), secret=SECRET
-        )
+        orchestrator = build_orchestrator(Membership(), linear_planner(), clock, secret=SECRET)
+        server = await OrchestratorServer.start(orchestrator, RequestValidator(tokenizer, MODEL, ()), (HOST, 0))
         stack.push_async_callback(server.stop)
         port = server.port
         if request.param == "gateway":

@@ -18,8 +18,10 @@ from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.admission.undelivered import Outboxes
 from orchestrator.api import delivery, frontend
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.api.gateway import GrpcGateway, ask_model
+from orchestrator.composition import build_orchestrator
 from orchestrator.dispatch.streaming import Emit
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
@@ -61,12 +63,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 async def server(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OrchestratorServer]:
     members = Membership()
-    made = await OrchestratorServer.start(
-        members, tokenizer, MODEL, clock=SystemClock(), host=HOST, planner=linear_planner(), secret=SECRET
-    )
-    made.scheduler._outboxes = Outboxes(MAX_BYTES)
-    monkeypatch.setattr(made.scheduler._attempt_runner, "attempt", at_once)
-    monkeypatch.setattr(made.scheduler._attempt_runner, "take_over", kept_by_none)
+    orchestrator = build_orchestrator(members, linear_planner(), SystemClock(), secret=SECRET)
+    made = await OrchestratorServer.start(orchestrator, RequestValidator(tokenizer, MODEL, ()), (HOST, 0))
+    made.orchestrator.scheduler._outboxes = Outboxes(MAX_BYTES)
+    monkeypatch.setattr(made.orchestrator.scheduler.attempt_runner, "attempt", at_once)
+    monkeypatch.setattr(made.orchestrator.scheduler.attempt_runner, "take_over", kept_by_none)
     members.update(ClusterView(generation=(GenerationGroup("generate-0", f"{HOST}:1", "f", 64, 4096),)))
     yield made
     await made.stop()
@@ -89,7 +90,7 @@ async def door(server: OrchestratorServer, tokenizer: Tokenizer, kind: str) -> A
 
 
 async def num_unread(server: OrchestratorServer) -> int:
-    return server.scheduler._outboxes.num_bytes
+    return server.orchestrator.scheduler._outboxes.num_bytes
 
 
 @pytest.mark.parametrize("kind", ["orchestrator", "gateway"])
@@ -121,7 +122,7 @@ async def test_200_readers_that_never_read_end_and_take_bounded_memory(
             raise
 
     async def num_ended() -> int:
-        assert server.scheduler._outboxes.num_bytes <= MAX_BYTES
+        assert server.orchestrator.scheduler._outboxes.num_bytes <= MAX_BYTES
         return len(ends)
 
     monkeypatch.setattr(frontend, "deliver", noting)
@@ -133,4 +134,4 @@ async def test_200_readers_that_never_read_end_and_take_bounded_memory(
         await eventually(num_ended, lambda num: num == len(calls))
         assert {type(each) for each in ends} == {ResourceExhaustedError}
         assert await num_unread(server) == 0
-        assert not server.scheduler._tasks
+        assert not server.orchestrator.scheduler._tasks

@@ -10,6 +10,8 @@ import pytest
 from baton.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, RequestId, TokenEvent
+from orchestrator.composition import build_orchestrator
+from orchestrator.membership.members import Membership
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.request import Request
 from orchestrator.scheduler import RequestScheduler
@@ -36,7 +38,7 @@ async def events_of(scheduler: RequestScheduler, spec: Request) -> list[Event]:
 
 
 async def test_a_stream_starts_brings_tokens_and_finishes(running: BareCluster) -> None:
-    started, *tokens, finished = await events_of(running.server.scheduler, SPEC)
+    started, *tokens, finished = await events_of(running.server.orchestrator.scheduler, SPEC)
     assert started == Started(SPEC.request_id, num_prompt_tokens=20, seed=4)
     ids = [event.token.token_id for event in tokens if isinstance(event, TokenEvent) and event.token is not None]
     assert ids == reference_ids(running.decoder, SPEC.prompt_ids, SPEC.params)
@@ -47,22 +49,22 @@ async def test_a_stream_starts_brings_tokens_and_finishes(running: BareCluster) 
 
 
 async def test_a_closed_stream_is_cancelled_everywhere(running: BareCluster) -> None:
-    async with aclosing(running.server.scheduler.generate(LONG)) as events:
+    async with aclosing(running.server.orchestrator.scheduler.generate(LONG)) as events:
         assert isinstance(await anext(events), Started)
         assert isinstance(await anext(events), TokenEvent)
-    assert (await running.server.scheduler.overview.state()).num_running == 0
+    assert (await running.server.orchestrator.overview.state()).num_running == 0
 
 
 async def test_a_request_that_is_closed_before_its_task_begins_leaves_the_queue(running: BareCluster) -> None:
-    scheduler = running.server.scheduler
+    scheduler = running.server.orchestrator.scheduler
     events = scheduler.generate(LONG)
     await anext(events)  # Started is there without waiting for the task
     await events.aclose()
-    assert (await scheduler.overview.state()).num_running == 0
+    assert (await running.server.orchestrator.overview.state()).num_running == 0
 
 
 async def test_a_passed_deadline_is_the_end(running: BareCluster) -> None:
-    *_, finished = await events_of(running.server.scheduler, replace(LONG, deadline_s=CLOCK.now_s()))
+    *_, finished = await events_of(running.server.orchestrator.scheduler, replace(LONG, deadline_s=CLOCK.now_s()))
     assert isinstance(finished, Finished)
     assert finished.reasons == (FinishReason.DEADLINE,)
     assert isinstance(finished.error, DeadlineExceededError)
@@ -70,21 +72,19 @@ async def test_a_passed_deadline_is_the_end(running: BareCluster) -> None:
 
 async def test_a_failure_is_in_the_end_and_is_told_to_whoever_supervises(running: BareCluster) -> None:
     told = asyncio.Event()
-    scheduler = RequestScheduler(
-        running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET, on_failure=told.set
-    )
-    scheduler.start()
-    running.members.update(replace(running.view(), generation=()))
-    *_, finished = await events_of(scheduler, SPEC)
-    await scheduler.close()
+    members = Membership(on_failure=told.set)
+    orchestrator = build_orchestrator(members, linear_planner(), CLOCK, secret=SECRET, config=HASTY)
+    orchestrator.start()
+    members.update(replace(running.view(), generation=()))
+    *_, finished = await events_of(orchestrator.scheduler, SPEC)
+    await orchestrator.close()
     assert isinstance(finished, Finished)
     assert (finished.reasons, type(finished.error).__mro__[1]) == ((FinishReason.ERROR,), UnavailableError)
     assert told.is_set()
-    running.members.update(running.view())
 
 
 async def test_a_full_queue_refuses_before_the_start(running: BareCluster) -> None:
-    scheduler = running.server.scheduler
+    scheduler = running.server.orchestrator.scheduler
     async with aclosing(scheduler.generate(LONG)) as first, aclosing(scheduler.generate(LONG)) as second:
         await anext(first)
         await anext(second)
@@ -93,18 +93,18 @@ async def test_a_full_queue_refuses_before_the_start(running: BareCluster) -> No
 
 
 async def test_a_closing_controller_ends_what_runs_and_refuses_what_comes(running: BareCluster) -> None:
-    scheduler = RequestScheduler(running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET)
-    scheduler.start()
-    events = scheduler.generate(LONG)
+    orchestrator = build_orchestrator(running.members, linear_planner(), CLOCK, secret=SECRET, config=HASTY)
+    orchestrator.start()
+    events = orchestrator.scheduler.generate(LONG)
     await anext(events)
     reading = asyncio.create_task(drained(events))
-    await scheduler.close()
+    await orchestrator.close()
     finished = await reading
     assert isinstance(finished, Finished)
     assert isinstance(finished.error, UnavailableError)
     with pytest.raises(UnavailableError, match="shutting down"):
-        await anext(scheduler.generate(SPEC))
-    await scheduler.close()
+        await anext(orchestrator.scheduler.generate(SPEC))
+    await orchestrator.close()
 
 
 async def drained(events: AsyncIterator[Event]) -> Event:

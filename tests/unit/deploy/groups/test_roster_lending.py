@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 async def flip(made: SupervisedCluster, name: str) -> str:
     """To its end; the group that serves then."""
-    async with aclosing(made.overview.flip(name)) as states:
+    async with aclosing(made.operations.flip(name)) as states:
         return [state async for state in states][-1].name
 
 
@@ -62,7 +62,7 @@ async def test_a_chain_lends_its_last_rank_and_gets_it_back() -> None:
         assert borrower is not None and borrower.lender == "prefill-0" and borrower.is_ready
         assert made.room.taken == {"prefill-0": NUM_RANKS, "generate-0": 1, "generate-1": 1}
         await made.ask(made.request((1, 2, 3), ANSWER))
-        async with aclosing(made.overview.unflip("prefill-0")) as states:
+        async with aclosing(made.operations.unflip("prefill-0")) as states:
             assert [state async for state in states][-1].name == "prefill-0"
         assert handle_of(made, "prefill-0", 1) is worker and not worker.config.lent
         assert len(made.view().prefill[0].endpoints) == NUM_RANKS
@@ -88,7 +88,7 @@ async def test_an_engine_becomes_a_chain_and_an_engine_again_and_the_last_one_st
         assert handle_of(made, "generate-1") is worker
         assert made.members.orders == Orders()
         with pytest.raises(NotFoundError, match="generate-1 has no worker to return"):
-            made.overview.unflip("generate-1")
+            made.operations.unflip("generate-1")
         await until_sound(made)
 
 
@@ -166,14 +166,14 @@ async def test_a_lender_that_leaves_keeps_its_room_until_its_worker_has_left_too
         await drained(made, "prefill-0")
         assert made.room.taken == {"prefill-0": NUM_RANKS, "generate-0": 1, "generate-1": 1}
         await made.ask(made.request((1, 2, 3), ANSWER))
-        await made.overview.undrain("prefill-0")
+        await made.operations.undrain("prefill-0")
         assert len(made.view().prefill[0].endpoints) == NUM_RANKS - 1
         await drained(made, "prefill-0")
         await drained(made, "generate-2")
         assert made.room.taken == {"generate-0": 1, "generate-1": 1}
         assert names(made) == ["generate-0", "generate-1"]
         assert made.members.away == ("prefill-0",)
-        await made.overview.undrain("prefill-0")
+        await made.operations.undrain("prefill-0")
         assert len(made.view().prefill[0].endpoints) == NUM_RANKS
         assert made.members.orders == Orders()
 
@@ -205,7 +205,7 @@ async def test_a_borrowed_worker_goes_back_when_its_group_is_drained_away() -> N
 
 async def drained(made: SupervisedCluster, name: str) -> None:
     """As `baton drain` ends."""
-    async with aclosing(made.overview.drain(name, leave=True)) as states:
+    async with aclosing(made.operations.drain(name, leave=True)) as states:
         async for state in states:
             assert state.is_drained
 
@@ -223,7 +223,7 @@ async def test_of_two_engines_that_are_flipped_at_once_one_stays() -> None:
 async def test_a_flip_that_is_given_up_before_the_worker_could_be_spared_changes_nothing() -> None:
     async with supervised() as made:
         with made.members.hold("prefill-0"):
-            async with aclosing(made.overview.flip("prefill-0")) as states:
+            async with aclosing(made.operations.flip("prefill-0")) as states:
                 assert (await anext(states)).is_drained
         assert made.members.orders == Orders()
         assert names(made) == ["prefill-0", "generate-0", "generate-1"]

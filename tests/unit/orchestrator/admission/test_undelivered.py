@@ -21,8 +21,12 @@ def token(index: int, **fields: object) -> TokenEvent:
     return TokenEvent(index, SampledToken(7, **fields), "x", 1)  # type: ignore[arg-type]
 
 
+def never() -> None:
+    raise AssertionError("the stream was given up")
+
+
 def filled(outboxes: Outboxes, tenant: Tenant, num_events: int) -> Outbox:
-    outbox = outboxes.open(tenant)
+    outbox = outboxes.open(tenant, lambda: None)
     for index in range(num_events):
         outbox.put(token(index))
     return outbox
@@ -39,10 +43,8 @@ async def rest_of(outbox: Outbox) -> list[Event]:
 async def test_200_streams_that_are_not_read_keep_within_the_bound_and_one_that_is_read_loses_nothing() -> None:
     outboxes, got = Outboxes(max_bytes=1000 * EVENT_BYTES), []
     ended: list[int] = []
-    read = outboxes.open(A)
-    unread = [outboxes.open(A) for _ in range(200)]
-    for number, outbox in enumerate(unread):
-        outbox.on_give_up = partial(ended.append, number)
+    read = outboxes.open(A, never)
+    unread = [outboxes.open(A, partial(ended.append, number)) for number in range(200)]
     read.put(token(0))
     for index in range(300):
         for outbox in unread:
@@ -111,7 +113,7 @@ async def test_reading_a_stream_saves_it() -> None:
 )
 async def test_bytes_are_those_in_memory_and_come_back(event: Event, num_bytes: int) -> None:
     outboxes = Outboxes()
-    outbox, other = outboxes.open(A), outboxes.open(A)
+    outbox, other = outboxes.open(A, never), outboxes.open(A, never)
     outbox.put(event)
     other.put(event)
     assert outboxes.num_bytes == 2 * num_bytes

@@ -9,8 +9,8 @@ import pytest
 from baton.calls.cluster_state import GroupState
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.v1 import admin_pb2 as pb
+from orchestrator.actuation.operations import GroupOperations
 from orchestrator.api.admin import AdminServicer, Context
-from orchestrator.observability.state import Overview
 from orchestrator.observability.traces import Traces
 
 CONTEXT = cast(Context, None)
@@ -30,7 +30,7 @@ class Asked:
 async def ask(folders: tuple[Path, ...] | None, model: str) -> list[str]:
     """What of the call reaches the cluster."""
     asked = Asked()
-    servicer = AdminServicer(cast(Overview, asked), Traces(), folders)
+    servicer = AdminServicer(cast(GroupOperations, asked), Traces(), folders)
     with contextlib.suppress(NotFoundError):
         await servicer.Undrain(pb.UndrainRequest(group="generate-0", model=model), CONTEXT)
     return asked.models

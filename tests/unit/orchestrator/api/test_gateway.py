@@ -26,8 +26,10 @@ from baton.transport.channel import make_channel
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.api.gateway import SERVICE, GrpcGateway, ask_model
+from orchestrator.composition import build_orchestrator
 from orchestrator.membership.members import Membership
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
@@ -126,14 +128,8 @@ async def test_a_gateway_has_a_key_for_its_own_calls_and_clients_send_theirs(tok
     config = OrchestratorConfig(tenants=Tenants(tenants, require_key=True))
     model = ModelInfo("letters", 400, 64, "float32", False, "layout")
     clock = SystemClock()
-    server = await OrchestratorServer.start(
-        *(Membership(), tokenizer, model),
-        clock=clock,
-        host=HOST,
-        config=config,
-        planner=linear_planner(),
-        secret=SECRET,
-    )
+    built = build_orchestrator(Membership(), linear_planner(), clock, secret=SECRET, config=config)
+    server = await OrchestratorServer.start(built, RequestValidator(tokenizer, model, ()), (HOST, 0))
     try:
         async with make_channel(f"{HOST}:{server.port}") as orchestrator:
             with pytest.raises(UnauthenticatedError, match="the call has no API key"):

@@ -30,13 +30,15 @@ from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServicer
 from orchestrator.api.gateway import GrpcGateway, ask_model
 from orchestrator.api.reading import RequestReader
-from orchestrator.requests.tenants import Tenants
-from orchestrator.scheduler import RequestScheduler
+from orchestrator.composition import build_orchestrator
+from orchestrator.membership.members import Membership
+from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_tokenizer import letter_tokenizer, write_letters
 from tests.support.wire.http_gateway import http_gateway
+from tests.support.wire.secret import SECRET
 
 pytestmark = pytest.mark.integration
 
@@ -234,11 +236,8 @@ async def test_an_orchestrator_refuses_what_exceeds_the_bound(
     held: HeldTokenizer, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frontend, "RequestReader", partial(RequestReader, max_bytes=300))
-    scheduler = cast(RequestScheduler, None)  # neither request gets that far
-    prover = cast(FormProver, None)
-    servicer = OrchestratorServicer(
-        scheduler, RequestValidator(held, MODEL, ()), MODEL, ManualClock(), Tenants(), prover=prover
-    )
+    orchestrator = build_orchestrator(Membership(), linear_planner(), ManualClock(), secret=SECRET)
+    servicer = OrchestratorServicer(orchestrator, RequestValidator(held, MODEL, ()), cast(FormProver, None))
     context = cast(Any, SimpleNamespace(invocation_metadata=tuple, time_remaining=lambda: None))
     request = pb.GenerateRequest(prompt=LONG.encode() * 2)  # longer than the model takes
 

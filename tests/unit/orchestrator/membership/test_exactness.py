@@ -87,7 +87,7 @@ async def test_of_both_kinds_the_exact_serves_who_asks_for_it(running: BareClust
 
 
 async def test_what_was_said_at_the_start_binds_later_attempts(running: BareCluster) -> None:
-    events = running.server.scheduler.generate(SPEC)
+    events = running.server.orchestrator.scheduler.generate(SPEC)
     started = await anext(events)
     assert isinstance(started, Started)
     assert started.exact

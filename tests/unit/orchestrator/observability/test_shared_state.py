@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from orchestrator.composition import build_orchestrator
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
-from orchestrator.scheduler import RequestScheduler
 from orchestrator.workers.worker_poller import WorkerPoller
 from tests.support.clusters.planners import linear_planner
 from tests.support.manual_clock import ManualClock
@@ -19,7 +19,7 @@ async def test_workers_are_asked_once_until_the_answers_are_stale_or_workers_com
     """At most twice for 100 callers, the first of which leaves while the workers are asked for it."""
     asked: list[float] = []
     clock, members, is_asked, may_answer = ManualClock(7.0), Membership(), asyncio.Event(), asyncio.Event()
-    overview = RequestScheduler(members, clock, planner=linear_planner(), secret=SECRET).overview
+    overview = build_orchestrator(members, linear_planner(), clock, secret=SECRET).overview
 
     async def ask(poller: WorkerPoller) -> None:
         asked.append(clock.now_s())

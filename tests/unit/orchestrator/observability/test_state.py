@@ -133,9 +133,9 @@ async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: BareCluster) ->
 
 
 async def test_a_drain_that_is_undone_while_it_is_told_ends_no_group(pair: BareCluster) -> None:
-    overview = pair.server.scheduler.overview
+    operations = pair.server.orchestrator.operations
     pair.members.hear_kept(Orders(drained=frozenset({"group-0"})))
-    async with aclosing(overview.drain("group-0", leave=True)) as states:
+    async with aclosing(operations.drain("group-0", leave=True)) as states:
         assert (await anext(states)).is_drained
         pair.members.undrain("group-0")
         assert [state.is_drained async for state in states] == [False]
@@ -153,7 +153,7 @@ async def test_a_group_whose_worker_is_gone_has_nothing_left_to_do(pair: BareClu
 async def test_a_group_is_wanted_again_once_the_supervisor_knows(pair: BareCluster) -> None:
     await drain(pair, "group-0")
     pair.members.hear_kept(pair.members.orders)
-    undoing = asyncio.create_task(pair.server.scheduler.overview.undrain("group-0"))
+    undoing = asyncio.create_task(pair.server.orchestrator.operations.undrain("group-0"))
     done, _ = await asyncio.wait({undoing}, timeout=0.1)
     assert not done and pair.members.orders == Orders()
     pair.members.hear_kept(pair.members.orders)
@@ -204,7 +204,8 @@ async def test_a_group_that_is_kept_out_gets_one_attempt_after_its_pause_and_the
 
 async def test_a_retry_that_the_budget_does_not_allow_in_time_ends_the_request() -> None:
     async with cluster(config=HASTY) as made:
-        made.server.scheduler._budget = RetryBudget(CLOCK, share=0.0, burst=1, window_s=60.0)
+        await made.state()  # by now the first budget has been fitted to the groups' slots
+        made.server.orchestrator.scheduler.budget = RetryBudget(CLOCK, share=0.0, burst=1, window_s=60.0)
         await made.ranks[0].stop()
         with pytest.raises(BatonError) as caught:
             await made.ask(made.request(prompt(40), SHORT))

@@ -1,0 +1,231 @@
+"""Operations on groups, for operators and the autoscaler: draining, starting and flipping, each followed to its end.
+
+Put on gRPC by `orchestrator.api.admin`; used by `orchestrator.actuation.actuator`. On the loop.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+
+from baton.calls.cluster_state import GroupState
+from baton.errors import NotFoundError, UnavailableError
+from orchestrator.membership.members import Membership
+from orchestrator.workers.worker_poller import WorkerPoller
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+"""Longest pause in seconds between two looks at a group that drains or starts; a change ends it early."""
+
+Check = Callable[[str], None]
+"""Raises an error when the group of that name cannot be spared."""
+
+
+class GroupOperations:
+    """Changes the orders for groups, and waits until they have been carried out."""
+
+    def __init__(self, members: Membership, poller: WorkerPoller) -> None:
+        self._members = members
+        self._poller = poller
+
+    async def drain(self, name: str, *, leave: bool, returns: bool = False) -> AsyncGenerator[GroupState, None]:
+        """Give the group no new work from now on, and yield its state, now and whenever it changes. `returns`: the
+        caller brings this group or another one back afterwards, so that requests wait for that.
+
+        Ends when the group has no work left and the supervisor has recorded the drain. If the group is to `leave`, it
+        ends later, when the group's workers are gone (a borrowed worker returns to its own group). It also ends when
+        the group is undrained. Raises NotFoundError for an unknown name, and UnavailableError if the group is to leave
+        and there is no supervisor that ends workers.
+        """
+        gives_back = leave and name in self._members.orders.lent
+        draining = self._give_back(name) if gives_back else self._drain(name, leave=leave)
+        with self._members.returning(*((name,) if returns else ())):
+            async with aclosing(draining) as states:
+                async for state in states:
+                    yield state
+
+    async def _drain(self, name: str, *, leave: bool, is_brief: bool = False) -> AsyncGenerator[GroupState, None]:
+        """Drain as `drain` says. If `is_brief`, another order follows, and the drain does not wait to be recorded."""
+        self._members.drain(name)
+        logger.info("draining group=%s", name)
+        told: GroupState | None = None
+        while True:
+            await self._poller.ask()
+            state, is_wanted = self._poller.group(name), name not in self._members.orders.drained
+            if state is None:
+                if leave and self._members.is_starting(name) and name in self._members.orders.drained:
+                    self._members.dismiss(name)
+                    await self._members.until(lambda: None if self._members.is_starting(name) else True, _POLL_S)
+                    continue
+                logger.info("drained group=%s: it is gone", name)
+                return
+            if state != told:
+                yield state
+                told = state
+            if is_wanted != (name not in self._members.orders.drained):
+                continue  # the order changed while the state was sent
+            if is_wanted:
+                logger.info("group=%s is wanted again", name)
+                return
+            if self._is_idle(state) and (is_brief or self._members.is_kept(name)):
+                if not leave:
+                    logger.info("group=%s is drained", name)
+                    return
+                self._members.dismiss(name)
+            await self._members.until(partial(self._moved, name, state.num_requests), _POLL_S)
+
+    async def undrain(self, name: str, model: str = "") -> GroupState:
+        """Let the group get work again, and return its state.
+
+        Returns once the group has workers and the supervisor has recorded the change. A group that has left is started
+        first, with the model in the folder `model`, if given. Raises NotFoundError for an unknown name, and
+        UnavailableError for another model while its workers are up, or when the group cannot be started: the start is
+        then retried with the model that it had.
+        """
+        before = self._members.orders.models.get(name)
+        self._members.undrain(name, model)
+        logger.info("no longer drained group=%s", name)
+        try:
+            await self._until_there(name)
+            while not self._members.is_kept(name):
+                await self._members.until(lambda: self._members.is_kept(name) or None, _POLL_S)
+            return await self._until_there(name)
+        except UnavailableError:
+            self._members.use_model(name, before)
+            raise
+
+    async def stand_in(self, name: str) -> GroupState:
+        """Start another group like the one of that name, and return its state; it leaves for good when it is drained.
+
+        Raises NotFoundError for an unknown name, and UnavailableError when the group cannot be started. It is given up
+        then, and when the caller is cancelled.
+        """
+        made = self._members.stand_in(name)
+        logger.info("group=%s is to stand in for group=%s", made, name)
+        try:
+            return await self._until_there(made)
+        except BaseException:
+            self._members.give_up(made)
+            raise
+
+    def flip(self, name: str) -> AsyncGenerator[GroupState, None]:
+        """Let the last worker of the group serve in the other role, with its weights still loaded, and yield states:
+        those of the group while it finishes its work, and at last that of the new group that has borrowed the worker.
+
+        New requests go to other groups meanwhile, and no request is lost. The rest of a chain gets work again as soon
+        as the worker serves. A group that has borrowed its worker returns it, as `unflip` does. If the caller stops
+        before the group is idle, nothing has changed. Raises NotFoundError for an unknown name. Raises UnavailableError
+        for a group without workers, for the last one that may generate, without a supervisor, and when the worker does
+        not serve in its new role: it then returns to its group, and the order is withdrawn.
+        """
+        return self._unflip(name) if name in self._members.orders.lent else self._lend(name)
+
+    def unflip(self, name: str) -> AsyncGenerator[GroupState, None]:
+        """Return the worker that the group has borrowed, or the last one that it has lent, and yield states: those of
+        the groups while they finish their work, and at last that of the group to which the worker has come back.
+
+        Raises NotFoundError when the group has neither borrowed nor lent a worker; UnavailableError for the last group
+        that may generate, and when a group without other workers does not come up again, which is tried on.
+        """
+        borrowers = self._members.orders.borrowers(name)
+        if name not in self._members.orders.lent and not borrowers:
+            raise NotFoundError(f"{name} has no worker to return: name a group that has borrowed or lent one")
+        return self._unflip(borrowers[min(borrowers)] if borrowers else name)
+
+    async def _lend(self, name: str) -> AsyncGenerator[GroupState, None]:
+        with self._members.returning(name):
+            async with aclosing(self._spare(name, check=self._members.require_flippable)) as states:
+                async for state in states:
+                    yield state
+        made = self._members.lend(name)
+        logger.info("group=%s borrows a worker of group=%s", made, name)
+        try:
+            borrower = await self._until_there(made)
+        except UnavailableError:
+            async for _ in self._give_back(made):
+                pass
+            raise
+        yield borrower
+
+    async def _unflip(self, borrower: str) -> AsyncGenerator[GroupState, None]:
+        lender = self._members.orders.lender(borrower)
+        with self._members.returning(borrower):
+            async with aclosing(self._give_back(borrower, check=self._members.require_flippable)) as states:
+                async for state in states:
+                    yield state
+        if lender not in self._members.orders.leaving:
+            yield await self._until_there(lender)
+
+    async def _give_back(self, borrower: str, check: Check = lambda name: None) -> AsyncGenerator[GroupState, None]:
+        """Return a borrowed worker once its group, and the group that it joins, have no work left; `check` is as in
+        `_spare`. An order that was given already is followed to its end."""
+        lender = self._members.orders.lender(borrower)
+        if borrower not in self._members.orders.leaving:
+            names = filter(self._members.is_present, (borrower, lender))
+            async with aclosing(self._spare(*names, check=check)) as states:
+                async for state in states:
+                    yield state
+            self._members.give_back(borrower)
+            logger.info("group=%s returns its worker to group=%s", borrower, lender)
+        while borrower in self._members.orders.lent:
+            if borrower not in self._members.orders.leaving:
+                raise UnavailableError(f"{borrower} was let have work again meanwhile: it keeps its worker")
+            await self._members.until(lambda: None if borrower in self._members.orders.lent else True, _POLL_S)
+
+    async def _spare(self, *names: str, check: Check) -> AsyncGenerator[GroupState, None]:
+        """Drain the groups, and yield their states, until none has work left. They get work again if the caller stops
+        before. Raises UnavailableError when an operator lets one have work again, and when one is gone; and what
+        `check` raises for the first of them, at the beginning or, as other groups may be drained meanwhile, at the
+        end."""
+        before = self._members.orders.drained
+        is_spared = False
+        for name in names[:1]:
+            check(name)
+        try:
+            for name in names:
+                async with aclosing(self._drain(name, leave=False, is_brief=True)) as states:
+                    async for state in states:
+                        yield state
+            for name in names:
+                if name not in self._members.orders.drained or not self._members.is_present(name):
+                    raise UnavailableError(f"{name} was let have work again, or left, meanwhile: no role has changed")
+            for name in names[:1]:
+                check(name)
+            is_spared = True
+        finally:
+            if not is_spared:
+                orders = self._members.orders
+                self._members.keep_orders(replace(orders, drained=orders.drained - ({*names} - before)))
+
+    async def _until_there(self, name: str) -> GroupState:
+        """Wait until the group has workers and return its state. Raises UnavailableError when it cannot be started, and
+        NotFoundError when it is no longer known."""
+        while (state := self._poller.group(name)) is None:
+            absence = self._members.absence(name)
+            if absence is not None and absence.error:
+                raise UnavailableError(f"{name} did not start: {absence.error}")
+            if absence is None and name not in self._members.orders.stand_ins:
+                raise NotFoundError(f"{name} is gone")
+            await self._members.until(partial(self._settled, name), _POLL_S)
+        return state
+
+    def _moved(self, name: str, num_requests: int) -> bool | None:
+        is_as_before = self._members.load(name).num_requests == num_requests and self._members.is_present(name)
+        return None if is_as_before else True
+
+    def _settled(self, name: str) -> bool | None:
+        absence = self._members.absence(name)
+        return True if self._members.is_present(name) or (absence is not None and absence.error) else None
+
+    def _is_idle(self, group: GroupState) -> bool:
+        """Return whether no request, slot or memory of the group is in use. A group that is not ready and does not
+        answer has no worker that could hold any."""
+        if group.num_requests or self._members.load(group.name).num_requests:  # at the last poll, and now
+            return False
+        if group.role == "prefill":
+            return True
+        if (held := group.generation) is not None:
+            return held.num_free == held.num_slots and not held.num_bytes_held
+        return not any(each.name == group.name and each.ready for each in self._members.present.groups)
