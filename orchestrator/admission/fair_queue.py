@@ -21,7 +21,7 @@ from typing import Generic
 from sortedcontainers import SortedKeyList
 
 from baton.types import Priority
-from orchestrator.admission.queue_policy import Before, Totals, Waiter, WaiterT
+from orchestrator.admission.queue_policy import Totals, Waiter, WaiterT
 from orchestrator.requests.tenants import Tenant
 
 QUANTUM_TOKENS = 128
@@ -146,8 +146,9 @@ class FairQueue(Generic[WaiterT]):
         own = self._flows[newcomer.tenant.name]
         return max(self._flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
-    def before(self, waiter: WaiterT) -> Before:
-        """Return the slots that are served before a request that does not wait yet, if no other request comes.
+    def before(self, waiter: WaiterT) -> tuple[float, int]:
+        """Return the slots that are served before a request that does not wait yet, if no other request comes: over all
+        tenants, and of its own tenant.
 
         Counts those of its own tenant that are more urgent, or as urgent and due before it, and of each other tenant,
         at its mean number of slots per token, as much as its weight allows in the meantime. O(n) of its tenant's
@@ -161,7 +162,7 @@ class FairQueue(Generic[WaiterT]):
         turns = (mine.num_tokens + waiter.num_tokens) / _quantum(waiter.tenant)
         others = [flow for flow in self._flows.values() if flow is not own]
         theirs = sum(flow.totals.num_slots * min(1.0, turns / flow.share) for flow in others)
-        return Before(mine.num_slots + theirs, mine.num_slots)
+        return mine.num_slots + theirs, mine.num_slots
 
 
 def _quantum(tenant: Tenant) -> int:

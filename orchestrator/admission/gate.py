@@ -285,16 +285,16 @@ class Admission:
         Counts the wait for slots and for the tenant's bound. Where it is unknown how fast slots come free, requests are
         taken to keep theirs for `hold_s` seconds.
         """
-        before, tenant = self._queue.before(entry), entry.tenant
+        (num_before, num_own_before), tenant = self._queue.before(entry), entry.tenant
         slot_s = self._turnover.slot_s
         if slot_s is None and hold_s is not None:
             slot_s = hold_s / self._limit
-        wait_s = predict_wait_s(self._limit - self._num_taken, before.num_slots, entry.num_slots, slot_s)
+        wait_s = predict_wait_s(self._limit - self._num_taken, num_before, entry.num_slots, slot_s)
         if not tenant.max_running or hold_s is None:
             return wait_s
         num_free = tenant.max_running - self._taken_by[tenant.name]
         own_slot_s = hold_s / tenant.max_running
-        return max(wait_s, predict_wait_s(num_free, before.num_own_slots, entry.num_slots, own_slot_s))
+        return max(wait_s, predict_wait_s(num_free, num_own_before, entry.num_slots, own_slot_s))
 
 
 def _refusal(why: str, retry_s: float) -> ResourceExhaustedError:

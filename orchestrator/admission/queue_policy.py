@@ -50,16 +50,6 @@ class Totals:
         self.num_slots += sign * waiter.num_slots
 
 
-@dataclass(frozen=True)
-class Before:
-    """Slots of the requests that are served before a given one."""
-
-    num_slots: float
-    """Slots over all tenants; not a whole number, because other tenants' share of it is a mean."""
-    num_own_slots: int
-    """Slots of the given request's own tenant."""
-
-
 class QueuePolicy(Protocol[WaiterT]):
     """Holds the waiting requests in the order in which they are to be served. The gate bounds their number."""
 
@@ -75,5 +65,6 @@ class QueuePolicy(Protocol[WaiterT]):
     def last(self, newcomer: WaiterT) -> WaiterT:
         """Return the request to give up when not all can wait, after `newcomer` was added."""
 
-    def before(self, waiter: WaiterT) -> Before:
-        """Return the slots that are served before a request that does not wait yet, if no other request comes."""
+    def before(self, waiter: WaiterT) -> tuple[float, int]:
+        """Return the slots that are served before a request that does not wait yet, if no other request comes: over all
+        tenants, and of its own tenant. The former is fractional, because other tenants' share of it is a mean."""

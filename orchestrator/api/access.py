@@ -52,30 +52,20 @@ METHODS: Mapping[str, AllowedCallers] = MappingProxyType(
 """Access to each method that is served; a method that is missing here is for operators."""
 
 
-class Authenticator:
-    """Checks calls before they are served. Read-only after it is made."""
+def check_access(tenants: Tenants, secret: ClusterSecret, method: str, metadata: Metadata) -> None:
+    """Return if the call is permitted; `method` is its full name. Without the first two arguments it is a
+    `baton.transport.status.Check`.
 
-    def __init__(self, tenants: Tenants, secret: ClusterSecret) -> None:
-        self._tenants = tenants
-        self._secret = secret
-
-    def check(self, method: str, metadata: Metadata) -> None:
-        """Return if the call is permitted; `method` is its full name. Implements `baton.transport.status.Check`.
-
-        Raises UnauthenticatedError without a required key or secret, and PermissionDeniedError for a tenant's key where
-        an operator's is required.
-        """
-        access = METHODS.get(method, AllowedCallers.OPERATORS)
-        if access is AllowedCallers.CALLERS and self._tenants.require_key:
-            self._tenants.of(metadata)
-        if access is AllowedCallers.OPERATORS:
-            self._require_operator(method, metadata)
-        if access in (AllowedCallers.MEMBERS, AllowedCallers.OPERATORS):
-            self._secret.check(method, metadata)
-
-    def _require_operator(self, method: str, metadata: Metadata) -> None:
-        if not self._tenants.is_operator(metadata) and self._tenants.has_operators:
-            name = method.rpartition("/")[2]
-            raise UnauthenticatedError(
-                f"{name} is for operators: send an operator's key as {AUTHORIZATION_KEY}: Bearer KEY"
-            )
+    Raises UnauthenticatedError without a required key or secret, and PermissionDeniedError for a tenant's key where
+    an operator's is required.
+    """
+    access = METHODS.get(method, AllowedCallers.OPERATORS)
+    if access is AllowedCallers.CALLERS and tenants.require_key:
+        tenants.of(metadata)
+    if access is AllowedCallers.OPERATORS and not tenants.is_operator(metadata) and tenants.has_operators:
+        name = method.rpartition("/")[2]
+        raise UnauthenticatedError(
+            f"{name} is for operators: send an operator's key as {AUTHORIZATION_KEY}: Bearer KEY"
+        )
+    if access in (AllowedCallers.MEMBERS, AllowedCallers.OPERATORS):
+        secret.check(method, metadata)

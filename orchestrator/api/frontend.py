@@ -31,7 +31,7 @@ from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api import admin as admin_service
 from orchestrator.api import planning as planning_service
-from orchestrator.api.access import Authenticator
+from orchestrator.api.access import check_access
 from orchestrator.api.admin import AdminServicer
 from orchestrator.api.checks import RequestValidator
 from orchestrator.api.delivery import deliver
@@ -178,7 +178,7 @@ class OrchestratorServer:
         are kept at `calibration_path`. Raises ConfigError when a server cannot listen there.
         """
         (host, port), config, overview = address, orchestrator.config, orchestrator.overview
-        server = make_server(check=Authenticator(config.tenants, orchestrator.secret).check)
+        server = make_server(check=partial(check_access, config.tenants, orchestrator.secret))
         bound = bind(server, host, port)
         metrics = None
         if metrics_port is not None:

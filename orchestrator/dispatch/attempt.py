@@ -25,7 +25,7 @@ from baton.types import JobId, Lease, RequestId, ReserveNumber, StreamNumber
 from orchestrator.dispatch.fetching import BlockFetcher
 from orchestrator.dispatch.lease_reaper import LeaseReaper
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
-from orchestrator.dispatch.streaming import Emit, StreamDrainer, TokenAttribution, first_event, follow
+from orchestrator.dispatch.streaming import Emit, StreamDrainer, first_event, follow, with_origins
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chooser import Chooser, Plan
@@ -150,7 +150,7 @@ class AttemptRunner:
                 event = await stream.read()
                 record.place(self._clock, Attempt(residency=generation.residency, generation=generation.name))
                 logger.info("taken over request=%s group=%s", record.request_id, generation.name)
-                await follow(record, stream, event, emit, self._attribution(home))
+                await follow(record, stream, event, self._with_origins(home, emit))
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
         present = self._members.present.generation  # also drained ones, and those whose heartbeats are late
@@ -208,11 +208,11 @@ class AttemptRunner:
             prefill="" if way is None else way.group.name,
         )
         record.place(self._clock, placed)
-        attribution = self._attribution(home, placed.prefill)
+        emit = self._with_origins(home, emit, placed.prefill)
         try:
             number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.stream(record, number, self._config, lease)) as stream:
-                await follow(record, stream, await first_event(stream, prefill), emit, attribution)
+                await follow(record, stream, await first_event(stream, prefill), emit)
             if prefill is not None:
                 record.report(await self._chains.reports(prefill))
         except BaseException as error:
@@ -223,14 +223,15 @@ class AttemptRunner:
                 self._lease_reaper.abort(home.group.endpoint, lease.ref)
             raise
 
-    def _attribution(self, home: _Home, prefill: str = "") -> TokenAttribution:
-        """Return the origins of the attempt's tokens. `prefill` is the name of its chain's group, if it has one."""
+    def _with_origins(self, home: _Home, emit: Emit, prefill: str = "") -> Emit:
+        """Return `emit` for tokens without origin. `prefill` is the name of the attempt's chain's group, if it has
+        one."""
         group, predicted_s = home.group, 0.0
         if self._planner.steps is not None:
             num_rows = max(self._members.load(group.name).num_slots, 1)
             context = self.chooser.generation_load.context_tokens(group.incarnation)
             predicted_s = self._planner.step_s(num_rows, home.record.num_tokens if context is None else context)
-        return TokenAttribution(group.name, prefill, predicted_s)
+        return with_origins(emit, group.name, prefill, predicted_s)
 
     def _home(
         self, record: RequestRecord, group: GenerationGroup, held: ExitStack, fetch: PrefixFetch | None = None

@@ -4,6 +4,7 @@ Used by `orchestrator.dispatch.attempt`; events come from `orchestrator.workers.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -50,37 +51,32 @@ async def first_event(stream: AttemptEvents, prefill: PrefillTask | None) -> Tok
         await asyncio.gather(reading, return_exceptions=True)
 
 
-class TokenAttribution:
-    """Adds to one attempt's tokens the groups they come from, where these change. The first token of each choice comes
-    from the last rank of the attempt's chain, if it has one, and all others come from its generation group."""
+def with_origins(emit: Emit, generation: str, prefill: str = "", predicted_step_s: float = 0.0) -> Emit:
+    """Return a function that adds to one attempt's tokens the groups they come from, where these change, and passes the
+    events to `emit`. The first token of each choice comes from the last rank of the attempt's chain, in the group
+    `prefill` (empty without a chain), and all others come from the group `generation`."""
+    own = TokenOrigin(generation, predicted_step_s=predicted_step_s)
+    origins = (replace(own, prefill=prefill), own) if prefill else (own,)
+    num_sent: Counter[int] = Counter()  # origins, by choice
 
-    def __init__(self, generation: str, prefill: str = "", predicted_step_s: float = 0.0) -> None:
-        """`prefill` is the name of the chain's group; empty without a chain."""
-        own = TokenOrigin(generation, predicted_step_s=predicted_step_s)
-        self._attribution = (replace(own, prefill=prefill), own) if prefill else (own,)
-        self._num_told: dict[int, int] = {}
-        """Number of origins reported so far, by choice."""
+    def emit_with_origin(event: TokenEvent) -> None:
+        number = num_sent[event.choice]
+        if number < len(origins) and event.token is not None:
+            num_sent[event.choice] += 1
+            event = replace(event, origin=origins[number])
+        emit(event)
 
-    def told(self, event: TokenEvent) -> TokenEvent:
-        """Return the event, with its origin unless that is the one of the choice's token before."""
-        num_told = self._num_told.get(event.choice, 0)
-        if num_told == len(self._attribution) or event.token is None:
-            return event
-        self._num_told[event.choice] = num_told + 1
-        return replace(event, origin=self._attribution[num_told])
+    return emit_with_origin
 
 
-async def follow(
-    record: RequestRecord, stream: AttemptEvents, event: TokenEvent, emit: Emit, attribution: TokenAttribution
-) -> None:
-    """Pass on `event` and all later ones, up to the last choice's last event; does not await the close. `attribution`:
-    the attempt's own."""
+async def follow(record: RequestRecord, stream: AttemptEvents, event: TokenEvent, emit: Emit) -> None:
+    """Pass on `event` and all later ones, up to the last choice's last event; does not await the close."""
     while True:
         if event.finish in _ENDED_BY_WORKER:
             raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")
         accepted = record.accept(event)
         if accepted is not None:
-            emit(attribution.told(accepted))
+            emit(accepted)
         if record.is_complete:
             return
         event = await stream.read()

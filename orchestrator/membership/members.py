@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 from baton.errors import NotFoundError, UnavailableError
 from baton.process.clock import SystemClock
 from orchestrator.membership.breakers import Breakers, BreakerState
-from orchestrator.membership.loads import Load, Loads
+from orchestrator.membership.loads import Load
 from orchestrator.membership.prefill_queues import PrefillQueues
 from orchestrator.membership.view import (
     AbsentGroup,
@@ -58,7 +58,8 @@ class Membership:
         """Free bytes of KV of generation groups, by name, as they reported last. Written by the worker poller."""
         self.orders = Orders()
         """Orders in force; replaced as a whole, by `keep_orders`."""
-        self._loads = Loads()
+        self._loads: dict[str, Load] = {}
+        """Loads of the groups that have any, by name."""
         self._returning = Counter[str]()
         """Numbers of orders under way that drain a group only for a time, by the group's name."""
         self._kept: Orders | None = None
@@ -291,16 +292,16 @@ class Membership:
     @property
     def has_work(self) -> bool:
         """Return whether any group has been given work that it has not done."""
-        return self._loads.has_any
+        return bool(self._loads)
 
     def load(self, name: str) -> Load:
         """Return the load of the group of that name."""
-        return self._loads.of(name)
+        return self._loads.get(name, Load())
 
     @contextlib.contextmanager
     def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
         """Count an attempt as the group's load while the context lasts; it succeeds if no exception is raised."""
-        self._loads.add(name, 1, num_slots)
+        self._add_load(name, 1, num_slots)
         incarnation = next((group.incarnation for group in self.present.groups if group.name == name), None)
         if is_probe := self.breakers.of(incarnation).began():
             self._tell_later(incarnation)
@@ -308,7 +309,7 @@ class Membership:
             yield
             self.breakers.of(incarnation).succeeded(is_probe=is_probe)
         finally:
-            self._loads.add(name, -1, -num_slots)
+            self._add_load(name, -1, -num_slots)
             self._tell()
 
     def failed(self, incarnation: Hashable | None) -> None:
@@ -328,6 +329,12 @@ class Membership:
                     await self._changed.wait()
                 return found
         return None
+
+    def _add_load(self, name: str, num_requests: int, num_slots: int) -> None:
+        load = self.load(name)
+        self._loads[name] = load = Load(load.num_requests + num_requests, load.num_slots + num_slots)
+        if not load.num_requests:
+            del self._loads[name]
 
     def _seen(self, group: G) -> G:
         return group if self.breakers.admits(group.incarnation) else replace(group, ready=False)

@@ -107,7 +107,10 @@ class WorkerClient(KvClient):
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         super().__init__(channel, timeout_s=VERB_TIMEOUT_S, errors=partial(_worker_errors, endpoint))
+        self.num_users = 0
+        """Number of contexts of `Clients.use` that have it."""
         self._endpoint = endpoint
+        self._channel = channel
         self._prefill = PrefillRankStub(channel)
         self._generation = GenerationGroupStub(channel)
         self._exchange = BlockExchangeStub(channel)
@@ -126,8 +129,9 @@ class WorkerClient(KvClient):
         return AttemptEvents(self._streams.open(takeover_request(record, number)), self._endpoint)
 
     async def close(self) -> None:
-        """End all streams; to be called once none is read, before the channel is closed."""
+        """End all streams and close the channel; to be called once no stream is read."""
         await self._streams.close()
+        await self._channel.close()
 
     async def cancel(self, number: StreamNumber) -> None:
         """End the stream of that number; idempotent."""
@@ -178,40 +182,31 @@ class WorkerClient(KvClient):
             return await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
 
 
-@dataclass
-class _Connection:
-    channel: grpc.aio.Channel
-    client: WorkerClient
-    num_users: int = 0
-
-
 class Clients:
     """A client for each endpoint, made at first use. Closing a channel ends its calls, so channels in use are kept."""
 
     def __init__(self, secret: ClusterSecret) -> None:
         """`secret` is the cluster's secret, sent with each call."""
         self._secret = secret
-        self._connections: dict[str, _Connection] = {}
+        self._clients: dict[str, WorkerClient] = {}
 
     @contextlib.contextmanager
     def use(self, endpoint: str) -> Iterator[WorkerClient]:
         """Return a context with the client of the worker at host:port, which connects at its first call."""
-        connection = self._connections.get(endpoint)
-        if connection is None:
-            channel = make_channel(endpoint, secret=self._secret)
-            connection = self._connections[endpoint] = _Connection(channel, WorkerClient(endpoint, channel))
-        connection.num_users += 1
+        client = self._clients.get(endpoint)
+        if client is None:
+            client = self._clients[endpoint] = WorkerClient(endpoint, make_channel(endpoint, secret=self._secret))
+        client.num_users += 1
         try:
-            yield connection.client
+            yield client
         finally:
-            connection.num_users -= 1
+            client.num_users -= 1
 
     async def prune(self, present: Collection[str]) -> None:
         """Close the clients of endpoints that are neither present nor in use."""
-        gone = [each for each, held in self._connections.items() if each not in present and not held.num_users]
-        for connection in [self._connections.pop(endpoint) for endpoint in gone]:
-            await connection.client.close()
-            await connection.channel.close()
+        gone = [each for each, client in self._clients.items() if each not in present and not client.num_users]
+        for client in [self._clients.pop(endpoint) for endpoint in gone]:
+            await client.close()
 
 
 @contextlib.contextmanager

@@ -34,43 +34,32 @@ _MOST_PAUSE_S = 5.0
 """Longest pause in seconds after an unforeseen failure, until the workers are polled again."""
 
 
-class Excess:
-    """How much of one worker's holdings was unknown over the last `window_s` seconds. Pure."""
+class Leaks:
+    """Leaks of one worker: unknown for LEAK_S seconds, or, if merely leased, for a lease's ttl longer. Pure."""
 
-    def __init__(self, window_s: float = LEAK_S) -> None:
-        self._window_s = window_s
-        self._seen: deque[tuple[float, int]] = deque()
+    def __init__(self, lease_ttl_s: float) -> None:
+        self._window_s = LEAK_S + lease_ttl_s
+        self._seen: deque[tuple[float, int, int]] = deque()
+        """Instants, and numbers of slots or jobs that were unknown then: all, and those beyond merely leased ones."""
 
-    def observe(self, now_s: float, num_unknown: int) -> None:
-        """Record how many slots or jobs of the worker belong to no known request now."""
-        self._seen.append((now_s, num_unknown))
+    def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
+        """Record how many slots or jobs are unknown now, and how many slots, known or not, are merely leased."""
+        self._seen.append((now_s, num_unknown, num_unknown - num_leased))
         while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._window_s:
             self._seen.popleft()  # the oldest one kept spans the window, if any does
 
     @property
     def num_leaked(self) -> int:
-        """Return how many slots or jobs were unknown during the whole window; 0 until the window is full."""
-        if not self._seen or self._seen[-1][0] - self._seen[0][0] < self._window_s:
-            return 0
-        return max(0, min(unknown for _, unknown in self._seen))
-
-
-class Leaks:
-    """Leaks of one worker: unknown for LEAK_S seconds, or, if merely leased, for a lease's ttl longer. Pure."""
-
-    def __init__(self, lease_ttl_s: float) -> None:
-        self._beyond_leases = Excess()
-        self._all = Excess(LEAK_S + lease_ttl_s)
-
-    def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
-        """Record how many slots or jobs are unknown now, and how many slots, known or not, are merely leased."""
-        self._beyond_leases.observe(now_s, num_unknown - num_leased)
-        self._all.observe(now_s, num_unknown)
-
-    @property
-    def num_leaked(self) -> int:
         """Return the number of leaked slots or jobs."""
-        return max(self._beyond_leases.num_leaked, self._all.num_leaked)
+        unknown = [(at_s, num_unknown) for at_s, num_unknown, _ in self._seen]
+        beyond_leases = [(at_s, num_beyond) for at_s, _, num_beyond in self._seen]
+        return max(_least(unknown, self._window_s), _least(beyond_leases, LEAK_S))
+
+
+def _least(seen: list[tuple[float, int]], window_s: float) -> int:
+    """Return the least number during the whole window up to the last instant; 0 until the window is full."""
+    begins = [index for index, (at_s, _) in enumerate(seen) if at_s <= seen[-1][0] - window_s]
+    return max(0, min(num for _, num in seen[begins[-1] :])) if begins else 0
 
 
 class WorkerPoller:

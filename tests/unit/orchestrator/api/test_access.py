@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from baton.transport.channel import make_channel
-from orchestrator.api.access import METHODS, AllowedCallers, Authenticator
+from orchestrator.api.access import METHODS, AllowedCallers, check_access
 from orchestrator.membership.members import Membership
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
@@ -137,9 +138,9 @@ def test_the_table_names_no_service_that_reflection_hides() -> None:
 
 def test_a_method_that_nobody_thought_of_is_for_operators() -> None:
     assert "/baton.v1.Admin/New" not in METHODS and METHODS["/baton.v1.Admin/Drain"] is AllowedCallers.OPERATORS
-    authenticator = Authenticator(CONFIGS["keys required"], SECRET)
+    check = partial(check_access, CONFIGS["keys required"], SECRET)
     with pytest.raises(PermissionDeniedError, match="the API key is tenant acme's: use an operator's key for this"):
-        authenticator.check("/baton.v1.Admin/New", (*bearing("acme-key"), *SECRET.metadata))
+        check("/baton.v1.Admin/New", (*bearing("acme-key"), *SECRET.metadata))
     with pytest.raises(UnauthenticatedError, match="New is for processes of this cluster"):
-        authenticator.check("/baton.v1.Admin/New", bearing("operator-key"))
-    authenticator.check("/baton.v1.Admin/New", (*bearing("operator-key"), *SECRET.metadata))
+        check("/baton.v1.Admin/New", bearing("operator-key"))
+    check("/baton.v1.Admin/New", (*bearing("operator-key"), *SECRET.metadata))

@@ -13,7 +13,7 @@ from baton.process.clock import SystemClock
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.workers.client import Clients, WorkerClient
-from orchestrator.workers.worker_poller import LEAK_S, Excess, Leaks, WorkerPoller
+from orchestrator.workers.worker_poller import LEAK_S, Leaks, WorkerPoller
 from tests.support.manual_clock import ManualClock
 from tests.support.wire.secret import SECRET
 
@@ -33,10 +33,10 @@ pytestmark = pytest.mark.integration
 )
 def test_what_was_unknown_all_the_time_is_leaked(seen: dict[float, int], num_leaked: int) -> None:
     """`seen`: the slots of no known request, by time in units of LEAK_S."""
-    excess = Excess()
+    leaks = Leaks(lease_ttl_s=0.0)
     for at, unknown in seen.items():
-        excess.observe(at * LEAK_S, unknown)
-    assert excess.num_leaked == num_leaked
+        leaks.observe(at * LEAK_S, unknown)
+    assert leaks.num_leaked == num_leaked
 
 
 def watched(leaks: Leaks, unknown: int, leased: int, over_s: float) -> int:
