@@ -142,11 +142,11 @@ class RequestScheduler:
         try:
             entry = self.admission.join(record.request, None if forecast is None else forecast.cautious_s)
         except BatonError as error:
-            self.journal.refused(error)
+            self.journal.metrics.refused(error)
             raise
         self.budget.earn()
         self.fleet.arrived(record)
-        self.journal.joined(record)
+        self.journal.book.opened(record)
         return _Run(record, entry, forecast, self._outboxes.open(record.request.tenant, give_up))
 
     def _check_choices(self, num_choices: int) -> None:

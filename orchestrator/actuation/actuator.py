@@ -26,7 +26,7 @@ from orchestrator.actuation.operations import GroupOperations
 from orchestrator.autoscaling.actions import Action, LeadTimes, Move
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.membership.members import Membership
-from orchestrator.membership.view import Group, PrefillGroup, role_of
+from orchestrator.membership.view import Group, role_of
 
 logger = logging.getLogger(__name__)
 
@@ -193,13 +193,6 @@ class Actuator:
             members.let_go(name)  # so that the next orchestrator lets it go if this one ends before the flip
             self._flipping[name] = role
             self._run(name, self._turn(name))
-
-    def _may_turn(self, group: Group) -> bool:
-        """Return whether the group may lend its last worker, or return one. Where chains lend single ranks, a chain
-        keeps at least one rank, and a generation group only returns a borrowed worker."""
-        if not self._lends_ranks:
-            return True
-        return len(group.endpoints) > 1 if isinstance(group, PrefillGroup) else group.name in self._members.orders.lent
 
     def _working(self, role: str) -> Sequence[Group]:
         """Return the groups of that role that may get work."""

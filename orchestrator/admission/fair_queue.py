@@ -16,12 +16,12 @@ its tenant's turn lasts, else O(tenants). Pure: no clock, no waiting. A `QueuePo
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Generic
 
 from sortedcontainers import SortedKeyList
 
-from baton.types import Priority
-from orchestrator.admission.queue_policy import Totals, Waiter, WaiterT
+from orchestrator.admission.queue_policy import Totals, WaiterT
 from orchestrator.requests.tenants import Tenant
 
 QUANTUM_TOKENS = 128
@@ -37,7 +37,7 @@ class _Flow(Generic[WaiterT]):
         self.deficit = self.quantum
         """Tokens that may be served before the tenant's turn is over. A turn's credit is given when the turn before it
         ends, so that the order of turns needs no further state."""
-        self._waiting: SortedKeyList = SortedKeyList(key=_turn_of)
+        self._waiting: SortedKeyList = SortedKeyList(key=attrgetter("turn"))
 
     def __iter__(self) -> Iterator[WaiterT]:
         """Iterate over the requests in the order in which they are served."""
@@ -167,7 +167,3 @@ class FairQueue(Generic[WaiterT]):
 
 def _quantum(tenant: Tenant) -> int:
     return max(1, round(QUANTUM_TOKENS * tenant.weight))
-
-
-def _turn_of(waiter: Waiter) -> tuple[Priority, float, int]:
-    return waiter.turn

@@ -62,7 +62,7 @@ def check_access(tenants: Tenants, secret: ClusterSecret, method: str, metadata:
     access = METHODS.get(method, AllowedCallers.OPERATORS)
     if access is AllowedCallers.CALLERS and tenants.require_key:
         tenants.of(metadata)
-    if access is AllowedCallers.OPERATORS and not tenants.is_operator(metadata) and tenants.has_operators:
+    if access is AllowedCallers.OPERATORS and not tenants.is_operator(metadata) and tenants.operator_hashes:
         name = method.rpartition("/")[2]
         raise UnauthenticatedError(
             f"{name} is for operators: send an operator's key as {AUTHORIZATION_KEY}: Bearer KEY"

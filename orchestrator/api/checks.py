@@ -98,10 +98,6 @@ class RequestValidator:
         if outputs and params.temperature and not is_seeded:
             raise InvalidArgumentError("outputs without seeded: send the seed of the stream that is resumed")
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return self.tokenizer.decode(token_ids)
-
     def end_of(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
     ) -> FinishReason | None:

@@ -67,6 +67,9 @@ class RequestReader:
         validator.check_resumption([output.token_ids for output in message.outputs], params, is_seeded)
         prompt_ids = self._prompt_ids(message)
         validator.check_sampling(params, len(prompt_ids))
+        echo = ""
+        if message.echo:
+            echo = message.prompt.decode() if message.HasField("prompt") else validator.tokenizer.decode(prompt_ids)
         outputs = tuple(tuple(output.token_ids) for output in message.outputs)
         return Request(
             request_id=RequestId(message.request_id or uuid.uuid4().hex),
@@ -75,7 +78,7 @@ class RequestReader:
             outputs=outputs,
             ended=tuple(validator.end_of(prompt_ids, output, params) for output in outputs),
             deadline_s=end_s,
-            echo=self._prompt_text(message, prompt_ids) if message.echo else "",
+            echo=echo,
             priority=priority_from_proto(message.priority),
             tenant=tenant,
             by_chain=by_chain,
@@ -101,9 +104,6 @@ class RequestReader:
             case "token_ids":
                 return self._validator.check_prompt_ids(message.token_ids.ids)
         raise InvalidArgumentError("input is not set: send prompt, chat or token_ids")
-
-    def _prompt_text(self, message: pb.GenerateRequest, prompt_ids: tuple[int, ...]) -> str:
-        return message.prompt.decode() if message.HasField("prompt") else self._validator.decode(prompt_ids)
 
 
 def deadline_s(message: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:

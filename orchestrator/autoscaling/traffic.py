@@ -110,26 +110,22 @@ class TrafficWindow:
     def __init__(self) -> None:
         self._classes: dict[int, _ClassWindow] = {}
         self._gaps: deque[float] = deque(maxlen=_KEPT_LENGTHS)
-        self._latest_s: float | None = None
+        self.latest_s: float | None = None
+        """Time of the latest arrival; None before the first."""
         self._begun_s = 0.0
-
-    @property
-    def latest_s(self) -> float | None:
-        """Return the instant of the latest arrival; None before the first."""
-        return self._latest_s
 
     def is_guess(self, now_s: float, patience_s: float) -> bool:
         """Return whether no answer has ended yet, and the first request came less than `patience_s` seconds ago."""
         is_known = any(window.outputs for window in self._classes.values())
-        return not is_known and self._latest_s is not None and now_s - self._begun_s < patience_s
+        return not is_known and self.latest_s is not None and now_s - self._begun_s < patience_s
 
     def arrived(self, now_s: float, num_prompt_tokens: int, most_output_tokens: int = _GUESSED_OUTPUT) -> None:
         """Record a request that has come; `most_output_tokens` bounds its answer."""
-        if self._latest_s is None:
+        if self.latest_s is None:
             self._begun_s = now_s
         else:
-            self._gaps.append(now_s - self._latest_s)
-        self._latest_s = now_s
+            self._gaps.append(now_s - self.latest_s)
+        self.latest_s = now_s
         window = self._class(num_prompt_tokens)
         window.arrived(now_s)
         window.prompts.append(num_prompt_tokens)

@@ -269,12 +269,13 @@ class Membership:
             return ()
         names = {name for name, role in self.roles.items() if role == "generate"}
         names -= {group.name for group in self.present.generation if not could_serve(group)}
-        names -= {name for name in names if self._keeps_lent(name)}
+        names -= {
+            name
+            for name in names
+            if self.has_lent_all(name) and not orders.drained & {*orders.borrowers(name).values()}
+        }
         is_withdrawn = names <= orders.drained - orders.surplus - self._returning.keys()
         return tuple(sorted(names)) if is_withdrawn else ()
-
-    def _keeps_lent(self, name: str) -> bool:
-        return self.has_lent_all(name) and not self.orders.drained & {*self.orders.borrowers(name).values()}
 
     def has_lent_all(self, name: str) -> bool:
         """Return whether the group has no workers because other groups have borrowed them."""

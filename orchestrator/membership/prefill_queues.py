@@ -6,7 +6,7 @@ wrong prediction is forgotten with its job. A group's book ends when its links a
 `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`. Pure; on the loop.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from baton.types import JobId, Rank
@@ -27,76 +27,57 @@ class Pending:
     """The tenant that sent the job's request."""
 
 
-class PrefillQueue:
-    """The jobs of one group's ranks. Times are those of the orchestrator's monotonic clock."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[JobId, tuple[Pending, dict[Rank, float]]] = {}
-        """Jobs as they came, and the work that is left of them now."""
-        self._at_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def pending(self, now_s: float) -> tuple[Pending, ...]:
-        """Return all jobs, in the order in which they are served, with the work left at `now_s`."""
-        self._advance(now_s)
-        return tuple(replace(job, left_s=dict(left_s)) for job, left_s in self._in_order())
-
-    def add(self, number: JobId, job: Pending, now_s: float) -> None:
-        """Add a job to the work of its ranks."""
-        assert number not in self._jobs, f"job {number} is booked twice"
-        self._advance(now_s)
-        self._jobs[number] = job, dict(job.left_s)
-
-    def release(self, number: JobId, ranks: Iterable[Rank], now_s: float) -> None:
-        """Record that these ranks are done with the job, or never begin it; the last removes it. Idempotent."""
-        if number not in self._jobs:
-            return
-        self._advance(now_s)
-        _, left_s = self._jobs[number]
-        for rank in ranks:
-            left_s.pop(rank, None)
-        if not left_s:
-            del self._jobs[number]
-
-    def _in_order(self) -> list[tuple[Pending, dict[Rank, float]]]:
-        return [self._jobs[number] for number in sorted(self._jobs, key=lambda each: (self._jobs[each][0].due_s, each))]
-
-    def _advance(self, now_s: float) -> None:
-        """Subtract the work that the ranks have done from the last call until `now_s`."""
-        spare_s: dict[Rank, float] = {}
-        for _, left_s in self._in_order():
-            for rank, left in left_s.items():
-                had_s = spare_s.get(rank, max(now_s - self._at_s, 0.0))
-                left_s[rank] = max(left - had_s, 0.0)
-                spare_s[rank] = max(had_s - left, 0.0)
-        self._at_s = max(self._at_s, now_s)
-
-
 class PrefillQueues:
-    """Backlogs of all incarnations of groups that have jobs in flight."""
+    """The jobs in flight of all incarnations of groups. Times are those of the orchestrator's monotonic clock."""
 
     def __init__(self) -> None:
-        self._prefill_queues: dict[Hashable, PrefillQueue] = {}
+        self._jobs: dict[Hashable, dict[JobId, tuple[Pending, dict[Rank, float]]]] = {}
+        """Jobs as they came, and the work that is left of them now, by the incarnation of their group."""
+        self._at_s: dict[Hashable, float] = {}
+        """Time for which the work that is left holds, by incarnation."""
 
     def __len__(self) -> int:
         """Return the number of jobs in flight, in all groups."""
-        return sum(len(prefill_queue) for prefill_queue in self._prefill_queues.values())
+        return sum(map(len, self._jobs.values()))
 
     def pending(self, incarnation: Hashable, now_s: float) -> tuple[Pending, ...]:
         """Return the jobs of that incarnation of a group, in serving order, with the work left at `now_s`."""
-        prefill_queue = self._prefill_queues.get(incarnation)
-        return () if prefill_queue is None else prefill_queue.pending(now_s)
+        if incarnation not in self._jobs:
+            return ()
+        self._advance(incarnation, now_s)
+        return tuple(replace(job, left_s=dict(left_s)) for job, left_s in self._in_order(incarnation))
 
     def add(self, incarnation: Hashable, number: JobId, job: Pending, now_s: float) -> None:
         """Add a job to the work of its ranks, in that incarnation of a group."""
-        self._prefill_queues.setdefault(incarnation, PrefillQueue()).add(number, job, now_s)
+        jobs = self._jobs.setdefault(incarnation, {})
+        assert number not in jobs, f"job {number} is booked twice"
+        self._advance(incarnation, now_s)
+        jobs[number] = job, dict(job.left_s)
 
-    def release(self, incarnation: Hashable, number: JobId, ranks: Sequence[Rank], now_s: float) -> None:
-        """Record that these ranks are done with the job, or will never begin it. Idempotent."""
-        prefill_queue = self._prefill_queues.get(incarnation)
-        if prefill_queue is not None:
-            prefill_queue.release(number, ranks, now_s)
-            if not len(prefill_queue):
-                del self._prefill_queues[incarnation]
+    def release(self, incarnation: Hashable, number: JobId, ranks: Iterable[Rank], now_s: float) -> None:
+        """Record that these ranks are done with the job, or will never begin it; the last removes it. Idempotent."""
+        jobs = self._jobs.get(incarnation, {})
+        if number not in jobs:
+            return
+        self._advance(incarnation, now_s)
+        _, left_s = jobs[number]
+        for rank in ranks:
+            left_s.pop(rank, None)
+        if not left_s:
+            del jobs[number]
+        if not jobs:
+            del self._jobs[incarnation], self._at_s[incarnation]
+
+    def _in_order(self, incarnation: Hashable) -> list[tuple[Pending, dict[Rank, float]]]:
+        jobs = self._jobs[incarnation]
+        return [jobs[number] for number in sorted(jobs, key=lambda each: (jobs[each][0].due_s, each))]
+
+    def _advance(self, incarnation: Hashable, now_s: float) -> None:
+        """Subtract the work that the ranks have done from the last call until `now_s`."""
+        at_s, spare_s = self._at_s.get(incarnation, 0.0), dict[Rank, float]()
+        for _, left_s in self._in_order(incarnation):
+            for rank, left in left_s.items():
+                had_s = spare_s.get(rank, max(now_s - at_s, 0.0))
+                left_s[rank] = max(left - had_s, 0.0)
+                spare_s[rank] = max(had_s - left, 0.0)
+        self._at_s[incarnation] = max(at_s, now_s)

@@ -31,14 +31,6 @@ class Journal:
         self._clock = clock
         self._planner = planner
 
-    def refused(self, error: BatonError) -> None:
-        """Count a request that the queue refused."""
-        self.metrics.refused(error)
-
-    def joined(self, record: RequestRecord) -> None:
-        """Record that the queue has accepted a request."""
-        self.book.opened(record)
-
     def stepped(self, step: StepSample) -> None:
         """Compare the duration of a generation group's step with its prediction."""
         if step.num_drafts:

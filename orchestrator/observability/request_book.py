@@ -6,7 +6,6 @@ prompts or outputs, and returns the id of a request only to its own tenant and t
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 
 from baton.process.clock import Clock
@@ -41,15 +40,10 @@ class RequestBook:
     def list(self, num_ended: int, tenant: str | None) -> RequestList:
         """Return all requests that have not ended and the latest `num_ended` that have, without the ids of others'
         requests. `tenant` is the caller's; None for an operator, who gets all ids."""
-        found = [*self._latest_ended(num_ended), *self._running()]
+        found = list(itertools.islice(reversed(self._ended), num_ended))
+        found += [_status(number, record, record.timings()) for number, record in self._open.values()]
         found.sort(key=lambda each: each.number, reverse=True)
         return RequestList(self._clock.unix_ns(), tuple(_told(each, tenant) for each in found))
-
-    def _running(self) -> Iterator[RequestStatus]:
-        return (_status(number, record, record.timings()) for number, record in self._open.values())
-
-    def _latest_ended(self, num_ended: int) -> Iterator[RequestStatus]:
-        return itertools.islice(reversed(self._ended), num_ended)
 
 
 def _status(number: int, record: RequestRecord, timings: Timings) -> RequestStatus:

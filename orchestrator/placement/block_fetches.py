@@ -162,15 +162,13 @@ class PromptSources:
         target, num_held = self._accesses.get(store), self._index.num_held(store, self._names)
         if target is None:
             return None
-        more = [(num, source) for num, source in self._holders if num > num_held and self._may_ask(source, store)]
+        admits = self._sources.admits
+        more = [(num, source) for num, source in self._holders if num > num_held and admits(source.store, store)]
         if not more:
             return None
         num, source = max(more, key=lambda each: (each[0], each[1].node == target.node))
         predicted_s = self._sources.fetch_s((num - num_held) * self._block_tokens, source, target)
         return BlockFetch(source, target, self._names[:num], num_held, self._block_tokens, predicted_s)
-
-    def _may_ask(self, source: StoreAccess, store: str) -> bool:
-        return self._sources.admits(source.store, store)
 
 
 def endpoint_of(group: Group) -> str:

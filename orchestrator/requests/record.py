@@ -4,7 +4,6 @@ Records are made by `orchestrator.scheduler`, changed by it and `orchestrator.di
 `orchestrator.placement`. Pure.
 """
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -277,7 +276,8 @@ class RequestRecord:
 
     def merge(self, branches: "Sequence[RequestRecord]") -> None:
         """Take over attempts, the latest placement and token times from the records that `branches` returned."""
-        latest = max((each.attempt for each in (self, *branches)), key=_leased_s)
+        attempts = (each.attempt for each in (self, *branches))
+        latest = max(attempts, key=lambda each: (each.leased_s is not None, each.leased_s or 0.0))
         self.attempt = replace(latest, number=max(branch.attempt.number for branch in branches))
         first_ns = [each.first_token_ns for each in (self, *branches) if each.first_token_ns]
         self.first_token_ns = min(first_ns, default=0)
@@ -320,7 +320,3 @@ class RequestRecord:
                 found[source] = found.get(source, DraftCounts(source)) + counts
         num_steps = sum(choice.num_steps for choice in self.choices)
         return SpeculationTrace(num_steps, tuple(found.values())) if found else None
-
-
-def _leased_s(attempt: Attempt) -> float:
-    return -math.inf if attempt.leased_s is None else attempt.leased_s

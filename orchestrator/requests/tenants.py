@@ -115,11 +115,6 @@ class Tenants:
     def _operators(self) -> tuple[bytes, ...]:
         return tuple(each.encode() for each in self.operator_hashes)
 
-    @property
-    def has_operators(self) -> bool:
-        """Return whether there are operators' keys."""
-        return bool(self.operator_hashes)
-
     def is_operator(self, metadata: Metadata) -> bool:
         """Return whether a call with this metadata has an operator's key.
 

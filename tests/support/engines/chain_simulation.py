@@ -11,7 +11,7 @@ from typing import cast
 
 from baton.planning.planner import ChainPlanner
 from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
-from orchestrator.membership.prefill_queues import PrefillQueue
+from orchestrator.membership.prefill_queues import PrefillQueues
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 from prefill_workers.chain import ChainJob
@@ -56,6 +56,9 @@ class SimulatedJob:
         return self.num_done == self.num_layers
 
 
+_LIFE = "the group's incarnation"
+
+
 @dataclass
 class SimulatedGroup:
     """Ranks, and what happens next; `now_s` is the time of what happened last."""
@@ -66,7 +69,7 @@ class SimulatedGroup:
     now_s: float = 0.0
     sequencers: list[JobScheduler] = field(init=False)
     served: dict[JobId, Served] = field(default_factory=dict)
-    _backlog: PrefillQueue = field(default_factory=PrefillQueue)
+    _backlog: PrefillQueues = field(default_factory=PrefillQueues)
     _busy: set[Rank] = field(default_factory=set)
     _plans: dict[JobId, tuple[float, ChainPlan]] = field(default_factory=dict)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -90,10 +93,10 @@ class SimulatedGroup:
 
     def _arrive(self, number: JobId, arrival: Arrival) -> None:
         tokens = TokenRange(0, arrival.num_tokens)
-        pending = self._backlog.pending(self.now_s)
+        pending = self._backlog.pending(_LIFE, self.now_s)
         plan = self.policy.chains(tokens, arrival.tenant).plan(self.num_ranks, pending, self.now_s)
         self._plans[number] = self.now_s, plan
-        self._backlog.add(number, plan.job, self.now_s)
+        self._backlog.add(_LIFE, number, plan.job, self.now_s)
         prompt = range(arrival.num_tokens)
         job = Job(number, Epoch(1), RequestId("r"), 1, plan.ranks, plan.chunks, prompt, due_s=plan.job.due_s)
         num_layers = self.planner.cost.num_layers
@@ -126,7 +129,7 @@ class SimulatedGroup:
         job.num_done += 1
         for over in self.sequencers[rank].take_over():
             number = over.job.number
-            self._backlog.release(number, (rank,), self.now_s)
+            self._backlog.release(_LIFE, number, (rank,), self.now_s)
             arrived_s, plan = self._plans[number]
             if rank == plan.ranks[-1]:
                 self.served[number] = Served(self.now_s - arrived_s, plan)

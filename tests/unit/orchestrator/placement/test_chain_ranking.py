@@ -63,11 +63,11 @@ class Cluster:
     rng: random.Random
     num_groups: int
     clock: ManualClock = field(default_factory=lambda: ManualClock(1000.0))
-    members: Membership = field(default_factory=Membership)
+    members: Membership = field(init=False)
     chooser: Chooser = field(init=False)
 
     def __post_init__(self) -> None:
-        self.members.breakers = Breakers(self.clock, 1)
+        self.members = Membership(Breakers(self.clock, 1))
         prefill = tuple(self._prefill(number) for number in range(self.rng.randint(0, 2 * self.num_groups)))
         generation = tuple(self._generation(number) for number in range(self.rng.randint(1, self.num_groups)))
         self.members.update(ClusterView(prefill, generation))
