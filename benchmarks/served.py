@@ -57,7 +57,7 @@ from benchmarks.support.passages import Passages
 from benchmarks.support.processor_time import main_threads_used_s, share_of_a_core, until_quiet, used_s
 from benchmarks.support.side_table import side_table
 from benchmarks.support.streams import Load
-from deploy.config.file import read_sections
+from deploy.config.file import read_config
 from deploy.machine.arrangement import arrange
 from deploy.machine.doctor import inspect_machine
 from generate_workers.config import EngineConfig
@@ -199,7 +199,7 @@ class Bench:
 
     def _engine_spec(self) -> EngineSpec:
         """Return an engine like the cluster's: as this machine is arranged, with its threads or one for each core."""
-        section = arrange(read_sections(None, self.settings), self.folder, inspect_machine())[0].generate
+        section = arrange(read_config(None, self.settings), self.folder, inspect_machine())[0].generate
         num_threads = section.num_threads or len(self.cores)
         return EngineSpec(self.folder, self.args.dtype, num_threads, (), part_of(EngineConfig, section))
 

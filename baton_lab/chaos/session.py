@@ -31,7 +31,7 @@ from baton_lab.chaos.report import Answer, Outcome, Report
 from baton_lab.chaos.run import Bounds, ChaosRun
 from baton_lab.chaos.schedule import NUM_ENGINES, Schedule, Shape
 from baton_lab.served_child import until_signal
-from deploy.config.file import load_local_config
+from deploy.config.file import read_config
 from deploy.config.worker import WorkerConfig
 from deploy.groups.keeper import OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
@@ -130,7 +130,7 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
         f"generate.num_slots={_NUM_SLOTS}",
         f"generate.max_slot_tokens={_MAX_TOKENS}",
     )
-    config = load_local_config(None, [*fixed, *assignments])
+    config = read_config(None, [*fixed, *assignments]).local.config
     max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
     workers = partial(config.workers, folder=folder, secret=(secret := ClusterSecret.new()))
 

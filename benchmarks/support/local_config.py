@@ -3,7 +3,7 @@
 from typing import Any
 
 from deploy.config.cluster import ClusterConfig
-from deploy.config.file import make_local_config
+from deploy.config.file import WrittenConfig
 
 
 def local_config(
@@ -13,11 +13,11 @@ def local_config(
     by default, because prompts come again and again; the engine computes with one thread, and makes a token a step,
     unless `generate` says otherwise. `link`: bytes a second to an emulated device; 0: as fast as the machine copies."""
     chain = {"num_ranks": num_ranks} if num_ranks else {"num_groups": 0}
-    return make_local_config(
+    return WrittenConfig(
         {
             "model": {"dtype": dtype},
             "prefill": {**chain, "prefix_share": prefix_share},
             "device": {"link": link},
             "generate": {"num_threads": 1, "speculation": "off", **generate},
         }
-    )
+    ).local.config

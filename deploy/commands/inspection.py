@@ -51,17 +51,17 @@ def print_findings(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from deploy.config.file import make_config, read_sections
+    from deploy.config.file import read_config
     from deploy.machine.arrangement import arrange
     from deploy.machine.doctor import Finding, Verdict, examine, inspect_machine, measure_kernels, measure_rates
     from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 
-    sections, console = read_sections(args.config, args.set), Console(stderr=True)
-    config, machine = make_config(sections), inspect_machine()
+    written, console = read_config(args.config, args.set), Console(stderr=True)
+    config, machine = written.config, inspect_machine()
     folder = resolve_folder(config.model.name, config.model.cache, console)
     prepare_kernels(console)
     prepare_rates(console)
-    config, why = arrange(sections, folder, machine)
+    config, why = arrange(written, folder, machine)
     config = resolve_drafts(config, console)
     findings = examine(config, folder, machine)
     findings.append(Finding("arrangement", Verdict.OK, why or f"as configured: {config.num_workers} workers"))

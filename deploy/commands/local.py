@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args.prompt)
     # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from deploy.commands.session import run_session
-    from deploy.config.file import load_local_config
+    from deploy.config.file import read_config
 
-    config = load_local_config(args.config, [*options, *args.set])
+    config = read_config(args.config, [*options, *args.set]).local.config
     return run_session(config, prompt, params, args)

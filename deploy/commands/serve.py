@@ -37,7 +37,7 @@ from deploy.commands.record import (
     store_name,
 )
 from deploy.config.cluster import ClusterConfig
-from deploy.config.file import make_config, read_sections
+from deploy.config.file import read_config
 from deploy.machine.arrangement import arrange
 from deploy.machine.doctor import examine, inspect_machine, require
 from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
@@ -49,8 +49,8 @@ _START_POLL_S = 0.2
 def serve(args: argparse.Namespace) -> int:
     """Bring a cluster up and keep it until interrupted; return the exit status. Raises BatonError when that fails."""
     assignments = [*args.set, *([f"ray.address={args.address}"] if args.address else [])]
-    sections = read_sections(args.config, assignments)
-    config = make_config(sections)
+    written = read_config(args.config, assignments)
+    config = written.config
     console = Console(stderr=True, highlight=False)
     earlier = load_record(config.name)
     if earlier is not None:
@@ -59,7 +59,7 @@ def serve(args: argparse.Namespace) -> int:
     folder = resolve_folder(config.model.name, config.model.cache, console).absolute()
     kernels, machine = prepare_kernels(console), inspect_machine()
     prepare_rates(console)
-    config, why = arrange(sections, folder, machine)
+    config, why = arrange(written, folder, machine)
     config = resolve_drafts(config, console)
     require(examine(config, folder, machine))
     if config.prefill.calibration and not config.ray.address:

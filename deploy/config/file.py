@@ -8,7 +8,8 @@ import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +18,54 @@ from baton.settings.base import from_json, meaning_of, names_of
 from deploy.config.cluster import ClusterConfig
 
 
-def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
-    """Read the configuration: the file, if any, then each `a.b=value` of `assignments` in order; later values override
-    earlier ones. Raises ConfigError."""
-    return make_config(read_sections(path, assignments))
+@dataclass(frozen=True)
+class WrittenConfig:
+    """A configuration as it was written: in a file, by --set, and by options of a command."""
+
+    sections: Mapping[str, Any]
+    """Values and sections by name. Fields that are missing are open: they have defaults, or follow the machine."""
+
+    @cached_property
+    def config(self) -> ClusterConfig:
+        """The configuration in which open fields have their defaults. Its first use raises ConfigError for a wrong name
+        or value."""
+        return from_json(ClusterConfig, json.dumps(self.sections, default=str))
+
+    @property
+    def local(self) -> "WrittenConfig":
+        """This configuration for a cluster in one process tree. Its chain prefills every prompt unless
+        orchestrator.disaggregation is written, so that users see the chain at work. The cluster's name contains this
+        process's id."""
+        given = self.sections.get("orchestrator", {})
+        section = {"disaggregation": "always"} | given if isinstance(given, dict) else given
+        return WrittenConfig({**self.sections, "orchestrator": section, "name": f"local-{os.getpid()}"})
+
+    def writes(self, section: str, field: str) -> bool:
+        """Return whether the field is written, and therefore not open."""
+        return field in self.sections.get(section, {})
+
+    def with_choices(self, config: ClusterConfig, choices: Mapping[str, Mapping[str, Any]]) -> ClusterConfig:
+        """Return `config` with the values that were chosen for fields, by section and name, where these are open."""
+        chosen = {
+            section: {field: value for field, value in fields.items() if not self.writes(section, field)}
+            for section, fields in choices.items()
+        }
+        return replace(config, **{name: replace(getattr(config, name), **chosen[name]) for name in chosen})
 
 
-def load_local_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
-    """Read the configuration of a cluster in one process tree, as `load_config` does. Raises ConfigError."""
-    return make_local_config(read_sections(path, assignments))
-
-
-def read_sections(path: Path | None, assignments: Sequence[str] = ()) -> dict[str, Any]:
+def read_config(path: Path | None, assignments: Sequence[str] = ()) -> WrittenConfig:
     """Read the values that a configuration sets: the file, if any, then each `a.b=value` of `assignments` in order;
-    later values override earlier ones. Raises ConfigError if the file or an assignment cannot be read. `make_config`
-    checks names and values."""
+    later values override earlier ones. Raises ConfigError if the file or an assignment cannot be read; names and values
+    are checked by `WrittenConfig.config`."""
     raw: dict[str, Any] = _read(path) if path is not None else {}
     for assignment in assignments:
         _assign(raw, assignment)
-    return raw
+    return WrittenConfig(raw)
 
 
-def make_local_config(sections: Mapping[str, Any]) -> ClusterConfig:
-    """Return the configuration of a cluster in one process tree, as `make_config` does. By default its chain prefills
-    every prompt, so that users see the chain at work. Its name contains this process's id. Raises ConfigError."""
-    given = sections.get("orchestrator", {})
-    section = {"disaggregation": "always"} | given if isinstance(given, dict) else given
-    return make_config({**sections, "orchestrator": section, "name": f"local-{os.getpid()}"})
-
-
-def make_config(sections: Mapping[str, Any]) -> ClusterConfig:
-    """Return the configuration with these values, each section a mapping. Other fields keep their defaults. Raises
-    ConfigError."""
-    return from_json(ClusterConfig, json.dumps(sections, default=str))
+def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
+    """Return the configuration that `read_config` reads. Raises ConfigError."""
+    return read_config(path, assignments).config
 
 
 def format_config(config: ClusterConfig) -> str:

@@ -5,12 +5,11 @@ has set any field of the pools (`_POOLS`), only the settings of steps are filled
 torch has been imported.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deploy.config.cluster import ClusterConfig
-from deploy.config.file import make_config
+from deploy.config.file import WrittenConfig
 from deploy.machine.calibrations import nominal_calibration, nominal_step_times
 from deploy.machine.core_plans import CorePlan, Costs, best_core_plan, core_plans
 from deploy.machine.doctor import WORKER_BYTES, Machine, weight_bytes
@@ -32,33 +31,29 @@ decoding takes at most a third of the step."""
 _CUDA_STEP_TOKENS = 2048
 """Maximum number of prompt tokens in a step on a GPU, which computes thousands while a CPU computes a few hundred."""
 
-Sections = Mapping[str, Any]
-"""A configuration as it was written: values and sections by name."""
+
+def arrange(written: WrittenConfig, folder: Path, machine: Machine) -> tuple[ClusterConfig, str]:
+    """Return the configuration for the model in `folder`, with open fields chosen for `machine`, and one line that
+    explains the choice (empty if the pools were not chosen here). Raises ConfigError, and ModelError for a bad
+    model."""
+    config, why = written.config, ""
+    if _is_open(written):
+        chosen, why = _choose(config, folder, machine)
+        config = written.with_choices(config, _settings_of(chosen, sorted(machine.cores)))
+    if not config.prefill.num_groups:
+        on_gpu = {"max_prefill_tokens_per_step": _CUDA_STEP_TOKENS} if config.generate.device == "cuda" else {}
+        config = written.with_choices(config, {"generate": _TOGETHER_STEPS | on_gpu})
+    return config, why
 
 
-def arrange(sections: Sections, folder: Path, machine: Machine) -> tuple[ClusterConfig, str]:
-    """Return the configuration for the model in `folder`, with fields that `sections` do not set chosen for `machine`,
-    and one line that explains the choice (empty if the pools were not chosen here). Raises ConfigError, and ModelError
-    for a bad model."""
-    written = make_config(sections)
-    why = ""
-    if _is_open(sections, written):
-        chosen, why = _choose(written, folder, machine)
-        sections = _filled(sections, _settings_of(chosen, sorted(machine.cores)))
-    arranged = make_config(sections)
-    if not arranged.prefill.num_groups:
-        on_gpu = {"max_prefill_tokens_per_step": _CUDA_STEP_TOKENS} if arranged.generate.device == "cuda" else {}
-        arranged = make_config(_filled(sections, {"generate": _TOGETHER_STEPS | on_gpu}))
-    return arranged, why
-
-
-def _is_open(sections: Sections, written: ClusterConfig) -> bool:
+def _is_open(written: WrittenConfig) -> bool:
     """Return whether the pools are to be chosen for the machine: the configuration permits it and sets no field of
     them."""
-    asks_for_chains = written.autoscaling.mode != "off" or written.orchestrator.disaggregation == "always"
-    if written.arrangement == "configured" or written.ray.address or asks_for_chains:
+    config = written.config
+    asks_for_chains = config.autoscaling.mode != "off" or config.orchestrator.disaggregation == "always"
+    if config.arrangement == "configured" or config.ray.address or asks_for_chains:
         return False
-    return not any(name in sections.get(section, {}) for section, names in _POOLS.items() for name in names)
+    return not any(written.writes(section, name) for section, names in _POOLS.items() for name in names)
 
 
 def _choose(config: ClusterConfig, folder: Path, machine: Machine) -> tuple[CorePlan, str]:
@@ -86,11 +81,6 @@ def _settings_of(plan: CorePlan, cores: list[int]) -> dict[str, dict[str, Any]]:
         return {"prefill": {"num_groups": 0}, "generate": {"num_threads": plan.engine_threads}}
     engine, ranks = cores[: plan.engine_threads], cores[plan.engine_threads :]
     return {
-        "prefill": {"num_groups": 1, "num_ranks": plan.num_ranks, "cores": [[core] for core in ranks]},
-        "generate": {"num_threads": plan.engine_threads, "cores": [engine]},
+        "prefill": {"num_groups": 1, "num_ranks": plan.num_ranks, "cores": tuple((core,) for core in ranks)},
+        "generate": {"num_threads": plan.engine_threads, "cores": (tuple(engine),)},
     }
-
-
-def _filled(sections: Sections, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sections with these settings added. Fields that the sections set already are kept."""
-    return {**sections, **{name: {**values, **sections.get(name, {})} for name, values in settings.items()}}

@@ -13,7 +13,7 @@ from baton.errors import BatonError, UnavailableError
 from baton.transport.channel import make_channel
 from baton.v1.keeping_pb2 import UpdateRequest
 from baton.v1.keeping_pb2_grpc import KeepingStub
-from deploy.config.file import make_local_config
+from deploy.config.file import WrittenConfig
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner, WorkerStartError
 from deploy.groups.spawner import Spawner, WorkerHandle
@@ -35,7 +35,7 @@ def spawner(request: pytest.FixtureRequest) -> Spawner:
 
 @pytest.fixture
 def rank(smollm2: Path) -> WorkerConfig:
-    return make_local_config({"model": {"dtype": "float32"}}).workers("prefill-0", smollm2, secret=SECRET)[0]
+    return WrittenConfig({"model": {"dtype": "float32"}}).local.config.workers("prefill-0", smollm2, secret=SECRET)[0]
 
 
 @pytest.fixture(params=["prefill", "orchestrator"])
@@ -97,7 +97,9 @@ async def test_a_worker_that_cannot_start_gives_its_own_reason(rank: WorkerConfi
 @pytest.fixture
 def engine(smollm2: Path, rank: WorkerConfig) -> WorkerConfig:
     """A generation engine in the place of the rank."""
-    config = make_local_config({"model": {"dtype": "float32"}, "generate": {"num_slots": 2, "max_slot_tokens": 256}})
+    config = WrittenConfig(
+        {"model": {"dtype": "float32"}, "generate": {"num_slots": 2, "max_slot_tokens": 256}}
+    ).local.config
     return config.workers("generate-0", smollm2, secret=SECRET)[0].in_place_of(rank)
 
 

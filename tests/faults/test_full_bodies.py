@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from baton import AsyncClient
 from baton.calls.resume import Reconnect
-from deploy.config.file import make_config
+from deploy.config.file import WrittenConfig
 from tests.support.clusters.kept import KeptCluster, kept
 from tests.support.models.letter_models import write_letter_model
 from tests.support.models.tiny_tokenizer import write_chat_template
@@ -72,7 +72,7 @@ class Served:
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     """One engine that prefills by itself, as `baton serve` arranges two cores."""
     write_chat_template(write_letter_model(tmp_path))
-    config = make_config(
+    config = WrittenConfig(
         {
             "model": {"dtype": "float32"},
             "prefill": {"num_groups": 0},
@@ -80,7 +80,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
             "orchestrator": {"port": 0},
             "supervision": {"dead_after_s": DEAD_AFTER_S},
         }
-    )
+    ).config
     async with AsyncExitStack() as stack:
         made = KeptCluster(config=config, folder=tmp_path)
         await stack.enter_async_context(kept(made))

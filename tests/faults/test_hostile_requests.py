@@ -24,7 +24,7 @@ from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from benchmarks.support.processor_time import main_threads_used_s
-from deploy.config.file import make_local_config
+from deploy.config.file import WrittenConfig
 from tests.support.clusters.clients import Answer
 from tests.support.clusters.kept import KeptCluster, kept
 from tests.support.eventually import eventually
@@ -125,7 +125,7 @@ async def attack_by_forms(target: str) -> None:
 async def running(smollm2: Path) -> AsyncIterator[KeptCluster]:
     """A chain of one rank and one generation group, each with one thread."""
     generate = {"num_threads": 1, "num_slots": NUM_STREAMS + NUM_CHOICES, "max_slot_tokens": MAX_TOKENS}
-    config = make_local_config(
+    config = WrittenConfig(
         {
             "model": {"dtype": "float32"},
             "prefill": {"num_ranks": 1},
@@ -133,7 +133,7 @@ async def running(smollm2: Path) -> AsyncIterator[KeptCluster]:
             "orchestrator": {"disaggregation": "always", "port": 0},
             "supervision": {"dead_after_s": DEAD_AFTER_S},
         }
-    )
+    ).local.config
     made = KeptCluster(config=config, folder=smollm2)
     async with kept(made):
         yield made

@@ -14,7 +14,7 @@ from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import RequestId, TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2
-from deploy.config.file import make_local_config
+from deploy.config.file import WrittenConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_cluster import running_scheduler
 from orchestrator.requests.record import Finished
@@ -77,14 +77,14 @@ async def local_relay(
         "transfer": transfer,
         "device": device,
     }
-    config = make_local_config(
+    config = WrittenConfig(
         {
             "model": {"dtype": "float32"},
             "prefill": prefill if num_ranks else {"num_groups": 0},
             "generate": {"num_threads": 1, "device": device, **generate},
             "supervision": {"heartbeat_s": heartbeat_s},
         }
-    )
+    ).local.config
     async with (
         LocalCluster(config, folder, CLOCK) as cluster,
         running_scheduler(cluster, CLOCK) as scheduler,

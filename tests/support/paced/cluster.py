@@ -14,7 +14,7 @@ from typing import Any
 from baton.planning.planner import ChainPlanner
 from baton.process.clock import Clock
 from deploy.config.cluster import ClusterConfig
-from deploy.config.file import make_local_config
+from deploy.config.file import WrittenConfig
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.spawner import Spawner, WorkerHandle
@@ -60,7 +60,7 @@ class PacedPlan:
     def config(self, folder: Path) -> ClusterConfig:
         """Of all groups that may be ordered."""
         num_prefill, num_generate = self.most or self.start
-        return make_local_config(
+        return WrittenConfig(
             {
                 "model": {"name": str(folder), "dtype": "float32"},
                 "prefill": {"num_groups": num_prefill, "num_ranks": self.num_ranks, "prefix_share": 0.0},
@@ -74,7 +74,7 @@ class PacedPlan:
                 "orchestrator": {"port": 0, **self.orchestrator},
                 **self.sections,
             }
-        )
+        ).local.config
 
 
 class ColdSpawner:

@@ -12,7 +12,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.settings.base import meaning_of
 from deploy.config.cluster import ClusterConfig
-from deploy.config.file import format_config, load_config, load_local_config
+from deploy.config.file import format_config, load_config, read_config
 from deploy.config.sections import TenantSection
 from orchestrator.requests.tenants import Tenant, hash_key
 from tests.support.folders import ROOT
@@ -146,13 +146,13 @@ def test_each_worker_is_told_its_own_cores() -> None:
 def test_a_relay_on_one_machine_prefills_by_its_chain_unless_told_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text('name = "mine"\n[orchestrator]\nmax_attempts = 2\n[generate]\nnum_slots = 4\n')
-    config = load_local_config(path, ["prefill.num_ranks=3"])
+    config = read_config(path, ["prefill.num_ranks=3"]).local.config
     assert (config.orchestrator.disaggregation, config.orchestrator.max_attempts) == ("always", 2)
     assert (config.prefill.num_ranks, config.generate.num_slots) == (3, 4)
     assert config.name == f"local-{os.getpid()}"
-    assert load_local_config(None, ["orchestrator.disaggregation=auto"]).orchestrator.disaggregation == "auto"
+    assert read_config(None, ["orchestrator.disaggregation=auto"]).local.config.orchestrator.disaggregation == "auto"
     with pytest.raises(ConfigError, match="orchestrator = 3 is wrong: orchestrator is a section"):
-        load_local_config(None, ["orchestrator=3"])
+        _ = read_config(None, ["orchestrator=3"]).local.config
 
 
 TENANTS = """

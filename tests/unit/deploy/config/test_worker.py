@@ -9,7 +9,7 @@ import pytest
 from baton.settings.base import from_json, to_json
 from baton.settings.place import WorkerPlace
 from baton.types import KernelChoice
-from deploy.config.file import make_config
+from deploy.config.file import WrittenConfig
 from deploy.config.worker import WorkerConfig
 from generate_workers.config import EVICTIONS, EngineConfig
 from generate_workers.residency.sparse.pool import Eviction
@@ -20,7 +20,7 @@ from tests.support.wire.secret import SECRET
 
 @pytest.mark.parametrize("role", ["prefill", "generate"])
 def test_a_workers_settings_survive_json(role: str) -> None:
-    cluster = make_config({"prefill": {"cores": [[0], [1, 2]]}, "generate": {"max_step_stretch": math.inf}})
+    cluster = WrittenConfig({"prefill": {"cores": [[0], [1, 2]]}, "generate": {"max_step_stretch": math.inf}}).config
     worker = cluster.workers(f"{role}-0", Path("model"), secret=SECRET)[0]
     assert from_json(WorkerConfig, to_json(worker)) == worker
     assert "\n" not in to_json(worker)
@@ -30,7 +30,7 @@ def test_a_workers_settings_survive_json(role: str) -> None:
 
 def test_an_orchestrators_settings_survive_json() -> None:
     tenants = {"acme": {"weight": 2.5, "api_keys": [f"sha256:{hash_key('k')}"]}}
-    section = make_config({"orchestrator": {"tenants": tenants}}).orchestrator_config(Path("/models/one"))
+    section = WrittenConfig({"orchestrator": {"tenants": tenants}}).config.orchestrator_config(Path("/models/one"))
     config = WorkerConfig(
         "orchestrator", 0, 0, WorkerPlace(model_folder=Path("/models/one"), secret=SECRET.text), section
     )
@@ -41,7 +41,7 @@ def test_an_orchestrators_settings_survive_json() -> None:
 
 def test_workers_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> None:
     prefill = {"num_groups": 2, "prefix_share": 0.25, "prefix_disk_bytes": "2GiB"}
-    cluster = make_config({"name": "c", "prefill": prefill, "model": {"cache": "/disk"}})
+    cluster = WrittenConfig({"name": "c", "prefill": prefill, "model": {"cache": "/disk"}}).config
     workers = [worker for name in cluster.group_sizes for worker in cluster.workers(name, Path("model"), secret=SECRET)]
     assert len(workers) == 5
     places = [worker.place for worker in workers]
@@ -50,7 +50,7 @@ def test_workers_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> N
 
 
 def test_engines_of_one_cluster_share_a_machine_s_memory() -> None:
-    cluster = make_config({"generate": {"num_groups": 3}})
+    cluster = WrittenConfig({"generate": {"num_groups": 3}}).config
     assert cluster.workers("generate-2", Path("model"), secret=SECRET)[0].place.num_engines == 3
 
 
@@ -60,6 +60,6 @@ def test_the_ways_to_evict_are_the_pools() -> None:
 
 def test_an_engine_is_told_its_pool() -> None:
     generate = {"residency": "infinigen", "pool_tokens": 500, "pool_eviction": "lru"}
-    worker = make_config({"generate": generate}).workers("generate-0", Path("model"), secret=SECRET)[0]
+    worker = WrittenConfig({"generate": generate}).config.workers("generate-0", Path("model"), secret=SECRET)[0]
     assert isinstance(worker.section, EngineConfig)
     assert (worker.section.pool_tokens, worker.section.pool_eviction) == (500, "lru")

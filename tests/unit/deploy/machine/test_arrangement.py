@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from baton.errors import ConfigError
 from baton.planning.hardware import CoreRates
-from deploy.config.file import make_config
+from deploy.config.file import WrittenConfig
 from deploy.machine.arrangement import arrange
 from deploy.machine.core_rates import keep_rates
 from deploy.machine.doctor import Machine
@@ -33,14 +33,14 @@ def machine(num_cores: int, available_bytes: int = 2**40) -> Machine:
 
 def test_two_cores_are_one_engine_s(folder: Path) -> None:
     keep_rates({"2": SCALING, "4": SCALING})
-    config, why = arrange({}, folder, machine(2))
+    config, why = arrange(WrittenConfig({}), folder, machine(2))
     assert config.prefill.num_groups == 0 and config.generate.num_threads == 2
     assert not config.generate.cores
     assert why.startswith("2 cores: one engine of 2 threads (") and "rather than a chain of 1 rank" in why
 
 
 def test_workers_of_many_cores_have_their_own(folder: Path) -> None:
-    config, why = arrange({}, folder, machine(8))
+    config, why = arrange(WrittenConfig({}), folder, machine(8))
     ranks, engine = config.prefill.cores, config.generate.cores
     assert why.startswith("8 cores: a chain of ")
     assert len(ranks) == config.prefill.num_ranks and len(engine[0]) == config.generate.num_threads
@@ -49,7 +49,7 @@ def test_workers_of_many_cores_have_their_own(folder: Path) -> None:
 
 
 def test_memory_for_one_worker_is_an_engine_s(folder: Path) -> None:
-    config, _ = arrange({}, folder, machine(8, available_bytes=2**30))
+    config, _ = arrange(WrittenConfig({}), folder, machine(8, available_bytes=2**30))
     assert config.prefill.num_groups == 0
 
 
@@ -65,27 +65,33 @@ def test_memory_for_one_worker_is_an_engine_s(folder: Path) -> None:
     ],
 )
 def test_what_is_configured_is_not_rearranged(folder: Path, sections: dict[str, Any]) -> None:
-    config, why = arrange(sections, folder, machine(2))
-    assert config == make_config(sections) and not why
+    config, why = arrange(WrittenConfig(sections), folder, machine(2))
+    assert config == WrittenConfig(sections).config and not why
 
 
 def test_other_settings_stay_beside(folder: Path) -> None:
-    config, _ = arrange({"generate": {"num_slots": 5}, "prefill": {"prefix_share": 0.2}}, folder, machine(2))
+    config, _ = arrange(
+        WrittenConfig({"generate": {"num_slots": 5}, "prefill": {"prefix_share": 0.2}}), folder, machine(2)
+    )
     assert config.generate.num_slots == 5 and config.prefill.prefix_share == 0.2
 
 
 def test_an_engine_that_prefills_alone_takes_longer_steps(folder: Path) -> None:
     keep_rates({"2": SCALING, "4": SCALING})
-    chosen, _ = arrange({}, folder, machine(2))
-    asked, why = arrange({"prefill": {"num_groups": 0}, "generate": {"mixed_step_s": 0.05}}, folder, machine(2))
+    chosen, _ = arrange(WrittenConfig({}), folder, machine(2))
+    asked, why = arrange(
+        WrittenConfig({"prefill": {"num_groups": 0}, "generate": {"mixed_step_s": 0.05}}), folder, machine(2)
+    )
     assert (chosen.generate.mixed_step_s, chosen.generate.max_prefill_tokens_per_step) == (0.3, 512)
     assert (chosen.generate.max_step_stretch, chosen.generate.burst_step_s) == (3.0, 1.0)
     assert (asked.generate.mixed_step_s, asked.generate.max_prefill_tokens_per_step) == (0.05, 512)
     assert not why
-    on_gpu, _ = arrange({"prefill": {"num_groups": 0}, "generate": {"device": "cuda"}}, folder, machine(2))
+    on_gpu, _ = arrange(
+        WrittenConfig({"prefill": {"num_groups": 0}, "generate": {"device": "cuda"}}), folder, machine(2)
+    )
     assert (on_gpu.generate.mixed_step_s, on_gpu.generate.max_prefill_tokens_per_step) == (0.3, 2048)
 
 
 def test_a_bad_value_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="num_slots"):
-        arrange({"generate": {"num_slots": 0}}, folder, machine(2))
+        arrange(WrittenConfig({"generate": {"num_slots": 0}}), folder, machine(2))

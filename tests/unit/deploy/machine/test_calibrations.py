@@ -11,7 +11,7 @@ from baton.planning.calibration import Calibration, save
 from baton.planning.fit import RankRow
 from baton.planning.step_times import StepTimes, path_beside, tabulate
 from deploy.config.cluster import ClusterConfig
-from deploy.config.file import make_local_config
+from deploy.config.file import WrittenConfig
 from deploy.config.sections import GenerateSection, PrefillSection
 from deploy.machine.calibrations import (
     calibration_path,
@@ -97,7 +97,7 @@ def test_planners_reach_as_far_as_their_clusters(folder: Path, tmp_path: Path) -
     assert served_calibration(config, folder) == made
     planner = served_planner(config, folder)
     assert (planner.max_ranks, planner.max_tokens, planner.calibration) == (3, 512, made)
-    local = served_planner(make_local_config({"generate": {"max_slot_tokens": 100}}), folder)
+    local = served_planner(WrittenConfig({"generate": {"max_slot_tokens": 100}}).local.config, folder)
     assert (local.max_ranks, local.max_tokens, local.calibration.is_measured) == (2, 100, False)
 
 
@@ -187,7 +187,7 @@ def test_planners_know_their_engines_steps(folder: Path, tmp_path: Path) -> None
     made = tabulated(assumed, path_beside(given, assumed))
     assert served_planner(config, folder, planner) is planner
     assert planner.step_s(4, 256) == pytest.approx(0.05) and planner.steps == made
-    local = make_local_config({"generate": {"num_threads": 2}})
+    local = WrittenConfig({"generate": {"num_threads": 2}}).local.config
     assert served_planner(local, folder).steps == assumed
     tabulated(assumed, path_beside(kept_path(nominal_calibration(folder, "bfloat16", 1)), assumed))
     assert served_planner(local, folder).steps == made

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.process.clock import SystemClock
-from deploy.config.file import make_local_config
+from deploy.config.file import WrittenConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.limits import tokens_of_slot
 from tests.support.models.config_folders import TINY, write_config
@@ -19,4 +19,4 @@ def test_the_smaller_bound_holds(tmp_path: Path, slot: int, expected: int) -> No
 
 
 async def test_a_local_cluster_offers_no_more_than_the_model_takes(tmp_path: Path) -> None:
-    assert LocalCluster(make_local_config({}), write_config(tmp_path), SystemClock()).max_tokens == CONTEXT
+    assert LocalCluster(WrittenConfig({}).local.config, write_config(tmp_path), SystemClock()).max_tokens == CONTEXT

@@ -19,7 +19,7 @@ from baton.status import translate_rpc_errors
 from baton.types import FinishReason
 from baton.v1 import admin_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
-from deploy.config.file import make_config
+from deploy.config.file import WrittenConfig
 from orchestrator.api.admin import trace_from_proto, trace_to_proto
 from orchestrator.observability.stages import Trace
 from orchestrator.observability.traces import NUM_KEPT, Traces
@@ -176,7 +176,7 @@ def test_a_tenant_does_not_replace_the_request_of_another_by_its_id() -> None:
 
 def test_a_collector_s_address_is_a_url() -> None:
     with pytest.raises(ConfigError, match="otlp_endpoint.*begin it with http://"):
-        make_config({"orchestrator": {"otlp_endpoint": "127.0.0.1:4317"}})
+        _ = WrittenConfig({"orchestrator": {"otlp_endpoint": "127.0.0.1:4317"}}).config
 
 
 async def test_every_line_about_a_request_is_logged_in_its_context(caplog: pytest.LogCaptureFixture) -> None:
