@@ -12,8 +12,8 @@ import sys
 from baton.modeling.hosting import use_cores
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.rates import KERNELS, runnable
-from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.prefill_rates import attention_rate, layer_rate
+from deploy.machine.resolved_model import ResolvedModel
 
 KEYS = "512,1024,2048,3000,6000"
 QUICK_KEYS = "512"
@@ -23,7 +23,7 @@ _CALL_S = 0.05
 
 def run(args: argparse.Namespace) -> int:
     """Measure all lengths and return 0. Rows of a kernel that cannot run here are absent."""
-    shape, pairs = nominal_calibration(resolve(args), args.dtype, 1).shape, QUICK_PAIRS if args.quick else PAIRS
+    shape, pairs = ResolvedModel(resolve(args)).shape(args.dtype), QUICK_PAIRS if args.quick else PAIRS
     use_cores(sorted(os.sched_getaffinity(0))[:1], 1)
     reporter, kernels = Reporter("attention", args.json), runnable(list(KERNELS))
     for num_keys in (int(number) for number in (args.keys or (QUICK_KEYS if args.quick else KEYS)).split(",")):

@@ -39,6 +39,7 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.resolved_model import ResolvedModel
 
 TOKENS = "512,1024,2048,6000"
 QUICK_TOKENS = "512"
@@ -110,7 +111,7 @@ def contests(args: argparse.Namespace, kernels: Sequence[str]) -> list[Contest]:
 def run(args: argparse.Namespace) -> int:
     """Measure all lengths, kernels and schemes; return 1 when a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
-    origin, kernels = nominal_calibration(folder, args.dtype, 1), runnable(args.kernel.split(","))
+    origin, kernels = nominal_calibration(ResolvedModel(folder), args.dtype, 1), runnable(args.kernel.split(","))
     planned, bars, reporter = contests(args, kernels), Bars(), Reporter("chain", args.json)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(Ranks.running(folder, args.dtype, [(core,) for core in cores]))

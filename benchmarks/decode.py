@@ -36,10 +36,10 @@ from baton_lab.study.roofline import ServedModel, served, step_time
 from benchmarks.sides.engine_rows import EngineRows, row_lengths
 from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
-from deploy.machine.calibrations import nominal_calibration
-from deploy.machine.doctor import inspect_machine
 from deploy.machine.prefill_rates import layer_rate
 from deploy.machine.probe import measure
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import inspect_machine
 from generate_workers.config import EngineConfig
 from generate_workers.engine.status import StepStats
 
@@ -146,7 +146,7 @@ class Bench:
         self.num_rounds = 1 + (args.pairs or (QUICK_PAIRS if args.quick else PAIRS))
         quantization = args.weights or "none"
         self.decoder: Decoder = load_decoder(folder, dtype=args.dtype, quantization=quantization)
-        shape = nominal_calibration(folder, args.dtype, num_threads).shape
+        shape = ResolvedModel(folder).shape(args.dtype)
         memory_bytes = inspect_machine().available_bytes
         self.measured = measure(shape, args.dtype, num_threads, memory_bytes, quantization=quantization)
         self.chip: Chip = self.measured.chip

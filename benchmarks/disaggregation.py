@@ -32,6 +32,8 @@ from benchmarks.support.mixed_load import Asked, ask, controlled, mixed, p99, st
 from benchmarks.support.open_loop import percentile
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 
 ROUNDS = 9
@@ -105,8 +107,8 @@ async def run(args: argparse.Namespace, calibration: Calibration) -> int:
     folder, config = resolve(args), local_config(args.dtype, num_ranks=1)  # keeps no prefixes: the prompts come again
     found: dict[Disaggregation, list[Served]] = {way: [] for way in WAYS}
     rounds = args.pairs or (QUICK_ROUNDS if args.quick else ROUNDS)
-    async with LocalCluster(config, folder, SystemClock()) as cluster:
-        planner = await asyncio.to_thread(served_planner, config, folder)
+    async with LocalCluster(ClusterPlan(config, ResolvedModel(folder)), SystemClock()) as cluster:
+        planner = await asyncio.to_thread(served_planner, cluster.plan)
         planner.adopt(await asyncio.to_thread(planner.search, calibration))
         with progress("arrivals", rounds + 1) as advance:
             for seed in range(rounds + 1):

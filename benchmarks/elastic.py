@@ -35,6 +35,8 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.rates import runnable
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.composition import build_orchestrator
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
@@ -149,14 +151,14 @@ def calibrate(args: argparse.Namespace) -> Calibration:
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
         lengths = QUICK_CALIBRATED if args.quick else CALIBRATED
         kernel = runnable(["native", "sdpa"])[0]
-        return calibrated(ranks, nominal_calibration(folder, args.dtype, 1), kernel, lengths)
+        return calibrated(ranks, nominal_calibration(ResolvedModel(folder), args.dtype, 1), kernel, lengths)
 
 
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
     """Measure all rounds; with --bars, return 1 when a bar is missed."""
     reporter, bars = Reporter("elastic", args.json), Bars()
     config = local_config(args.dtype, num_ranks=args.ranks)  # keeps no prefixes: the prompts come again
-    async with LocalCluster(config, resolve(args), SystemClock()) as cluster:
+    async with LocalCluster(ClusterPlan(config, ResolvedModel(resolve(args))), SystemClock()) as cluster:
         planner = ChainPlanner(calibration, max_ranks=args.ranks, max_tokens=config.generate.max_slot_tokens)
         bench = _Bench(args, cluster, planner)
         bench.report(reporter, bars, await bench.measure())

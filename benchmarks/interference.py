@@ -45,6 +45,8 @@ from benchmarks.support.mixed_load import STREAM_TOKENS, Asked, ask, controlled,
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import OrchestratorConfig
 
 BAR = 1.4
@@ -156,8 +158,8 @@ def _ttft_s(task: "asyncio.Task[Asked]") -> float:
 
 
 async def _relay(stack: AsyncExitStack, config: ClusterConfig, folder: Path, cores: Sequence[int]) -> RelaySide:
-    cluster = await stack.enter_async_context(LocalCluster(config, folder, SystemClock()))
-    return RelaySide(cluster, await asyncio.to_thread(served_planner, config, folder), cores)
+    cluster = await stack.enter_async_context(LocalCluster(ClusterPlan(config, ResolvedModel(folder)), SystemClock()))
+    return RelaySide(cluster, await asyncio.to_thread(served_planner, cluster.plan), cores)
 
 
 async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) -> dict[str, Side]:

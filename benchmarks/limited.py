@@ -37,6 +37,8 @@ from benchmarks.support.streams import Load, Measured, StreamTimes
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_cluster import running_scheduler
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
 from orchestrator.scheduler import RequestScheduler
@@ -111,7 +113,10 @@ async def follow(
 async def run_policy(config: ClusterConfig, folder: Path, load: Load) -> Ran:
     """Run all prompts one after the other, then all at once; return what was measured."""
     clock = SystemClock()
-    async with LocalCluster(config, folder, clock) as cluster, running_scheduler(cluster, clock) as scheduler:
+    async with (
+        LocalCluster(ClusterPlan(config, ResolvedModel(folder)), clock) as cluster,
+        running_scheduler(cluster, clock) as scheduler,
+    ):
         with progress(f"{config.generate.residency}: prompts", len(load.prompts)) as advance:
             for prompt in load.prompts:
                 await follow(scheduler, prompt, 1, None)

@@ -37,6 +37,7 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.resolved_model import ResolvedModel
 
 LOSS_BAR = 0.06
 """Largest median loss of the chain, as a fraction of its quiet time."""
@@ -81,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     reporter, bars, kernel = Reporter("noise", args.json), Bars(), runnable([args.kernel, "sdpa"])[0]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
-        origin, lengths = nominal_calibration(folder, args.dtype, 1), QUICK_CALIBRATED if args.quick else CALIBRATED
+        origin, lengths = (
+            nominal_calibration(ResolvedModel(folder), args.dtype, 1),
+            QUICK_CALIBRATED if args.quick else CALIBRATED,
+        )
         bench = _Bench(args, ranks, calibrated(ranks, origin, kernel, lengths).cost, kernel)
         for kind in _BURST_S:
             for scheme, pairs in bench.measure(kind).items():

@@ -41,6 +41,8 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.open_loop import Ask, Fate, Source, percentile, throughput
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.composition import build_orchestrator
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
@@ -224,8 +226,8 @@ async def run(args: argparse.Namespace) -> int:
     """Measure all cases; with --bars, return 1 when a bar is missed."""
     folder = resolve(args)
     config = local_config(args.dtype, num_ranks=1, num_slots=NUM_SLOTS)  # keeps no prefixes: prompts come again
-    async with LocalCluster(config, folder, SystemClock()) as cluster:
-        planner = await asyncio.to_thread(served_planner, config, folder)
+    async with LocalCluster(ClusterPlan(config, ResolvedModel(folder)), SystemClock()) as cluster:
+        planner = await asyncio.to_thread(served_planner, cluster.plan)
         bars = await _Bench(args, cluster, planner).run()
     return bars.close() if args.bars else 0
 

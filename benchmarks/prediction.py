@@ -45,6 +45,7 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import RateProbe, runnable
 from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.resolved_model import ResolvedModel
 
 TOKENS = "640,1200,2500,3600,5000"
 QUICK_TOKENS = "300,600"
@@ -179,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
-        bench = _Bench(args, ranks, nominal_calibration(folder, args.dtype, 1))
+        bench = _Bench(args, ranks, nominal_calibration(ResolvedModel(folder), args.dtype, 1))
         bench.neighbours()
         bench.rounds(lengths, QUICK_CALIBRATED if args.quick else CALIBRATED)
     return bench.close(args.bars)

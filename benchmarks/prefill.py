@@ -18,6 +18,8 @@ from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case
 from benchmarks.support.local_config import local_config
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_cluster import running_scheduler
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.request import Request
 from orchestrator.scheduler import RequestScheduler
 
@@ -41,7 +43,7 @@ async def ttft_s(scheduler: RequestScheduler, num_tokens: int, seed: int) -> flo
 
 async def measure(args: argparse.Namespace) -> None:
     """Measure all prompt lengths, and report them."""
-    folder, pairs = resolve(args), QUICK_PAIRS if args.quick else PAIRS
+    model, pairs = ResolvedModel(resolve(args)), QUICK_PAIRS if args.quick else PAIRS
     lengths = [int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")]
     reporter, clock = Reporter("prefill", args.json), SystemClock()
     chain = local_config(args.dtype, num_ranks=args.ranks)
@@ -49,8 +51,8 @@ async def measure(args: argparse.Namespace) -> None:
         args.dtype, num_ranks=0, prefix_share=0.1, num_threads=args.ranks, max_prefill_tokens_per_step=8192
     )
     async with (
-        LocalCluster(chain, folder, clock) as ours,
-        LocalCluster(single, folder, clock) as theirs,
+        LocalCluster(ClusterPlan(chain, model), clock) as ours,
+        LocalCluster(ClusterPlan(single, model), clock) as theirs,
         running_scheduler(ours, clock) as chained,
         running_scheduler(theirs, clock) as colocated,
     ):

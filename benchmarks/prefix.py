@@ -33,6 +33,8 @@ from benchmarks.support.harness import (
 from benchmarks.support.local_config import local_config
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_cluster import running_scheduler
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
@@ -145,7 +147,10 @@ async def run(args: argparse.Namespace) -> int:
     num_turn, new, ranks = num_shared + num_answer, args.new, args.ranks
     reporter, bars, clock = Reporter("prefix", args.json), Bars(), SystemClock()
     folder, config = resolve(args), local_config(args.dtype, num_ranks=ranks, prefix_share=0.1)
-    async with LocalCluster(config, folder, clock) as cluster, running_scheduler(cluster, clock) as scheduler:
+    async with (
+        LocalCluster(ClusterPlan(config, ResolvedModel(folder)), clock) as cluster,
+        running_scheduler(cluster, clock) as scheduler,
+    ):
         pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
         shared = await measure(scheduler, num_shared, new, pairs)
         turns = await measure_turns(scheduler, num_shared, num_answer, new, pairs)

@@ -59,7 +59,8 @@ from benchmarks.support.side_table import side_table
 from benchmarks.support.streams import Load
 from deploy.config.file import read_config
 from deploy.machine.arrangement import arrange
-from deploy.machine.doctor import inspect_machine
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import inspect_machine
 from generate_workers.config import EngineConfig
 
 GRID = "1x205:64,8x205:64,16x205:64,1x2250:48,4x2250:48,1x6450:16,8x4400:32,8x205:96+4400:16@1"
@@ -199,7 +200,8 @@ class Bench:
 
     def _engine_spec(self) -> EngineSpec:
         """Return an engine like the cluster's: as this machine is arranged, with its threads or one for each core."""
-        section = arrange(read_config(None, self.settings), self.folder, inspect_machine())[0].generate
+        plan = arrange(read_config(None, self.settings), ResolvedModel(self.folder), inspect_machine())
+        section = plan.config.generate
         num_threads = section.num_threads or len(self.cores)
         return EngineSpec(self.folder, self.args.dtype, num_threads, (), part_of(EngineConfig, section))
 

@@ -36,6 +36,7 @@ from benchmarks.support.crossings import crossing, disagreement, value_at
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.resolved_model import ResolvedModel
 
 LINKS = "200,100,50,20,10,5"
 QUICK_LINKS = "100,5"
@@ -186,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     reporter, bars = Reporter("slow_links", args.json), Bars()
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
-        origin, bench = nominal_calibration(folder, args.dtype, 1), _Bench(args, ranks, lengths)
+        origin, bench = nominal_calibration(ResolvedModel(folder), args.dtype, 1), _Bench(args, ranks, lengths)
         calibrated_at = QUICK_CALIBRATED if args.quick else CALIBRATED
         for seed in range(args.rounds):
             bench.round(seed, calibrated(ranks, origin, bench.kernel, calibrated_at).cost)

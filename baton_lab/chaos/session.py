@@ -37,8 +37,10 @@ from deploy.groups.keeper import OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.surroundings import Heartbeat
 from deploy.machine.calibrations import served_planner
-from deploy.machine.limits import tokens_of_slot
-from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.model_folder import resolve_folder
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import prepare_kernels
 from orchestrator.requests.config import OrchestratorConfig
 
 CLOCK = SystemClock()
@@ -131,13 +133,14 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
         f"generate.max_slot_tokens={_MAX_TOKENS}",
     )
     config = read_config(None, [*fixed, *assignments]).local.config
-    max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
+    served = ResolvedModel(folder)
+    max_tokens = served.max_tokens(_MAX_TOKENS)
     workers = partial(config.workers, folder=folder, secret=(secret := ClusterSecret.new()))
 
     def orchestrator(layout: str) -> OrchestratorPlan:
         info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, False, layout)
         worker = WorkerConfig("orchestrator", 0, 0, WorkerPlace(model_folder=folder, secret=secret.text), _LIMITS)
-        planner = partial(served_planner, config, folder)
+        planner = partial(served_planner, ClusterPlan(config, served))
         return OrchestratorPlan(worker, info, model.eos_token_ids, planner, config.worker_host or LOOPBACK)
 
     return ChaosPlan(

@@ -235,7 +235,9 @@ def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"
     from deploy.config.environment import DEFAULT_MODEL
     from deploy.config.file import load_config
     from deploy.machine.calibrations import served_planner
+    from deploy.machine.cluster_plan import ClusterPlan
     from deploy.machine.model_folder import resolve_folder
+    from deploy.machine.resolved_model import ResolvedModel
 
     settings = {
         "model.name": args.model or DEFAULT_MODEL,
@@ -246,7 +248,7 @@ def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"
     }
     config = load_config(None, [f"{name}={value}" for name, value in settings.items()])
     folder = resolve_folder(config.model.name, config.model.cache, Console(stderr=True))
-    planner = served_planner(config, folder)
+    planner = served_planner(ClusterPlan(config, ResolvedModel(folder)))
     basis = "measured" if planner.calibration.is_measured else "nominal rates: `baton calibrate` measures"
     return f"{planner.calibration.model} on {planner.calibration.hardware}: {basis}", planner
 

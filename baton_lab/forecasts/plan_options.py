@@ -63,8 +63,8 @@ def _measured(args: argparse.Namespace, shape: ModelShape | None) -> tuple[str, 
     from rich.console import Console
 
     from deploy.config.environment import use_threads
-    from deploy.machine.doctor import inspect_machine
     from deploy.machine.probe import measure
+    from deploy.machine.this_machine import inspect_machine
 
     threads = use_threads(0) if args.threads is None else option_values.count("--threads", args.threads, 4096)
     console = Console(stderr=True)
@@ -106,11 +106,11 @@ def _named(args: argparse.Namespace) -> NamedModel:
 
     from baton.modeling.checkpoints.weights import load_config
     from baton.settings.paths import cache_folder
-    from deploy.machine.calibrations import nominal_calibration
     from deploy.machine.model_folder import resolve_folder
+    from deploy.machine.resolved_model import ResolvedModel
 
     folder = resolve_folder(args.model, cache_folder(), Console(stderr=True), weights=False)
-    config, shape = load_config(folder), nominal_calibration(folder, args.dtype, 1).shape
+    config, shape = load_config(folder), ResolvedModel(folder).shape(args.dtype)
     name = args.model if is_hub_name(args.model) else folder.name or str(folder)
     named = _serve(args, name, shape, tied=config.tie_embeddings)
     return replace(named, model=replace(named.model, windows=config.windows))

@@ -22,8 +22,8 @@ from baton.text.tokenizer import Tokenizer
 from baton_lab.comparators.residencies import BudgetSource, make_residency
 from baton_lab.quality.evaluation import Cell, Evaluation, Setting, Size
 from deploy.config.environment import use_threads
-from deploy.machine.doctor import inspect_machine
-from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.machine.model_folder import resolve_folder
+from deploy.machine.this_machine import inspect_machine, prepare_kernels
 from deploy.options.screen import progress
 from deploy.tuning.selection.metrics import compatibility, perplexities, perplexity, relative_cost
 from deploy.tuning.selection.passages import Context, PassageRows, Reading, prefill_contexts, read, shape_for

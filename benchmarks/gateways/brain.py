@@ -16,6 +16,7 @@ from benchmarks.gateways.engines import HOST, LAYOUT
 from benchmarks.gateways.process import Answer, usage
 from benchmarks.gateways.profile import Profile
 from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.composition import build_orchestrator
@@ -44,7 +45,9 @@ async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
     """Run the server as a process's role: it greets with its port. `usage` returns the resources that the process has
     used. `profile` starts a profile; `profiled` ends it and returns its text."""
     members = Membership()
-    planner = ChainPlanner(nominal_calibration(told.folder, "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS)
+    planner = ChainPlanner(
+        nominal_calibration(ResolvedModel(told.folder), "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS
+    )
     most = 2 * told.num_slots * len(told.ports)
     config = OrchestratorConfig(max_queued_requests=most, max_queued_tokens=1000 * most, max_running=most)
     layout = LAYOUT.fingerprint

@@ -53,21 +53,22 @@ def print_findings(args: argparse.Namespace) -> int:
 
     from deploy.config.file import read_config
     from deploy.machine.arrangement import arrange
-    from deploy.machine.doctor import Finding, Verdict, examine, inspect_machine, measure_kernels, measure_rates
-    from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
+    from deploy.machine.doctor import Finding, Verdict, examine, measure_kernels, measure_rates
+    from deploy.machine.model_folder import resolve_drafts, resolve_folder
+    from deploy.machine.resolved_model import ResolvedModel
+    from deploy.machine.this_machine import prepare_machine
 
     written, console = read_config(args.config, args.set), Console(stderr=True)
-    config, machine = written.config, inspect_machine()
-    folder = resolve_folder(config.model.name, config.model.cache, console)
-    prepare_kernels(console)
-    prepare_rates(console)
-    config, why = arrange(written, folder, machine)
-    config = resolve_drafts(config, console)
-    findings = examine(config, folder, machine)
-    findings.append(Finding("arrangement", Verdict.OK, why or f"as configured: {config.num_workers} workers"))
-    if not config.ray.address:
+    section = written.config.model
+    model = ResolvedModel(resolve_folder(section.name, section.cache, console))
+    machine = prepare_machine(console)
+    plan = resolve_drafts(arrange(written, model, machine), console)
+    findings = examine(plan, machine)
+    text = plan.why or f"as configured: {plan.config.num_workers} workers"
+    findings.append(Finding("arrangement", Verdict.OK, text))
+    if not plan.config.ray.address:
         with console.status("measuring kernels and memory"):
-            findings += [measure_kernels(), measure_rates(config, folder, machine)]
+            findings += [measure_kernels(), measure_rates(plan, machine)]
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red"}
     table = Table(box=None, show_header=False)
     for finding in findings:

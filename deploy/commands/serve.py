@@ -39,8 +39,11 @@ from deploy.commands.record import (
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import read_config
 from deploy.machine.arrangement import arrange
-from deploy.machine.doctor import examine, inspect_machine, require
-from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.doctor import examine, require
+from deploy.machine.model_folder import resolve_drafts, resolve_folder
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import prepare_machine
 
 _START_POLL_S = 0.2
 """Seconds between two looks at the supervisor while the cluster starts; then they are a heartbeat apart."""
@@ -56,28 +59,27 @@ def serve(args: argparse.Namespace) -> int:
     if earlier is not None:
         state = "is running" if earlier.launcher_lives else "was not stopped"
         raise ConfigError(f"cluster {config.name} {state}: `baton stop {config.name}`, or set another name")
-    folder = resolve_folder(config.model.name, config.model.cache, console).absolute()
-    kernels, machine = prepare_kernels(console), inspect_machine()
-    prepare_rates(console)
-    config, why = arrange(written, folder, machine)
-    config = resolve_drafts(config, console)
-    require(examine(config, folder, machine))
+    model = ResolvedModel(resolve_folder(config.model.name, config.model.cache, console).absolute())
+    machine = prepare_machine(console)
+    plan = resolve_drafts(arrange(written, model, machine), console)
+    config = plan.config
+    require(examine(plan, machine))
     if config.prefill.calibration and not config.ray.address:
         from deploy.machine.calibrations import served_calibration  # imports torch
 
-        served_calibration(config, folder)  # refuses a bad calibration now, not when all workers have loaded
-    if why:
-        console.print(f"arrangement for {why}; set prefill.num_ranks or others to choose yourself", markup=False)
+        served_calibration(plan)  # refuses a bad calibration now, not when all workers have loaded
+    if plan.why:
+        console.print(f"arrangement for {plan.why}; set prefill.num_ranks or others to choose yourself", markup=False)
     stopping = threading.Event()
     # Set twice: before, because a half-started Ray could not be ended; and after, because Ray sets handlers of its own.
     with (
-        http_door(config, folder, _report) as door,
+        http_door(config, model.folder, _report) as door,
         _interrupts(stopping),
         _ray(config) as found,
         _interrupts(stopping),
     ):
         record, secret = found
-        _Launch(config, folder, kernels, record, secret=secret, door=door).run(stopping)
+        _Launch(plan, machine.kernels, record, secret=secret, door=door).run(stopping)
     _report(f"cluster {config.name} is gone")
     return 0
 
@@ -94,18 +96,17 @@ class _Launch:
 
     def __init__(
         self,
-        config: ClusterConfig,
-        folder: Path,
+        plan: ClusterPlan,
         kernels: tuple[KernelChoice, ...],
         record: ClusterRecord,
         *,
         secret: ClusterSecret,
         door: HttpDoor | None,
     ) -> None:
-        self._config = config
+        self._config = plan.config
         self._door = door
         self._secret = secret
-        self._folder = folder
+        self._folder = plan.model.folder
         self._kernels = kernels
         self._record = record
         self._endpoint = ""

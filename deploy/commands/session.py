@@ -21,8 +21,10 @@ from deploy.commands.timeline import draw_timeline
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_cluster import running_scheduler
-from deploy.machine.limits import tokens_of_slot
-from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.model_folder import resolve_drafts, resolve_folder
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import prepare_machine
 from orchestrator.requests.record import Finished, Started
 from orchestrator.requests.request import Request
 
@@ -30,16 +32,15 @@ from orchestrator.requests.request import Request
 def run_session(config: ClusterConfig, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
     """Answer one prompt as the options of `baton local` say; return the exit status."""
     console = Console(stderr=True)
-    folder = resolve_folder(config.model.name, config.model.cache, console)
-    config = resolve_drafts(config, console)
-    kernels = prepare_kernels(console)
-    prepare_rates(console)
-    tokenizer = Tokenizer.load(folder)
+    model = ResolvedModel(resolve_folder(config.model.name, config.model.cache, console))
+    plan = resolve_drafts(ClusterPlan(config, model), console)
+    machine = prepare_machine(console)
+    tokenizer = Tokenizer.load(model.folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else tokenizer.encode(prompt)
     spec = Request(RequestId(uuid.uuid4().hex), tuple(ids), params)
-    _check_length(spec, tokens_of_slot(folder, config.generate.max_slot_tokens))
+    _check_length(spec, plan.max_tokens)
     clock, status = SystemClock(), console.status("starting")
-    cluster = LocalCluster(config, folder, clock, status.update, kernels=kernels)
+    cluster = LocalCluster(plan, clock, status.update, kernels=machine.kernels)
     finished, token_ns = asyncio.run(_answer(cluster, spec, clock, status))
     if not args.no_timeline:
         draw_timeline(finished.timings, finished.usage, finished.reasons, token_ns, console)

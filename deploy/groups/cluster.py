@@ -9,14 +9,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from baton.errors import UnavailableError
 from baton.process.clock import Clock
 from baton.settings.place import LOOPBACK
 from baton.transport.identity import ClusterSecret
 from baton.types import KernelChoice
-from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import WorkerGroup
@@ -24,7 +22,7 @@ from deploy.groups.processes import ProcessSpawner
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from deploy.machine.calibrations import engine_step_times
-from deploy.machine.limits import tokens_of_slot
+from deploy.machine.cluster_plan import ClusterPlan
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup, Orders, PrefillGroup, place_of
 
@@ -160,22 +158,19 @@ class LocalCluster:
 
     def __init__(
         self,
-        config: ClusterConfig,
-        folder: Path,
+        plan: ClusterPlan,
         clock: Clock,
         report: Callable[[str], None] = logger.info,
         *,
         kernels: tuple[KernelChoice, ...] = (),
     ) -> None:
-        """Make a cluster that is not started yet. `folder` holds the resolved model; `kernels` is the launcher's
-        choice."""
-        self.config = config
-        self.folder = folder
-        self.max_tokens = tokens_of_slot(folder, config.generate.max_slot_tokens)
+        """Make a cluster that is not started yet. `kernels` is the launcher's choice."""
+        self.plan = plan
+        self.max_tokens = plan.max_tokens
         """Tokens that one request may have, prompt and output."""
         self.members = Membership(on_failure=self.suspect)
         """The groups as the orchestrator sees them; kept up to date."""
-        supervision = config.supervision
+        config, supervision = plan.config, plan.config.supervision
         heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         spawner = ProcessSpawner(supervision.start_timeout_s)
         self._around = Surroundings(
@@ -184,15 +179,15 @@ class LocalCluster:
         self._cluster = Cluster([], [], self._around)
         self.secret = ClusterSecret.new()
         """The secret of this cluster, which calls to its workers carry."""
-        measured = engine_step_times(config, folder)
+        measured = engine_step_times(plan)
         for name in config.group_sizes:
             workers_of = partial(
-                config.workers, folder=folder, kernels=kernels, secret=self.secret, step_times=measured
+                config.workers, folder=plan.model.folder, kernels=kernels, secret=self.secret, step_times=measured
             )
             self._cluster.add(group_of(name, workers_of, self._around))
 
     async def __aenter__(self) -> "LocalCluster":
-        self._around.report(f"starting {self.config.num_workers} workers")
+        self._around.report(f"starting {self.plan.config.num_workers} workers")
         await self._cluster.start()
         return self
 
@@ -218,4 +213,4 @@ class LocalCluster:
         self._cluster.suspect()
 
     def _tell_members(self) -> None:
-        self.members.update(self._cluster.view(self.config.generate.num_slots, self.max_tokens))
+        self.members.update(self._cluster.view(self.plan.config.generate.num_slots, self.max_tokens))

@@ -13,10 +13,10 @@ from orchestrator.scheduler import RequestScheduler
 
 @contextlib.asynccontextmanager
 async def running_scheduler(cluster: LocalCluster, clock: Clock) -> AsyncIterator[RequestScheduler]:
-    """Run a orchestrator over the running cluster until the end of the `with` block; then close it with all its
+    """Run an orchestrator over the running cluster until the end of the `with` block; then close it with all its
     requests."""
-    config = cluster.config.orchestrator_config(cluster.folder)
-    planner = await asyncio.to_thread(served_planner, cluster.config, cluster.folder)
+    config = cluster.plan.config.orchestrator_config(cluster.plan.model.folder)
+    planner = await asyncio.to_thread(served_planner, cluster.plan)
     orchestrator = build_orchestrator(cluster.members, planner, clock, secret=cluster.secret, config=config)
     orchestrator.start()
     try:

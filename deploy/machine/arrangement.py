@@ -5,14 +5,15 @@ has set any field of the pools (`_POOLS`), only the settings of steps are filled
 torch has been imported.
 """
 
-from pathlib import Path
 from typing import Any
 
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import WrittenConfig
 from deploy.machine.calibrations import nominal_calibration, nominal_step_times
+from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
 from deploy.machine.core_plans import CorePlan, Costs, best_core_plan, core_plans
-from deploy.machine.doctor import WORKER_BYTES, Machine, weight_bytes
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import Machine
 
 _POOLS = {
     "prefill": ("num_groups", "num_ranks", "num_threads", "cores", "device", "across_nodes"),
@@ -32,18 +33,17 @@ _CUDA_STEP_TOKENS = 2048
 """Maximum number of prompt tokens in a step on a GPU, which computes thousands while a CPU computes a few hundred."""
 
 
-def arrange(written: WrittenConfig, folder: Path, machine: Machine) -> tuple[ClusterConfig, str]:
-    """Return the configuration for the model in `folder`, with open fields chosen for `machine`, and one line that
-    explains the choice (empty if the pools were not chosen here). Raises ConfigError, and ModelError for a bad
-    model."""
+def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> ClusterPlan:
+    """Return the plan of a cluster that serves `model`, with open fields chosen for `machine`. Raises ConfigError, and
+    ModelError for a bad model."""
     config, why = written.config, ""
     if _is_open(written):
-        chosen, why = _choose(config, folder, machine)
+        chosen, why = _choose(config, model, machine)
         config = written.with_choices(config, _settings_of(chosen, sorted(machine.cores)))
     if not config.prefill.num_groups:
         on_gpu = {"max_prefill_tokens_per_step": _CUDA_STEP_TOKENS} if config.generate.device == "cuda" else {}
         config = written.with_choices(config, {"generate": _TOGETHER_STEPS | on_gpu})
-    return config, why
+    return ClusterPlan(config, model, why)
 
 
 def _is_open(written: WrittenConfig) -> bool:
@@ -56,18 +56,16 @@ def _is_open(written: WrittenConfig) -> bool:
     return not any(written.writes(section, name) for section, names in _POOLS.items() for name in names)
 
 
-def _choose(config: ClusterConfig, folder: Path, machine: Machine) -> tuple[CorePlan, str]:
+def _choose(config: ClusterConfig, model: ResolvedModel, machine: Machine) -> tuple[CorePlan, str]:
     """Return the best plan for this machine, and one line comparing it with the best of the other kind (chain or
     engine alone)."""
-    model = config.model
+    dtype, quantization, residency = config.model.dtype, config.model.quantization, config.generate.residency
     costs = Costs(
-        prefill=lambda threads: nominal_calibration(folder, model.dtype, threads, model.quantization),
-        steps=lambda threads: nominal_step_times(
-            folder, model.dtype, threads, residency=config.generate.residency, quantization=model.quantization
-        ),
+        prefill=lambda threads: nominal_calibration(model, dtype, threads, quantization),
+        steps=lambda threads: nominal_step_times(model, dtype, threads, residency=residency, quantization=quantization),
         num_slots=config.generate.num_slots,
     )
-    most_workers = machine.available_bytes // (weight_bytes(folder, model.dtype) + WORKER_BYTES)
+    most_workers = machine.available_bytes // (model.weight_bytes(dtype) + WORKER_BYTES)
     found = core_plans(costs, len(machine.cores), most_workers)
     chosen = best_core_plan(found)
     others = [plan for plan in found if bool(plan.num_ranks) != bool(chosen.num_ranks)]

@@ -16,17 +16,13 @@ from baton.errors import ConfigError
 from baton.planning.calibration import Calibration, load, nominal
 from baton.planning.hardware import cpu_rank
 from baton.planning.local_prefill import LocalPrefill
-from baton.planning.model_shape import ModelShape
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes, load_kept, nominal_steps, path_beside
 from baton.settings.paths import cache_folder
-from baton.types import DTYPE_BYTES
-from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
+from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.core_rates import kept_rates
-from deploy.machine.kept_config import model_config
-from deploy.machine.limits import tokens_of_slot
-from generate_workers.engine.model_shape import model_shape
+from deploy.machine.resolved_model import ResolvedModel
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +30,13 @@ _WEIGHT_BYTES = {"int8": 1}
 """Bytes of a weight whose format is not the dtype, by quantization."""
 
 
-def nominal_calibration(folder: Path, dtype: str, num_threads: int, quantization: str = "none") -> Calibration:
-    """Return the nominal calibration of the model in `folder` on ranks of `num_threads` threads on this machine. Raises
+def nominal_calibration(model: ResolvedModel, dtype: str, num_threads: int, quantization: str = "none") -> Calibration:
+    """Return the nominal calibration of `model` on ranks of `num_threads` threads on this machine. Raises
     ModelError."""
     hardware = _machine(f"{num_threads} thread{'s' if num_threads > 1 else ''} a rank", quantization)
-    shape = shape_of(folder, dtype)
+    shape = model.shape(dtype)
     rates = cpu_rank(num_threads, shape.dtype_bytes, kept_rates(shape.dtype_bytes))
-    return nominal(folder.name, hardware, shape, rates)
+    return nominal(model.folder.name, hardware, shape, rates)
 
 
 def kept_path(calibration: Calibration) -> Path:
@@ -69,15 +65,15 @@ def find_calibration(assumed: Calibration, given: str) -> Calibration:
 
 
 def nominal_step_times(
-    folder: Path, dtype: str, num_threads: int, *, residency: str, quantization: str = "none"
+    model: ResolvedModel, dtype: str, num_threads: int, *, residency: str, quantization: str = "none"
 ) -> StepTimes:
-    """Return the nominal step times of the model in `folder` on generation engines of `num_threads` threads on this
+    """Return the nominal step times of `model` on generation engines of `num_threads` threads on this
     machine, with KV where `residency` keeps it. Raises ModelError."""
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
     hardware = _machine(f"{threads}, residency {residency}", quantization)
-    shape, weight_bytes = shape_of(folder, dtype), _WEIGHT_BYTES.get(quantization)
+    shape, weight_bytes = model.shape(dtype), _WEIGHT_BYTES.get(quantization)
     rates = cpu_rank(num_threads, shape.dtype_bytes, kept_rates(shape.dtype_bytes))
-    return nominal_steps(folder.name, hardware, shape, rates, weight_bytes=weight_bytes)
+    return nominal_steps(model.folder.name, hardware, shape, rates, weight_bytes=weight_bytes)
 
 
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
@@ -100,68 +96,71 @@ def _of_same(assumed: Calibration, path: Path) -> Calibration:
     return found
 
 
-def served_calibration(config: ClusterConfig, folder: Path) -> Calibration:
+def served_calibration(plan: ClusterPlan) -> Calibration:
     """Return the calibration from which a cluster predicts when it starts. Raises ModelError, and ConfigError for a
     configured file that is damaged, missing, or of another model or hardware."""
-    return find_calibration(_assumed(config, folder), config.prefill.calibration)
+    return find_calibration(_assumed(plan), plan.config.prefill.calibration)
 
 
-def served_calibration_path(config: ClusterConfig, folder: Path) -> Path:
+def served_calibration_path(plan: ClusterPlan) -> Path:
     """Return the path at which a cluster keeps the calibrations that it is given. Raises ModelError."""
-    return calibration_path(_assumed(config, folder), config.prefill.calibration)
+    return calibration_path(_assumed(plan), plan.config.prefill.calibration)
 
 
-def served_step_times(config: ClusterConfig, folder: Path) -> StepTimes:
+def served_step_times(plan: ClusterPlan) -> StepTimes:
     """Return the step times from which a cluster predicts its generation groups. A bad calibration file does not
     matter. Raises ModelError."""
-    return find_step_times(_assumed_steps(config, folder), served_calibration_path(config, folder))
+    return find_step_times(_assumed_steps(plan), served_calibration_path(plan))
 
 
-def served_step_times_path(config: ClusterConfig, folder: Path) -> Path:
+def served_step_times_path(plan: ClusterPlan) -> Path:
     """Return the path of the file in which a cluster's step times are kept; the file may not exist. Raises
     ModelError."""
-    return path_beside(served_calibration_path(config, folder), _assumed_steps(config, folder))
+    return path_beside(served_calibration_path(plan), _assumed_steps(plan))
 
 
-def engine_step_times(config: ClusterConfig, folder: Path) -> str:
+def engine_step_times(plan: ClusterPlan) -> str:
     """Return the path of the step times with which the engines of a cluster plan drafts; the file may not exist. Empty
     without speculation. Raises ModelError."""
-    if config.generate.speculation == "off":
+    if plan.config.generate.speculation == "off":
         return ""
-    return str(served_step_times_path(config, folder))
+    return str(served_step_times_path(plan))
 
 
-def _assumed_steps(config: ClusterConfig, folder: Path) -> StepTimes:
+def _assumed_steps(plan: ClusterPlan) -> StepTimes:
+    formats, generate = plan.config.model, plan.config.generate
     return nominal_step_times(
-        folder,
-        config.model.dtype,
-        use_threads(config.generate.num_threads),
-        residency=config.generate.residency,
-        quantization=config.model.quantization,
+        plan.model,
+        formats.dtype,
+        use_threads(generate.num_threads),
+        residency=generate.residency,
+        quantization=formats.quantization,
     )
 
 
-def _assumed(config: ClusterConfig, folder: Path) -> Calibration:
-    return nominal_calibration(folder, config.model.dtype, config.prefill.num_threads, config.model.quantization)
+def _assumed(plan: ClusterPlan) -> Calibration:
+    formats = plan.config.model
+    return nominal_calibration(plan.model, formats.dtype, plan.config.prefill.num_threads, formats.quantization)
 
 
-def served_planner(config: ClusterConfig, folder: Path, former: ChainPlanner | None = None) -> ChainPlanner:
+def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> ChainPlanner:
     """Return the planner of a cluster that starts. Reuses `former`, made for the same cluster, if the calibration has
     not changed; else takes as long as making a ChainPlanner does. Raises ModelError and ConfigError."""
-    calibration, steps = served_calibration(config, folder), served_step_times(config, folder)
+    calibration, steps = served_calibration(plan), served_step_times(plan)
     if former is not None and former.calibration == calibration:
         former.use_steps(steps)
         return former
+    prefill, generate = plan.config.prefill, plan.config.generate
     return ChainPlanner(
         calibration,
-        max_ranks=config.prefill.num_ranks,
-        max_tokens=tokens_of_slot(folder, config.generate.max_slot_tokens),
+        max_ranks=prefill.num_ranks,
+        max_tokens=plan.max_tokens,
         steps=steps,
         local=LocalPrefill(
-            speed=use_threads(config.generate.num_threads) / config.prefill.num_threads,
-            max_step_stretch=config.generate.max_step_stretch,
-            max_step_tokens=config.generate.max_prefill_tokens_per_step,
-            mixed_step_s=config.generate.mixed_step_s,
+            speed=use_threads(generate.num_threads) / prefill.num_threads,
+            max_step_stretch=generate.max_step_stretch,
+            max_step_tokens=generate.max_prefill_tokens_per_step,
+            mixed_step_s=generate.mixed_step_s,
         ),
     )
 
@@ -178,8 +177,3 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def shape_of(folder: Path, dtype: str) -> ModelShape:
-    """Return the shape of the model in `folder` with weights and KV of that dtype. Raises ModelError."""
-    return model_shape(model_config(folder), DTYPE_BYTES[dtype])

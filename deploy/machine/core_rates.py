@@ -1,7 +1,7 @@
 """Keeps the rates of one core of this machine at prefill and at reading memory: the basis of the first predictions.
 
 `python -m deploy.machine.core_rates` measures them in a few seconds and writes them to a file next to the built
-kernels, once for each kind of processor. `deploy.machine.model_folder` runs it before the first use. Reading the file
+kernels, once for each kind of processor. `deploy.machine.this_machine` runs it before the first use. Reading the file
 needs no torch. The rates are used until a model's own costs have been measured (`baton calibrate`).
 
 Matrices and attention are timed twice. On one core, the processor time of the thread is measured, which other processes

@@ -6,13 +6,7 @@ Each check is a function from the configuration to a finding, and changes nothin
 
 import enum
 import importlib.metadata
-import json
-import math
-import os
-import re
-import shutil
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,24 +14,17 @@ from pathlib import Path
 from baton import __version__
 from baton.errors import BatonError, ConfigError, ModelError
 from baton.modeling.checkpoints.stored_format import load_format
-from baton.modeling.kernels import native
 from baton.settings.addresses import join_address
-from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
+from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
+from deploy.machine.this_machine import Machine
 from generate_workers.residency.traits import POLICIES
 
 GIB = 2**30
-_PACKED_NAMES = (".qweight", ".weight_packed")
-"""Endings of tensors that hold several weights in a word."""
-_QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
-"""Files in which early tools described quantised weights."""
-_BITS = re.compile(r'"(?:bits|w_bit|num_bits)"\s*:\s*(4|8)\b')
 _GPU_FILES = ("nvidia*", "kfd", "dxg")
 """Files that the drivers of NVIDIA, of AMD and of Windows make in /dev."""
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
-WORKER_BYTES = GIB // 2
-"""Bytes that a worker takes in addition to weights and KV: an upper estimate for torch and the process itself."""
 
 
 class Verdict(enum.Enum):
@@ -60,34 +47,13 @@ class Finding:
     """One line of text: what was found and, unless all is well, the remedy."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The properties of a machine that the checks need; `inspect_machine` fills it."""
-
-    cores: frozenset[int]
-    """Cores that this process may use."""
-    available_bytes: int
-    """Bytes of available memory."""
-    shm_bytes: int
-    """Bytes that are free in /dev/shm."""
-    instruction_set: str | None
-    """Instruction set of the native kernels that this processor uses; None if none are built for it."""
-
-
-def inspect_machine() -> Machine:
-    """Return the properties of this machine, measured now."""
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Machine(frozenset(cores), _available_bytes() or pages, shm, native.chosen_set())
-
-
-def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Finding]:
-    """Run all checks of the model in `folder` and, unless the cluster runs on another Ray, of this machine's size."""
-    findings = [versions(), check_model(config, folder)]
+def examine(plan: ClusterPlan, machine: Machine) -> list[Finding]:
+    """Run all checks of the plan's model and, unless the cluster runs on another Ray, of this machine's size."""
+    config = plan.config
+    findings = [versions(), check_model(plan)]
     if not config.ray.address:
         findings += [check_devices(config), check_selection(config), check_cores(config, machine)]
-        findings += [check_memory(config, folder, machine), check_shm(config, machine)]
+        findings += [check_memory(plan, machine), check_shm(config, machine)]
     return [*findings, check_instruction_set(machine), check_port(config)]
 
 
@@ -104,25 +70,27 @@ def versions() -> Finding:
     return Finding("versions", Verdict.OK, ", ".join([f"baton {__version__}", *found]))
 
 
-def check_model(config: ClusterConfig, folder: Path) -> Finding:
+def check_model(plan: ClusterPlan) -> Finding:
     """Check that the model's folder, and that of a model that drafts, hold the files that are needed, and weights in a
     format that can be read."""
-    folders = {"model.name": folder}
-    if config.generate.draft_model:
-        folders["generate.draft_model"] = Path(config.generate.draft_model)
-    found = []
-    for field, each in folders.items():
-        missing = [name for name in ("config.json", "tokenizer.json") if not (each / name).is_file()]
-        if not any(each.glob("*.safetensors")):
+    dtype, found = plan.config.model.dtype, []
+    for field, model in (("model.name", plan.model), ("generate.draft_model", plan.draft)):
+        if model is None:
+            continue
+        folder = model.folder
+        missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+        if not any(folder.glob("*.safetensors")):
             missing.append("*.safetensors")
         if missing:
-            return Finding("model", Verdict.FAILED, f"{each} lacks {', '.join(missing)}: set {field} to a whole model")
+            return Finding(
+                "model", Verdict.FAILED, f"{folder} lacks {', '.join(missing)}: set {field} to a whole model"
+            )
         try:
-            stored = load_format(each)
+            stored = load_format(folder)
         except ModelError as error:
             return Finding("model", Verdict.FAILED, f"{field}: {error}")
-        size = f"{weight_bytes(each, config.model.dtype) / GIB:.2f} GiB as {config.model.dtype}"
-        found.append(f"{each}, {size}{'' if stored is None else f', dequantised from {stored.description}'}")
+        size = f"{model.weight_bytes(dtype) / GIB:.2f} GiB as {dtype}"
+        found.append(f"{folder}, {size}{'' if stored is None else f', dequantised from {stored.description}'}")
     return Finding("model", Verdict.OK, "; drafts by ".join(found))
 
 
@@ -197,11 +165,12 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
     return Finding("cores", Verdict.OK, f"{num_cores} for {num_workers} workers")
 
 
-def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
+def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
     """Check that the weights of all workers fit in memory, and warn when weights and KV together do not."""
-    needed = config.num_workers * (weight_bytes(folder, config.model.dtype) + WORKER_BYTES)
-    if config.generate.draft_model:
-        needed += config.generate.num_groups * weight_bytes(Path(config.generate.draft_model), config.model.dtype)
+    config = plan.config
+    needed = config.num_workers * (plan.model.weight_bytes(config.model.dtype) + WORKER_BYTES)
+    if plan.draft is not None:
+        needed += config.generate.num_groups * plan.draft.weight_bytes(config.model.dtype)
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
         remedy = "use fewer ranks or groups, a smaller model, or bfloat16"
@@ -263,17 +232,16 @@ def _why_taken(host: str, port: int) -> str | None:
     return None
 
 
-def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
+def measure_rates(plan: ClusterPlan, machine: Machine) -> Finding:
     """Measure the rates that bound generation here, those of `baton plan --hardware here`. `baton serve` does not run
     this check, because it takes seconds and all configured threads."""
-    from deploy.machine.calibrations import nominal_calibration  # imports torch, as the next import does
-    from deploy.machine.probe import measure
+    from deploy.machine.probe import measure  # imports torch
 
-    num_threads = use_threads(config.generate.num_threads)
-    model = config.model
+    num_threads = use_threads(plan.config.generate.num_threads)
+    formats = plan.config.model
     try:
-        shape = nominal_calibration(folder, model.dtype, num_threads).shape
-        measured = measure(shape, model.dtype, num_threads, machine.available_bytes, quantization=model.quantization)
+        shape, memory_bytes = plan.model.shape(formats.dtype), machine.available_bytes
+        measured = measure(shape, formats.dtype, num_threads, memory_bytes, quantization=formats.quantization)
     except BatonError as error:
         return Finding("rates", Verdict.WARNING, f"not measured: {error}")
     text = f"{measured.chip} ({num_threads} thread{'s' if num_threads > 1 else ''})"
@@ -292,40 +260,3 @@ def measure_kernels() -> Finding:
     ways = "; ".join(f"{way} {', '.join(f'{rate / 1e9:.3g}' for rate in found)}" for way, found in rates.items())
     text = f"{KERNELS.choice}; GFLOP/s of a core in layers of {rows} rows: {ways}; bare product {bare / 1e9:.3g}"
     return Finding("kernels", Verdict.OK, text)
-
-
-def weight_bytes(folder: Path, dtype: str) -> int:
-    """Return the bytes of the model's weights as `dtype`, from files' headers. Raises ConfigError for a bad file."""
-    weights_a_word = _weights_a_word(folder / "config.json")
-    return sum(_num_weights(path, weights_a_word) for path in folder.glob("*.safetensors")) * DTYPE_BYTES[dtype]
-
-
-def _num_weights(path: Path, weights_a_word: int) -> int:
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise ConfigError(
-            f"model file {path} is not a safetensors file: download or convert the model again"
-        ) from error
-    return sum(
-        math.prod(tensor["shape"]) * (weights_a_word if name.endswith(_PACKED_NAMES) else 1)
-        for name, tensor in header.items()
-        if name != "__metadata__"
-    )
-
-
-def _weights_a_word(config: Path) -> int:
-    """Return the number of packed weights in a 32-bit word. It follows from the smallest number of bits named in
-    config.json or in an early tool's file next to it; 8 if none is named."""
-    files = [path for path in (config, *map(config.with_name, _QUANTIZE_FILES)) if path.is_file()]
-    named = [int(bits) for path in files for bits in _BITS.findall(path.read_text(encoding="utf-8", errors="replace"))]
-    return 32 // min(named, default=4)
-
-
-def _available_bytes() -> int:
-    """Return MemAvailable in bytes, which includes memory that caches would release; 0 where there is no /proc."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

@@ -1,9 +1,5 @@
-"""Prepares what a first use needs, and shows progress: the model's folder, and measurements of the kernels on this CPU.
-Blocks."""
+"""Finds, makes or downloads the folder of a model, and shows progress. Blocks."""
 
-import subprocess
-import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,16 +9,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from baton.errors import ConfigError, ModelError
 from baton.modeling.checkpoints.catalog import resolve_model
-from baton.modeling.kernels import native
-from baton.modeling.kernels.kept_choice import load_choice
 from baton.settings.paths import cache_folder
 from baton.settings.place import WorkerPlace
-from baton.types import KernelChoice
-from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import Section
-from deploy.machine.core_rates import kept_rates_path
+from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.hub import fetch_model, is_hub_name
-from deploy.machine.kept_config import model_config
+from deploy.machine.resolved_model import ResolvedModel
 from generate_workers.config import EngineConfig
 
 S = TypeVar("S", bound=Section)
@@ -98,60 +90,26 @@ def section_on_node(section: S, place: WorkerPlace) -> S:
     )
 
 
-def resolve_drafts(config: ClusterConfig, console: Console) -> ClusterConfig:
-    """Return the configuration with the folder of `generate.draft_model` in place of its name, found or made as
-    `resolve_folder` does; the same one without a draft model. Blocks. Raises ModelError of one line."""
+def resolve_drafts(plan: ClusterPlan, console: Console) -> ClusterPlan:
+    """Return the plan with the folder of `generate.draft_model` in place of its name, found or made as `resolve_folder`
+    does; the same one without a draft model. Blocks. Raises ModelError of one line."""
+    config = plan.config
     if not config.generate.draft_model:
-        return config
+        return plan
     folder = resolve_folder(config.generate.draft_model, config.model.cache, console).absolute()
-    return replace(config, generate=replace(config.generate, draft_model=str(folder)))
+    return replace(plan, config=replace(config, generate=replace(config.generate, draft_model=str(folder))))
 
 
-def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
-    """Measure which of the CPU's kernels are the fastest, unless that was done before. Runs in a process of its own,
-    because a launcher does not import torch. Return the choice for this machine's kind of processor; empty when there
-    is none, and then workers choose for themselves."""
-    if native.may_need_measuring():
-        with _doing("measuring the kernels on this processor", console):
-            if reason := _failure_of("baton.modeling.kernels"):
-                console.print(f"kernels cannot be measured ({reason}): workers measure them as they start")
-    choice = load_choice()
-    return () if choice is None else (choice,)
-
-
-def prepare_rates(console: Console) -> None:
-    """Measure the rates of a core with the kernels, the basis of the first predictions, unless that was done before.
-    Runs in a separate process. Call it once the kernels are prepared."""
-    if not kept_rates_path().exists():
-        with _doing("measuring what a core of this processor reaches", console):
-            if reason := _failure_of("deploy.machine.core_rates"):
-                console.print(f"rates cannot be measured ({reason}): predictions begin with assumed ones")
-
-
-def _doing(text: str, console: Console) -> AbstractContextManager[object]:
-    """Show what is being done while the block runs: on a terminal with a spinner, elsewhere as a line."""
-    if console.is_terminal:
-        return console.status(text)
-    console.print(text, markup=False, soft_wrap=True)
-    return nullcontext()
-
-
-def _failure_of(module: str) -> str:
-    """Run a module as a program; return the last line that it printed about its failure, empty when it ended well."""
-    command = [sys.executable, "-m", module]
-    run = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    return (run.stderr.strip().splitlines() or ["no message"])[-1] if run.returncode else ""
-
-
-def require_alike(folder: Path, before: Path) -> None:
-    """Raise ConfigError unless the model in `folder` equals that in `before` except for its weights. Configuration and
-    tokenizer must be equal, so that requests, and streams that continue, have the same meaning for both. Raises
-    ModelError when there is no model."""
-    differing = [name for name in _TEXT_FILES if _content(folder / name) != _content(before / name)]
-    if model_config(folder) != model_config(before):
+def require_alike(model: ResolvedModel, before: ResolvedModel) -> None:
+    """Raise ConfigError unless the models are equal except for their weights. Configuration and tokenizer must be
+    equal, so that requests, and streams that continue, have the same meaning for both. Raises ModelError when a folder
+    has no model."""
+    differing = [name for name in _TEXT_FILES if _content(model.folder / name) != _content(before.folder / name)]
+    if model.config != before.config:
         differing.insert(0, "config.json")
     if differing:
-        raise ConfigError(f"{folder} and {before} differ in {differing[0]}: only weights may, start another cluster")
+        where = f"{model.folder} and {before.folder} differ in {differing[0]}"
+        raise ConfigError(f"{where}: only weights may, start another cluster")
 
 
 def _content(path: Path) -> bytes | None:

@@ -39,10 +39,9 @@ from deploy.machine.calibrations import (
     served_planner,
     served_step_times_path,
 )
-from deploy.machine.kept_config import model_config
-from deploy.machine.limits import tokens_of_slot
+from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.model_folder import folder_on_node, require_alike
-from deploy.machine.needs import worker_bytes
+from deploy.machine.resolved_model import ResolvedModel
 from deploy.options.logs import set_up_logs
 from deploy.ray_cluster.interfaces import client_host, serving_host
 from deploy.ray_cluster.kept_files import file_here, keep_file
@@ -69,8 +68,10 @@ class SupervisorActor:
         processes share."""
         set_up_logs(logging.INFO, config.log_format)
         self._config = config
-        self._folder = self._here = folder
-        """The model's folder on the launcher's node, and on this one."""
+        self._folder = folder
+        """The model's folder on the launcher's node."""
+        self._here = ResolvedModel(folder)
+        """The model as this node has it."""
         self._kernels = kernels
         self._store = store
         self._secret = secret
@@ -165,8 +166,8 @@ class SupervisorActor:
 
     async def _serve_first(self) -> None:
         if self._config.ray.address:
-            folder = await asyncio.to_thread(self._folder_here, "")
-            asked = await asyncio.to_thread(worker_bytes, self._config, folder)
+            model = await asyncio.to_thread(self._model_here, "")
+            asked = await asyncio.to_thread(ClusterPlan(self._config, model).worker_bytes)
             self._memory = replace(self._memory, worker_bytes=asked)
         self._set_needs()
         process = await self._start_all()
@@ -217,7 +218,7 @@ class SupervisorActor:
 
     async def _find_files(self) -> None:
         """Find the model's folder and measurements on this node. Raises ModelError."""
-        self._here = await asyncio.to_thread(self._folder_here, "")
+        self._here = await asyncio.to_thread(self._model_here, "")
         await asyncio.to_thread(self._share_measurements)
 
     async def _start_all(self) -> WorkerHandle:
@@ -242,7 +243,7 @@ class SupervisorActor:
         """Make a group that is not started yet. Implements deploy.groups.roster.MakeGroup."""
         model = orders.models.get(name, "")
         if model:
-            require_alike(self._folder_here(model), self._folder_here(""))
+            require_alike(self._model_here(model), self._model_here(""))
         folder = Path(model) if model else self._folder
         workers_of = partial(
             self._config.workers,
@@ -261,7 +262,7 @@ class SupervisorActor:
         path stays the same across restarts of the supervisor."""
         kept = self._memory.step_times
         if str(folder) not in kept:
-            found = engine_step_times(self._config, self._folder_here(model))
+            found = engine_step_times(ClusterPlan(self._config, self._model_here(model)))
             self._memory = replace(self._memory, step_times={**kept, str(folder): found})
             if self._keeper is not None:  # else it is kept when all groups have started
                 self._memory.save(self._config.name)
@@ -273,7 +274,8 @@ class SupervisorActor:
     def _share_measurements(self) -> None:
         """Keep this node's calibration and step times for others, or get those that were kept. Blocks."""
         name, config = self._config.name, self._config
-        steps, calibration = served_step_times_path(config, self._here), served_calibration_path(config, self._here)
+        plan = ClusterPlan(config, self._here)
+        steps, calibration = served_step_times_path(plan), served_calibration_path(plan)
         for path in (steps, calibration):
             keep_file(name, path)
         file_here(name, steps)
@@ -281,11 +283,12 @@ class SupervisorActor:
         given = str(found) if config.prefill.calibration else ""
         self._config = replace(config, prefill=replace(config.prefill, calibration=given))
 
-    def _folder_here(self, model: str) -> Path:
-        """Return the folder, on this node, of the model that `baton reload` was given (empty: the configured one).
+    def _model_here(self, model: str) -> ResolvedModel:
+        """Return the model, as this node has it, that `baton reload` was given (empty: the configured one).
         Blocks. Raises ModelError."""
         place = self._config.orchestrator_worker(self._folder, self._secret).place
-        return folder_on_node(replace(place, model=model, model_folder=Path(model)) if model else place)
+        asked = replace(place, model=model, model_folder=Path(model)) if model else place
+        return ResolvedModel(folder_on_node(asked))
 
     def _follow(self, orders: Orders) -> Orders:
         """Take the operators' orders that come with each heartbeat of the orchestrator, and carry them out. Return
@@ -302,12 +305,12 @@ class SupervisorActor:
         return orders
 
     def _plan(self) -> OrchestratorPlan:
-        model = model_config(self._here)
-        self._max_tokens = tokens_of_slot(self._here, self._config.generate.max_slot_tokens)
+        plan = ClusterPlan(self._config, self._here)
+        self._max_tokens = plan.max_tokens
         info = ModelInfo(
             name=Path(self._config.model.name).name,
             max_tokens=self._max_tokens,
-            vocab_size=model.vocab_size,
+            vocab_size=plan.model.config.vocab_size,
             dtype=self._config.model.description,
             has_chat_template=False,  # the orchestrator, which has the tokenizer, says so
             layout_fingerprint=self._memory.layout_fingerprint,
@@ -317,11 +320,11 @@ class SupervisorActor:
         return OrchestratorPlan(
             self._config.orchestrator_worker(self._folder, self._secret),
             info,
-            model.eos_token_ids,
-            partial(served_planner, self._config, self._here),
+            plan.model.config.eos_token_ids,
+            partial(served_planner, plan),
             serving_host(self._config.orchestrator.host),
             before.ports if before is not None and before.node_id == self._state.node_id else configured,
-            served_calibration_path(self._config, self._here),
+            served_calibration_path(plan),
             self._config.supervision.start_timeout_s,
         )
 

@@ -27,7 +27,8 @@ from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis, BasisKind, Laye
 from baton.modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepared_path, save_prepared
 from baton.text.tokenizer import Tokenizer
 from deploy.config.environment import use_threads
-from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.machine.model_folder import resolve_folder
+from deploy.machine.this_machine import prepare_kernels
 from deploy.options.screen import progress
 from deploy.tuning.selection.captured_mass import Captured, Guess, captured
 from deploy.tuning.selection.metrics import perplexity, relative_cost

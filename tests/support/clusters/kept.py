@@ -17,7 +17,8 @@ from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.surroundings import Heartbeat
 from deploy.machine.calibrations import served_planner
-from deploy.machine.limits import tokens_of_slot
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.membership.view import Orders
 from tests.support.clusters.supervision import SupervisedCluster
 from tests.support.wire.secret import SECRET
@@ -39,7 +40,8 @@ class KeptCluster(SupervisedCluster):
         config, supervision = self.config, self.config.supervision
         self.names = tuple(config.group_sizes)
         self.num_slots = config.generate.num_slots
-        self.max_tokens = tokens_of_slot(self.folder, config.generate.max_slot_tokens)
+        self.cluster_plan = ClusterPlan(config, ResolvedModel(self.folder))
+        self.max_tokens = self.cluster_plan.max_tokens
         self.heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         self.processes = self.processes or ProcessSpawner(supervision.start_timeout_s)
         self.workers_of = lambda name, _: config.workers(name, self.folder, (KERNELS.choice,), secret=SECRET)
@@ -52,7 +54,7 @@ class KeptCluster(SupervisedCluster):
 
     def make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
         """Return the planner of the orchestrator's next incarnation, from that of the former one."""
-        return served_planner(self.config, self.folder, former)
+        return served_planner(self.cluster_plan, former)
 
     def tell(self) -> None:
         if self.keeper is not None:

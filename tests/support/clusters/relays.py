@@ -17,6 +17,8 @@ from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.file import WrittenConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_cluster import running_scheduler
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
 from orchestrator.scheduler import RequestScheduler
@@ -86,7 +88,7 @@ async def local_relay(
         }
     ).local.config
     async with (
-        LocalCluster(config, folder, CLOCK) as cluster,
+        LocalCluster(ClusterPlan(config, ResolvedModel(folder)), CLOCK) as cluster,
         running_scheduler(cluster, CLOCK) as scheduler,
     ):
         yield Relay(cluster, scheduler)

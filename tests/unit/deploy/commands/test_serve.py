@@ -18,6 +18,8 @@ from deploy.commands import serve
 from deploy.commands.record import ClusterRecord
 from deploy.commands.serve import _Launch, declared_pools
 from deploy.config.file import load_config
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from deploy.ray_cluster import supervisor_state
 from deploy.ray_cluster.supervisor_state import SupervisorState
 
@@ -56,7 +58,9 @@ class Scene:
         settings = ("supervision.heartbeat_s=0.01", f"ray.head_wait_s={head_wait_s}")
         record = ClusterRecord("baton", 1, "1", "127.0.0.1:6379", "")
         config = load_config(None, settings)
-        self.launch = _Launch(config, tmp_path, (), record, secret=ClusterSecret.new(), door=None)
+        self.launch = _Launch(
+            ClusterPlan(config, ResolvedModel(tmp_path)), (), record, secret=ClusterSecret.new(), door=None
+        )
         supervisor = SimpleNamespace(state=SimpleNamespace(remote=lambda: None))
         monkeypatch.setattr(self.launch, "_make", lambda: supervisor)
         monkeypatch.setattr(ray, "get", lambda reference, timeout: self._answer())

@@ -9,38 +9,45 @@ from safetensors.torch import save_file
 
 from baton.errors import ConfigError
 from baton.planning.hardware import CoreRates
+from deploy.config.cluster import ClusterConfig
 from deploy.config.file import WrittenConfig
 from deploy.machine.arrangement import arrange
 from deploy.machine.core_rates import keep_rates
-from deploy.machine.doctor import Machine
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import Machine
 from tests.support.models.config_folders import SMALL, write_config
 
 SHARED, SCALING = CoreRates(2e11, 1.6e11, 1e10, 1e10), CoreRates(2e11, 1.6e11, 1e10, 8e10)
 
 
 @pytest.fixture
-def folder(cache: Path, tmp_path: Path) -> Path:
+def model(cache: Path, tmp_path: Path) -> ResolvedModel:
     """Of a model, on a machine whose cores share one core's bandwidth."""
     keep_rates({"2": SHARED, "4": SHARED})
     made = write_config(tmp_path / "tiny", SMALL)
     save_file({"weight": torch.zeros(8)}, made / "model.safetensors")
-    return made
+    return ResolvedModel(made)
 
 
 def machine(num_cores: int, available_bytes: int = 2**40) -> Machine:
     return Machine(frozenset(range(num_cores)), available_bytes, 2**30, None)
 
 
-def test_two_cores_are_one_engine_s(folder: Path) -> None:
+def arranged(sections: dict[str, Any], model: ResolvedModel, machine: Machine) -> tuple[ClusterConfig, str]:
+    plan = arrange(WrittenConfig(sections), model, machine)
+    return plan.config, plan.why
+
+
+def test_two_cores_are_one_engine_s(model: ResolvedModel) -> None:
     keep_rates({"2": SCALING, "4": SCALING})
-    config, why = arrange(WrittenConfig({}), folder, machine(2))
+    config, why = arranged({}, model, machine(2))
     assert config.prefill.num_groups == 0 and config.generate.num_threads == 2
     assert not config.generate.cores
     assert why.startswith("2 cores: one engine of 2 threads (") and "rather than a chain of 1 rank" in why
 
 
-def test_workers_of_many_cores_have_their_own(folder: Path) -> None:
-    config, why = arrange(WrittenConfig({}), folder, machine(8))
+def test_workers_of_many_cores_have_their_own(model: ResolvedModel) -> None:
+    config, why = arranged({}, model, machine(8))
     ranks, engine = config.prefill.cores, config.generate.cores
     assert why.startswith("8 cores: a chain of ")
     assert len(ranks) == config.prefill.num_ranks and len(engine[0]) == config.generate.num_threads
@@ -48,8 +55,8 @@ def test_workers_of_many_cores_have_their_own(folder: Path) -> None:
     assert config.generate.mixed_step_s == 0, "a chain prefills: streams are not to wait for it"
 
 
-def test_memory_for_one_worker_is_an_engine_s(folder: Path) -> None:
-    config, _ = arrange(WrittenConfig({}), folder, machine(8, available_bytes=2**30))
+def test_memory_for_one_worker_is_an_engine_s(model: ResolvedModel) -> None:
+    config, _ = arranged({}, model, machine(8, available_bytes=2**30))
     assert config.prefill.num_groups == 0
 
 
@@ -64,34 +71,28 @@ def test_memory_for_one_worker_is_an_engine_s(folder: Path) -> None:
         {"autoscaling": {"mode": "advise"}},
     ],
 )
-def test_what_is_configured_is_not_rearranged(folder: Path, sections: dict[str, Any]) -> None:
-    config, why = arrange(WrittenConfig(sections), folder, machine(2))
+def test_what_is_configured_is_not_rearranged(model: ResolvedModel, sections: dict[str, Any]) -> None:
+    config, why = arranged(sections, model, machine(2))
     assert config == WrittenConfig(sections).config and not why
 
 
-def test_other_settings_stay_beside(folder: Path) -> None:
-    config, _ = arrange(
-        WrittenConfig({"generate": {"num_slots": 5}, "prefill": {"prefix_share": 0.2}}), folder, machine(2)
-    )
+def test_other_settings_stay_beside(model: ResolvedModel) -> None:
+    config, _ = arranged({"generate": {"num_slots": 5}, "prefill": {"prefix_share": 0.2}}, model, machine(2))
     assert config.generate.num_slots == 5 and config.prefill.prefix_share == 0.2
 
 
-def test_an_engine_that_prefills_alone_takes_longer_steps(folder: Path) -> None:
+def test_an_engine_that_prefills_alone_takes_longer_steps(model: ResolvedModel) -> None:
     keep_rates({"2": SCALING, "4": SCALING})
-    chosen, _ = arrange(WrittenConfig({}), folder, machine(2))
-    asked, why = arrange(
-        WrittenConfig({"prefill": {"num_groups": 0}, "generate": {"mixed_step_s": 0.05}}), folder, machine(2)
-    )
+    chosen, _ = arranged({}, model, machine(2))
+    asked, why = arranged({"prefill": {"num_groups": 0}, "generate": {"mixed_step_s": 0.05}}, model, machine(2))
     assert (chosen.generate.mixed_step_s, chosen.generate.max_prefill_tokens_per_step) == (0.3, 512)
     assert (chosen.generate.max_step_stretch, chosen.generate.burst_step_s) == (3.0, 1.0)
     assert (asked.generate.mixed_step_s, asked.generate.max_prefill_tokens_per_step) == (0.05, 512)
     assert not why
-    on_gpu, _ = arrange(
-        WrittenConfig({"prefill": {"num_groups": 0}, "generate": {"device": "cuda"}}), folder, machine(2)
-    )
+    on_gpu, _ = arranged({"prefill": {"num_groups": 0}, "generate": {"device": "cuda"}}, model, machine(2))
     assert (on_gpu.generate.mixed_step_s, on_gpu.generate.max_prefill_tokens_per_step) == (0.3, 2048)
 
 
-def test_a_bad_value_is_refused(folder: Path) -> None:
+def test_a_bad_value_is_refused(model: ResolvedModel) -> None:
     with pytest.raises(ConfigError, match="num_slots"):
-        arrange(WrittenConfig({"generate": {"num_slots": 0}}), folder, machine(2))
+        arranged({"generate": {"num_slots": 0}}, model, machine(2))

@@ -24,13 +24,15 @@ from deploy.machine.calibrations import (
     served_calibration,
     served_planner,
 )
+from deploy.machine.cluster_plan import ClusterPlan
+from deploy.machine.resolved_model import ResolvedModel
 from tests.support.models.config_folders import write_config
 from tests.support.wire.secret import SECRET
 
 
 @pytest.fixture
-def folder(cache: Path, tmp_path: Path) -> Path:
-    return write_config(tmp_path / "tiny")
+def model(cache: Path, tmp_path: Path) -> ResolvedModel:
+    return ResolvedModel(write_config(tmp_path / "tiny"))
 
 
 def measured(assumed: Calibration, path: Path) -> Calibration:
@@ -41,13 +43,13 @@ def measured(assumed: Calibration, path: Path) -> Calibration:
     return made
 
 
-def test_without_a_measurement_the_shape_and_nominal_rates_count(folder: Path) -> None:
-    assumed = nominal_calibration(folder, "float32", 1)
+def test_without_a_measurement_the_shape_and_nominal_rates_count(model: ResolvedModel) -> None:
+    assumed = nominal_calibration(model, "float32", 1)
     assert find_calibration(assumed, "") is assumed and not assumed.is_measured
     assert (assumed.shape.num_layers, assumed.shape.vocab, assumed.shape.gated) == (2, 97, True)
     assert assumed.cost.kv_bytes == 2 * 2 * 16 * 4
     fingerprints = {
-        nominal_calibration(folder, dtype, threads, quantization).fingerprint
+        nominal_calibration(model, dtype, threads, quantization).fingerprint
         for dtype in ("float32", "bfloat16")
         for threads in (1, 2)
         for quantization in ("none", "int8")
@@ -55,8 +57,8 @@ def test_without_a_measurement_the_shape_and_nominal_rates_count(folder: Path) -
     assert len(fingerprints) == 8
 
 
-def test_what_is_kept_is_found_and_what_is_given_goes_first(folder: Path, tmp_path: Path) -> None:
-    assumed = nominal_calibration(folder, "float32", 1)
+def test_what_is_kept_is_found_and_what_is_given_goes_first(model: ResolvedModel, tmp_path: Path) -> None:
+    assumed = nominal_calibration(model, "float32", 1)
     kept = measured(assumed, kept_path(assumed))
     assert find_calibration(assumed, "") == kept
     given = tmp_path / "given.json"
@@ -67,9 +69,9 @@ def test_what_is_kept_is_found_and_what_is_given_goes_first(folder: Path, tmp_pa
 
 
 def test_a_kept_file_that_is_damaged_is_not_used_and_the_log_says_so(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    model: ResolvedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assumed = nominal_calibration(folder, "float32", 1)
+    assumed = nominal_calibration(model, "float32", 1)
     path = kept_path(assumed)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('{"kind": "baton-calibration", "schema"')
@@ -79,8 +81,8 @@ def test_a_kept_file_that_is_damaged_is_not_used_and_the_log_says_so(
         find_calibration(assumed, str(path))
 
 
-def test_a_file_that_is_missing_or_of_another_machine_is_refused(folder: Path, tmp_path: Path) -> None:
-    assumed = nominal_calibration(folder, "float32", 1)
+def test_a_file_that_is_missing_or_of_another_machine_is_refused(model: ResolvedModel, tmp_path: Path) -> None:
+    assumed = nominal_calibration(model, "float32", 1)
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read"):
         find_calibration(assumed, str(tmp_path / "none.json"))
     given = tmp_path / "given.json"
@@ -89,26 +91,26 @@ def test_a_file_that_is_missing_or_of_another_machine_is_refused(folder: Path, t
         find_calibration(assumed, str(given))
 
 
-def test_planners_reach_as_far_as_their_clusters(folder: Path, tmp_path: Path) -> None:
+def test_planners_reach_as_far_as_their_clusters(model: ResolvedModel, tmp_path: Path) -> None:
     given = tmp_path / "given.json"
-    made = measured(nominal_calibration(folder, "bfloat16", 2), given)
+    made = measured(nominal_calibration(model, "bfloat16", 2), given)
     prefill = PrefillSection(num_ranks=3, num_threads=2, calibration=str(given))
     config = ClusterConfig(prefill=prefill)
-    assert served_calibration(config, folder) == made
-    planner = served_planner(config, folder)
+    assert served_calibration(ClusterPlan(config, model)) == made
+    planner = served_planner(ClusterPlan(config, model))
     assert (planner.max_ranks, planner.max_tokens, planner.calibration) == (3, 512, made)
-    local = served_planner(WrittenConfig({"generate": {"max_slot_tokens": 100}}).local.config, folder)
+    local = served_planner(ClusterPlan(WrittenConfig({"generate": {"max_slot_tokens": 100}}).local.config, model))
     assert (local.max_ranks, local.max_tokens, local.calibration.is_measured) == (2, 100, False)
 
 
-def test_a_next_life_searches_partitions_only_for_another_calibration(folder: Path, tmp_path: Path) -> None:
+def test_a_next_life_searches_partitions_only_for_another_calibration(model: ResolvedModel, tmp_path: Path) -> None:
     given = tmp_path / "given.json"
-    made = measured(nominal_calibration(folder, "bfloat16", 1), given)
+    made = measured(nominal_calibration(model, "bfloat16", 1), given)
     config = ClusterConfig(prefill=PrefillSection(num_ranks=2, num_threads=1, calibration=str(given)))
-    planner = served_planner(config, folder)
-    assert served_planner(config, folder, planner) is planner
+    planner = served_planner(ClusterPlan(config, model))
+    assert served_planner(ClusterPlan(config, model), planner) is planner
     other = measured(dataclasses.replace(made, link_points=((1.0, 2.0),)), given)
-    following = served_planner(config, folder, planner)
+    following = served_planner(ClusterPlan(config, model), planner)
     assert following is not planner and following.calibration == other
 
 
@@ -120,34 +122,34 @@ def tabulated(assumed: StepTimes, path: Path) -> StepTimes:
     return made
 
 
-def test_step_times_lie_beside_the_calibration(folder: Path, tmp_path: Path) -> None:
-    assumed = nominal_step_times(folder, "float32", 1, residency="device")
+def test_step_times_lie_beside_the_calibration(model: ResolvedModel, tmp_path: Path) -> None:
+    assumed = nominal_step_times(model, "float32", 1, residency="device")
     assert not assumed.is_measured and assumed.step_s(2, 100) > 0
-    kept = kept_path(nominal_calibration(folder, "float32", 1))
+    kept = kept_path(nominal_calibration(model, "float32", 1))
     assert find_step_times(assumed, kept) is assumed
     made = tabulated(assumed, path_beside(kept, assumed))
     assert find_step_times(assumed, kept) == made
     others = [
-        nominal_step_times(folder, "float32", 2, residency="device"),
-        nominal_step_times(folder, "bfloat16", 1, residency="device"),
-        nominal_step_times(folder, "float32", 1, residency="host"),
-        nominal_step_times(folder, "float32", 1, residency="device", quantization="int8"),
+        nominal_step_times(model, "float32", 2, residency="device"),
+        nominal_step_times(model, "bfloat16", 1, residency="device"),
+        nominal_step_times(model, "float32", 1, residency="host"),
+        nominal_step_times(model, "float32", 1, residency="device", quantization="int8"),
     ]
     assert len({assumed.fingerprint, *(other.fingerprint for other in others)}) == 5
     assert find_step_times(others[0], kept) is others[0]
 
 
-def test_int8_weights_are_taken_to_be_read_as_such(folder: Path) -> None:
+def test_int8_weights_are_taken_to_be_read_as_such(model: ResolvedModel) -> None:
     plain, int8 = (
-        nominal_step_times(folder, "bfloat16", 1, residency="device", quantization=each) for each in ("none", "int8")
+        nominal_step_times(model, "bfloat16", 1, residency="device", quantization=each) for each in ("none", "int8")
     )
     assert int8.cost.step_s == pytest.approx(plain.cost.step_s / 2)
 
 
 def test_step_times_that_are_damaged_or_foreign_are_not_used(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: ResolvedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assumed, kept = nominal_step_times(folder, "float32", 1, residency="device"), tmp_path / "kept.json"
+    assumed, kept = nominal_step_times(model, "float32", 1, residency="device"), tmp_path / "kept.json"
     path = path_beside(kept, assumed)
     path.write_text("{")
     assert find_step_times(assumed, kept) is assumed and str(path) in caplog.text
@@ -156,38 +158,40 @@ def test_step_times_that_are_damaged_or_foreign_are_not_used(
     assert find_step_times(assumed, kept) is assumed and "of another model or hardware" in caplog.text
 
 
-def test_engines_that_speculate_know_where_their_step_times_are_kept(folder: Path, tmp_path: Path) -> None:
+def test_engines_that_speculate_know_where_their_step_times_are_kept(model: ResolvedModel, tmp_path: Path) -> None:
     """Measured or not yet: they read them when they start."""
     given = tmp_path / "given.json"
-    measured(nominal_calibration(folder, "bfloat16", 1), given)
+    measured(nominal_calibration(model, "bfloat16", 1), given)
     prefill = PrefillSection(num_threads=1, calibration=str(given))
     plain = ClusterConfig(prefill=prefill, generate=GenerateSection(num_threads=2, speculation="off"))
-    assert engine_step_times(plain, folder) == ""
+    assert engine_step_times(ClusterPlan(plain, model)) == ""
     drafting = dataclasses.replace(plain, generate=GenerateSection(num_threads=2))
-    assumed = nominal_step_times(folder, "bfloat16", 2, residency="device")
-    assert engine_step_times(drafting, folder) == str(path_beside(given, assumed))
+    assumed = nominal_step_times(model, "bfloat16", 2, residency="device")
+    assert engine_step_times(ClusterPlan(drafting, model)) == str(path_beside(given, assumed))
     workers = [
         worker
         for name in drafting.group_sizes
-        for worker in drafting.workers(name, folder, secret=SECRET, step_times=engine_step_times(drafting, folder))
+        for worker in drafting.workers(
+            name, model.folder, secret=SECRET, step_times=engine_step_times(ClusterPlan(drafting, model))
+        )
     ]
     places = {worker.role: worker.place.step_times for worker in workers}
     assert places == {"prefill": "", "generate": str(path_beside(given, assumed))}
 
 
-def test_planners_know_their_engines_steps(folder: Path, tmp_path: Path) -> None:
+def test_planners_know_their_engines_steps(model: ResolvedModel, tmp_path: Path) -> None:
     given = tmp_path / "given.json"
-    measured(nominal_calibration(folder, "bfloat16", 1), given)
+    measured(nominal_calibration(model, "bfloat16", 1), given)
     config = ClusterConfig(
         prefill=PrefillSection(num_threads=1, calibration=str(given)), generate=GenerateSection(num_threads=2)
     )
-    assumed = nominal_step_times(folder, "bfloat16", 2, residency="device")
-    planner = served_planner(config, folder)
+    assumed = nominal_step_times(model, "bfloat16", 2, residency="device")
+    planner = served_planner(ClusterPlan(config, model))
     assert planner.steps == assumed
     made = tabulated(assumed, path_beside(given, assumed))
-    assert served_planner(config, folder, planner) is planner
+    assert served_planner(ClusterPlan(config, model), planner) is planner
     assert planner.step_s(4, 256) == pytest.approx(0.05) and planner.steps == made
     local = WrittenConfig({"generate": {"num_threads": 2}}).local.config
-    assert served_planner(local, folder).steps == assumed
-    tabulated(assumed, path_beside(kept_path(nominal_calibration(folder, "bfloat16", 1)), assumed))
-    assert served_planner(local, folder).steps == made
+    assert served_planner(ClusterPlan(local, model)).steps == assumed
+    tabulated(assumed, path_beside(kept_path(nominal_calibration(model, "bfloat16", 1)), assumed))
+    assert served_planner(ClusterPlan(local, model)).steps == made

@@ -8,6 +8,7 @@ from baton.planning.hardware import CoreRates, cpu_rank
 from deploy.machine import core_rates
 from deploy.machine.calibrations import nominal_calibration, nominal_step_times
 from deploy.machine.core_rates import keep_rates, kept_rates, kept_rates_path, measure_core_rates
+from deploy.machine.resolved_model import ResolvedModel
 from tests.support.models.config_folders import SMALL, write_config
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -16,26 +17,26 @@ RATES = CoreRates(1e11, 5e10, 4e9, 7e9)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_config(tmp_path / "tiny", SMALL)
+def model(tmp_path: Path) -> ResolvedModel:
+    return ResolvedModel(write_config(tmp_path / "tiny", SMALL))
 
 
 def test_without_a_measurement_rates_are_assumed() -> None:
     assert kept_rates(2) is None
 
 
-def test_predictions_begin_with_what_was_kept(folder: Path) -> None:
-    assumed, assumed_steps = nominal_calibration(folder, "bfloat16", 2), step_s(folder)
+def test_predictions_begin_with_what_was_kept(model: ResolvedModel) -> None:
+    assumed, assumed_steps = nominal_calibration(model, "bfloat16", 2), step_s(model)
     keep_rates({"2": RATES, "4": RATES})
-    made = nominal_calibration(folder, "bfloat16", 2)
+    made = nominal_calibration(model, "bfloat16", 2)
     assert made.cost.linear_s == pytest.approx(assumed.cost.linear_s * cpu_rank(2, 2).linear_flops / 2e11)
     assert made.cost.pair_s == pytest.approx(assumed.cost.pair_s * cpu_rank(2, 2).pair_flops / 1e11)
     assert made.fingerprint == assumed.fingerprint and not made.is_measured
-    assert step_s(folder) != assumed_steps
+    assert step_s(model) != assumed_steps
 
 
-def step_s(folder: Path) -> float:
-    return nominal_step_times(folder, "bfloat16", 2, residency="device").step_s(4, 100)
+def step_s(model: ResolvedModel) -> float:
+    return nominal_step_times(model, "bfloat16", 2, residency="device").step_s(4, 100)
 
 
 def test_threads_share_the_memory() -> None:

@@ -15,12 +15,11 @@ from safetensors.numpy import save_file
 from baton.errors import ConfigError
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.planning.model_shape import ModelShape
+from deploy.config.cluster import ClusterConfig
 from deploy.config.file import load_config
-from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.cluster_plan import WORKER_BYTES, ClusterPlan
 from deploy.machine.doctor import (
-    WORKER_BYTES,
     Finding,
-    Machine,
     Verdict,
     check_cores,
     check_devices,
@@ -31,13 +30,13 @@ from deploy.machine.doctor import (
     check_selection,
     check_shm,
     examine,
-    inspect_machine,
     measure_kernels,
     measure_rates,
     require,
-    weight_bytes,
 )
 from deploy.machine.probe import MeasuredRates, measure
+from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import Machine, inspect_machine
 from tests.support.models.letter_models import write_letter_model
 
 pytestmark = pytest.mark.integration
@@ -54,44 +53,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def plan_of(folder: Path, config: ClusterConfig | None = None) -> ClusterPlan:
+    """Of the model in that folder; None: with the default configuration."""
+    return ClusterPlan(config or load_config(None), ResolvedModel(folder))
+
+
 def check(finding: Finding, verdict: Verdict, text: str = "") -> None:
     assert finding.verdict is verdict and text in finding.text, finding
 
 
-def test_weights_are_counted_as_they_will_be_loaded(folder: Path) -> None:
-    assert (weight_bytes(folder, "bfloat16"), weight_bytes(folder, "float32")) == (12, 24)
-
-
-def test_a_truncated_weights_file_is_named(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ConfigError, match="model.safetensors is not a safetensors file"):
-        weight_bytes(folder, "float32")
-
-
 def test_a_model_that_lacks_files_fails(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    check(check_model(load_config(None), folder), Verdict.FAILED, "lacks tokenizer.json")
-
-
-def test_packed_weights_are_counted_by_their_bits(folder: Path) -> None:
-    tensors: dict[str, Any] = {"m.qweight": np.zeros((3, 5), np.int32), "m.scales": np.zeros(7, np.float16)}
-    save_file(tensors, folder / "model.safetensors")
-    int4_beside_int8 = {"input_activations": {"num_bits": 8}, "weights": {"num_bits": 4}}
-    cases: list[tuple[dict[str, Any], int]] = [({"bits": 4}, 8), ({"bits": 8}, 4), ({}, 8), (int4_beside_int8, 8)]
-    for settings, weights_a_word in cases:
-        (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
-        assert weight_bytes(folder, "bfloat16") == 2 * (15 * weights_a_word + 7)
-    (folder / "config.json").write_text("{}")
-    (folder / "quant_config.json").write_text('{"w_bit": 8}')
-    assert weight_bytes(folder, "bfloat16") == 2 * (15 * 4 + 7)
+    check(check_model(plan_of(folder)), Verdict.FAILED, "lacks tokenizer.json")
 
 
 def test_format_of_quantised_weights_is_shown_and_one_that_cannot_be_read_fails(folder: Path) -> None:
     settings = {"quant_method": "awq", "bits": 4, "group_size": 128}
     (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    assert "as bfloat16, dequantised from awq, 4 bits, groups of 128" in check_model(load_config(None), folder).text
+    assert "as bfloat16, dequantised from awq, 4 bits, groups of 128" in check_model(plan_of(folder)).text
     (folder / "config.json").write_text(json.dumps({"quantization_config": {**settings, "bits": 3}}))
-    finding = check_model(load_config(None), folder)
+    finding = check_model(plan_of(folder))
     check(finding, Verdict.FAILED, "quantization_config: bits: 3 is not supported; choose AWQ")
     assert "model.name: " in finding.text
 
@@ -103,13 +84,13 @@ def test_a_model_that_drafts_must_be_whole_and_takes_memory(folder: Path, tmp_pa
     (drafts / "config.json").write_text("{}")
     config = load_config(None, ["generate.speculation=model", f"generate.draft_model={drafts}"])
     lack = f"{drafts} lacks tokenizer.json: set generate.draft_model to a whole model"
-    check(check_model(config, folder), Verdict.FAILED, lack)
+    check(check_model(plan_of(folder, config)), Verdict.FAILED, lack)
     (drafts / "tokenizer.json").write_text("{}")
-    assert f"drafts by {drafts}" in check_model(config, folder).text
-    needed = config.num_workers * (weight_bytes(folder, "bfloat16") + WORKER_BYTES)
+    assert f"drafts by {drafts}" in check_model(plan_of(folder, config)).text
+    needed = config.num_workers * (ResolvedModel(folder).weight_bytes("bfloat16") + WORKER_BYTES)
     machine = replace(MACHINE, available_bytes=needed + 2**20)
-    check(check_memory(config, folder, machine), Verdict.FAILED)
-    check(check_memory(load_config(None), folder, machine), Verdict.OK)
+    check(check_memory(plan_of(folder, config), machine), Verdict.FAILED)
+    check(check_memory(plan_of(folder), machine), Verdict.OK)
 
 
 def test_devices_are_listed_with_what_each_role_would_use() -> None:
@@ -129,11 +110,11 @@ def test_a_device_that_is_not_there_is_named_with_its_role(role: str) -> None:
 
 def test_memory_for_all_groups_that_may_be_started_is_looked_at(folder: Path) -> None:
     config = load_config(None, ["autoscaling.mode=act", "autoscaling.max=6", "prefill.num_ranks=2"])
-    worker = weight_bytes(folder, "bfloat16") + WORKER_BYTES
+    worker = ResolvedModel(folder).weight_bytes("bfloat16") + WORKER_BYTES
     scarce, enough = (replace(MACHINE, available_bytes=number * worker) for number in (10, 11))
     may_start = "the autoscaler may start 11: lower autoscaling.max"
-    check(check_memory(config, folder, scarce), Verdict.WARNING, may_start)
-    check(check_memory(config, folder, enough), Verdict.OK)
+    check(check_memory(plan_of(folder, config), scarce), Verdict.WARNING, may_start)
+    check(check_memory(plan_of(folder, config), enough), Verdict.OK)
 
 
 @pytest.mark.parametrize("field", ["residency", "speculation"])
@@ -163,9 +144,11 @@ def test_more_workers_than_cores_is_a_warning_only() -> None:
 
 def test_workers_that_do_not_fit_into_memory_fail(folder: Path) -> None:
     config = load_config(None, ["prefill.num_ranks=3"])
-    check(check_memory(config, folder, MACHINE), Verdict.OK)
+    check(check_memory(plan_of(folder, config), MACHINE), Verdict.OK)
     check(
-        check_memory(config, folder, replace(MACHINE, available_bytes=2**30)), Verdict.FAILED, "2.0 GiB for 4 workers"
+        check_memory(plan_of(folder, config), replace(MACHINE, available_bytes=2**30)),
+        Verdict.FAILED,
+        "2.0 GiB for 4 workers",
     )
 
 
@@ -173,9 +156,11 @@ def test_kv_that_does_not_fit_beside_the_weights_is_a_warning(folder: Path) -> N
     values = ["prefill.num_ranks=1", "generate.num_groups=2", "generate.kv_memory_bytes=4GiB"]
     short = replace(MACHINE, available_bytes=9 * 2**30)
     config = load_config(None, values)
-    check(check_memory(load_config(None, values[:2]), folder, short), Verdict.OK)
-    check(check_memory(config, folder, short), Verdict.WARNING, "8.0 GiB for KV: lower generate.kv_memory_bytes")
-    check(check_memory(config, folder, MACHINE), Verdict.OK)
+    check(check_memory(plan_of(folder, load_config(None, values[:2])), short), Verdict.OK)
+    check(
+        check_memory(plan_of(folder, config), short), Verdict.WARNING, "8.0 GiB for KV: lower generate.kv_memory_bytes"
+    )
+    check(check_memory(plan_of(folder, config), MACHINE), Verdict.OK)
 
 
 def test_an_object_store_that_does_not_fit_fails() -> None:
@@ -217,14 +202,14 @@ def test_a_host_of_another_machine_fails() -> None:
 
 def test_failed_findings_are_raised_by_name(folder: Path) -> None:
     config = load_config(None, ["orchestrator.port=0", "http.port=0"])
-    require(examine(config, folder, MACHINE))
+    require(examine(plan_of(folder, config), MACHINE))
     with pytest.raises(ConfigError, match="/dev/shm: 0 MiB free"):
-        require(examine(config, folder, replace(MACHINE, shm_bytes=0)))
+        require(examine(plan_of(folder, config), replace(MACHINE, shm_bytes=0)))
 
 
 def test_a_cluster_elsewhere_is_not_judged_by_this_machine(folder: Path) -> None:
     config = load_config(None, ["orchestrator.port=0", "ray.address=10.0.0.1:6379"])
-    require(examine(config, folder, replace(MACHINE, shm_bytes=0, available_bytes=0)))
+    require(examine(plan_of(folder, config), replace(MACHINE, shm_bytes=0, available_bytes=0)))
 
 
 def test_this_machine_can_be_inspected() -> None:
@@ -248,8 +233,8 @@ def test_rates_are_those_of_the_configured_model_and_threads(
     monkeypatch.setattr("deploy.machine.probe.measure", recorded)
     values = ["generate.num_threads=1", f"model.dtype={dtype}", f"model.quantization={quantization}"]
     folder = write_letter_model(tmp_path)
-    finding = measure_rates(load_config(None, values), folder, MACHINE)
-    shape = nominal_calibration(folder, dtype, 1).shape
+    finding = measure_rates(plan_of(folder, load_config(None, values)), MACHINE)
+    shape = ResolvedModel(folder).shape(dtype)
     assert asked == [(shape, dtype, 1, MACHINE.available_bytes, {"quantization": quantization})]
     doubt = "this machine is busy" in finding.text or "at least" in finding.text
     assert finding.verdict is (Verdict.WARNING if doubt else Verdict.OK)
@@ -257,11 +242,11 @@ def test_rates_are_those_of_the_configured_model_and_threads(
 
 
 def test_rates_that_cannot_be_measured_leave_the_other_findings(folder: Path, tmp_path: Path) -> None:
-    config, short = load_config(None), replace(MACHINE, available_bytes=2**20)
+    short = replace(MACHINE, available_bytes=2**20)
     (tmp_path / "letters").mkdir()
-    check(measure_rates(config, folder, MACHINE), Verdict.WARNING, "not measured: ")
+    check(measure_rates(plan_of(folder), MACHINE), Verdict.WARNING, "not measured: ")
     letters = write_letter_model(tmp_path / "letters")
-    check(measure_rates(config, letters, short), Verdict.WARNING, "GB of memory, 0.0 are free: free some")
+    check(measure_rates(plan_of(letters), short), Verdict.WARNING, "GB of memory, 0.0 are free: free some")
 
 
 def test_kernels_in_use_stand_beside_the_rates_of_all_ways() -> None:

@@ -11,7 +11,9 @@ from rich.console import Console
 from baton.errors import ConfigError, ModelError
 from baton.settings.place import WorkerPlace
 from deploy.config.file import load_config
+from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.model_folder import folder_on_node, require_alike, resolve_drafts, section_on_node
+from deploy.machine.resolved_model import ResolvedModel
 from generate_workers.config import EngineConfig
 from tests.support.wire.secret import SECRET
 
@@ -28,14 +30,14 @@ def other(smollm2: Path, tmp_path: Path) -> Path:
 def test_weights_may_differ_and_notes_in_the_configuration(smollm2: Path, other: Path) -> None:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "transformers_version": "0"}))
-    require_alike(other, smollm2)
+    require_alike(ResolvedModel(other), ResolvedModel(smollm2))
 
 
 def test_another_shape_is_refused(smollm2: Path, other: Path) -> None:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match="differ in config.json: only weights may, start another cluster"):
-        require_alike(other, smollm2)
+        require_alike(ResolvedModel(other), ResolvedModel(smollm2))
 
 
 @pytest.mark.parametrize(
@@ -46,25 +48,27 @@ def test_another_tokenizer_or_template_is_refused(smollm2: Path, other: Path, na
     if content is not None:
         (other / name).write_text(content)
     with pytest.raises(ConfigError, match=f"differ in {name}"):
-        require_alike(other, smollm2)
+        require_alike(ResolvedModel(other), ResolvedModel(smollm2))
 
 
 def test_no_model_is_refused(smollm2: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is not a model folder"):
-        require_alike(tmp_path / "absent", smollm2)
+        require_alike(ResolvedModel(tmp_path / "absent"), ResolvedModel(smollm2))
 
 
 def test_workers_get_the_draft_model_s_folder(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = load_config(None, [])
+    model = ResolvedModel(smollm2)
+    plain = ClusterPlan(load_config(None, []), model)
     assert resolve_drafts(plain, Console(stderr=True)) is plain
     monkeypatch.chdir(smollm2.parent)  # which is not where workers run
     config = load_config(None, ["generate.speculation=model", f"generate.draft_model={smollm2.name}"])
-    (worker,) = resolve_drafts(config, Console(stderr=True)).workers("generate-0", smollm2, secret=SECRET)
+    plan = resolve_drafts(ClusterPlan(config, model), Console(stderr=True))
+    (worker,) = plan.config.workers("generate-0", smollm2, secret=SECRET)
     assert isinstance(worker.section, EngineConfig)
     assert worker.section.draft_model == str(smollm2)
     unknown = load_config(None, ["generate.speculation=model", "generate.draft_model=gpt-5"])
     with pytest.raises(ModelError, match="model 'gpt-5' is neither a folder nor"):
-        resolve_drafts(unknown, Console(stderr=True))
+        resolve_drafts(ClusterPlan(unknown, model), Console(stderr=True))
 
 
 def test_a_node_takes_the_launcher_s_folder_where_it_has_one(tmp_path: Path) -> None:

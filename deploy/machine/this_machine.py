@@ -1,0 +1,90 @@
+"""This machine: its cores and memory, and measurements that are made before its first use, with progress. Blocks."""
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from baton.modeling.kernels import native
+from baton.modeling.kernels.kept_choice import load_choice
+from baton.types import KernelChoice
+from deploy.machine.core_rates import kept_rates_path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The properties of a machine on which a cluster is planned."""
+
+    cores: frozenset[int]
+    """Cores that this process may use."""
+    available_bytes: int
+    """Bytes of available memory."""
+    shm_bytes: int
+    """Bytes that are free in /dev/shm."""
+    instruction_set: str | None
+    """Instruction set of the native kernels that this processor uses; None if none are built for it."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """Kernels that were measured as the fastest for its kind of processor; empty: workers choose for themselves."""
+
+
+def prepare_machine(console: Console) -> Machine:
+    """Measure the kernels and a core's rates unless that was done before, and return the properties of this machine."""
+    kernels = prepare_kernels(console)
+    _prepare_rates(console)
+    return replace(inspect_machine(), kernels=kernels)
+
+
+def inspect_machine() -> Machine:
+    """Return the properties of this machine that need no measurement, as they are now."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return Machine(frozenset(cores), _available_bytes() or pages, shm, native.chosen_set())
+
+
+def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
+    """Measure which of the CPU's kernels are the fastest, unless that was done before. Runs in a process of its own,
+    because a launcher does not import torch. Return the choice for this machine's kind of processor; empty when there
+    is none, and then workers choose for themselves."""
+    if native.may_need_measuring():
+        with _doing("measuring the kernels on this processor", console):
+            if reason := _failure_of("baton.modeling.kernels"):
+                console.print(f"kernels cannot be measured ({reason}): workers measure them as they start")
+    choice = load_choice()
+    return () if choice is None else (choice,)
+
+
+def _prepare_rates(console: Console) -> None:
+    """Measure the rates of a core with the kernels, the basis of the first predictions, unless that was done before.
+    Runs in a separate process. Call it once the kernels are prepared."""
+    if not kept_rates_path().exists():
+        with _doing("measuring what a core of this processor reaches", console):
+            if reason := _failure_of("deploy.machine.core_rates"):
+                console.print(f"rates cannot be measured ({reason}): predictions begin with assumed ones")
+
+
+def _doing(text: str, console: Console) -> AbstractContextManager[object]:
+    """Show what is being done while the block runs: on a terminal with a spinner, elsewhere as a line."""
+    if console.is_terminal:
+        return console.status(text)
+    console.print(text, markup=False, soft_wrap=True)
+    return nullcontext()
+
+
+def _failure_of(module: str) -> str:
+    """Run a module as a program; return the last line that it printed about its failure, empty when it ended well."""
+    command = [sys.executable, "-m", module]
+    run = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return (run.stderr.strip().splitlines() or ["no message"])[-1] if run.returncode else ""
+
+
+def _available_bytes() -> int:
+    """Return MemAvailable in bytes, which includes memory that caches would release; 0 where there is no /proc."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
