@@ -12,7 +12,7 @@ import sys
 from baton.modeling.hosting import use_cores
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.rates import KERNELS, runnable
-from deploy.machine.prefill_rates import attention_rate, layer_rate
+from deploy.machine.prefill_rates import attention_work, layer_work, rate_of
 from deploy.machine.resolved_model import ResolvedModel
 
 KEYS = "512,1024,2048,3000,6000"
@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
             with progress(f"{num_keys} keys, {form}", pairs) as advance:
                 for _ in range(pairs):
                     for name in kernels:
-                        rate = attention_rate(KERNELS[name], shape, (num_queries, num_keys), _CALL_S)
+                        rate = rate_of(attention_work(KERNELS[name], shape, (num_queries, num_keys)), _CALL_S)
                         rates[name].append(rate / 1e9)
-                    rates["matmul"].append(layer_rate(shape, num_queries, _CALL_S) / 1e9)
+                    rates["matmul"].append(rate_of(layer_work(shape, num_queries), _CALL_S) / 1e9)
                     advance()
             ours = kernels[0]
             for baseline in rates:

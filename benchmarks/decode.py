@@ -36,7 +36,7 @@ from baton_lab.study.roofline import ServedModel, served, step_time
 from benchmarks.sides.engine_rows import EngineRows, row_lengths
 from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
-from deploy.machine.prefill_rates import layer_rate
+from deploy.machine.prefill_rates import layer_work, rate_of
 from deploy.machine.probe import measure
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import inspect_machine
@@ -150,7 +150,8 @@ class Bench:
         memory_bytes = inspect_machine().available_bytes
         self.measured = measure(shape, args.dtype, num_threads, memory_bytes, quantization=quantization)
         self.chip: Chip = self.measured.chip
-        self.bare_chip = bare(self.chip, layer_rate(shape, _PROMPT_TOKENS, _RATE_S, TORCH_DTYPES[args.dtype]))
+        work = layer_work(shape, _PROMPT_TOKENS, TORCH_DTYPES[args.dtype])
+        self.bare_chip = bare(self.chip, rate_of(work, _RATE_S))
         self.model: ServedModel = served(
             shape,
             tied=self.decoder.config.tie_embeddings,

@@ -13,7 +13,7 @@ import torch
 from baton.modeling.forward.attention import Kernel, cpu_flash_kernel, native_kernel
 from baton.modeling.kernels import native
 from baton.planning.model_shape import ModelShape
-from deploy.machine.prefill_rates import attention_rate, layer_rate, median_s, random_numbers
+from deploy.machine.prefill_rates import attention_work, layer_work, median_s, random_numbers, rate_of
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"native": native_kernel, "sdpa": cpu_flash_kernel})
 """Kernels of prefill attention on a CPU, by the names that results carry."""
@@ -45,8 +45,9 @@ class RateProbe:
         if self.kind == "stream":
             return stream_rate(self.seconds)
         if self.kind == "layer":
-            return layer_rate(self.shape, self.num_tokens, self.seconds)
-        return attention_rate(KERNELS[self.kernel], self.shape, (self.num_tokens, self.num_tokens), self.seconds)
+            return rate_of(layer_work(self.shape, self.num_tokens), self.seconds)
+        work = attention_work(KERNELS[self.kernel], self.shape, (self.num_tokens, self.num_tokens))
+        return rate_of(work, self.seconds)
 
 
 def matmul_rate(num_rows: int, num_in: int, num_out: int, seconds: float) -> float:

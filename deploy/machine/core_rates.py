@@ -15,9 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -63,15 +61,15 @@ def measure_core_rates() -> dict[str, CoreRates]:
     import torch
 
     from baton.modeling.forward.attention import default_kernel
-    from deploy.machine.prefill_rates import WALL, attention_rate, layer_rate, read_rate
+    from deploy.machine.prefill_rates import WALL, Work, attention_work, layer_work, rate_of, read_rate
 
     before, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
 
-    def of_a_core(rate: Callable[..., float]) -> float:
+    def of_a_core(work: Work) -> float:
         torch.set_num_threads(num_cores)
-        together = rate(clock=WALL) / num_cores
+        together = rate_of(work, _SECONDS, WALL) / num_cores
         torch.set_num_threads(1)
-        alone = rate(clock=time.thread_time)
+        alone = rate_of(work, _SECONDS, time.thread_time)
         return min(max(together, alone / 2), alone)
 
     try:
@@ -83,9 +81,9 @@ def measure_core_rates() -> dict[str, CoreRates]:
         for name, num_bytes in _DTYPES.items():
             dtype: torch.dtype = getattr(torch, name)
             kernel = default_kernel(torch.device("cpu"), dtype)
-            linear = partial(layer_rate, _SHAPE, _TOKENS, _SECONDS, dtype)
-            attention = partial(attention_rate, kernel, _SHAPE, (_TOKENS, _KEYS), _SECONDS, dtype)
-            found[str(num_bytes)] = CoreRates(of_a_core(linear), of_a_core(attention), alone, together)
+            linear = of_a_core(layer_work(_SHAPE, _TOKENS, dtype))
+            attention = of_a_core(attention_work(kernel, _SHAPE, (_TOKENS, _KEYS), dtype))
+            found[str(num_bytes)] = CoreRates(linear, attention, alone, together)
         return found
     finally:
         torch.set_num_threads(before)

@@ -1,7 +1,7 @@
 """Measures the rates of the parts of prefill on random data: a layer's matrices, attention, and reading memory.
 
 FLOPs count a multiply-add as two, and of causal attention only the visible pairs. `core_rates` keeps what one core
-reaches; benchmarks compare kernels by the same functions. Every call blocks for `seconds` or a little more.
+reaches; benchmarks compare kernels by the same functions. Measurements block for `seconds` or a little more.
 
 T tokens, N heads, G kv heads, H head dim.
 """
@@ -21,14 +21,14 @@ from baton.planning.model_shape import ModelShape
 Clock = Callable[[], float]
 """Clock in seconds: elapsed time, or time.thread_time, which counts only the work of the calling thread."""
 WALL: Clock = time.perf_counter
+Work = tuple[Callable[[], object], float]
+"""A call, and its FLOPs."""
 _LEAST_REPEATS = 3
 _READ_BYTES = 2**28
 
 
-def layer_rate(
-    shape: ModelShape, num_tokens: int, seconds: float, dtype: torch.dtype = torch.bfloat16, *, clock: Clock = WALL
-) -> float:
-    """Return FLOP/s of a layer's linears, as the decoder runs them here, over a chunk of `num_tokens`."""
+def layer_work(shape: ModelShape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Work:
+    """Return the linears of a layer, as the decoder runs them here, over a chunk of `num_tokens`."""
     width, heads = shape.hidden, shape.num_heads * shape.head_dim
     qkv = heads + 2 * shape.num_kv_heads * shape.head_dim
     up = (2 if shape.gated else 1) * shape.active_ffn
@@ -42,25 +42,25 @@ def layer_rate(
         for x, linear in layers:
             linear(x)
 
-    return shape.linear_flops * num_tokens / median_s(run, seconds, clock)
+    return run, shape.linear_flops * num_tokens
 
 
-def attention_rate(
-    kernel: Kernel,
-    shape: ModelShape,
-    size: tuple[int, int],
-    seconds: float,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    clock: Clock = WALL,
-) -> float:
-    """Return FLOP/s of a kernel with (queries, keys): a causal square when the two are equal, else dense."""
+def attention_work(
+    kernel: Kernel, shape: ModelShape, size: tuple[int, int], dtype: torch.dtype = torch.bfloat16
+) -> Work:
+    """Return a call of a kernel with (queries, keys): a causal square when the two are equal, else dense."""
     num_queries, num_keys = size
     q_TNH = random_numbers(num_queries, shape.num_heads, shape.head_dim, dtype=dtype)
     kv = random_numbers(num_keys, 2, shape.num_kv_heads, shape.head_dim, dtype=dtype)
     rows, causal = KvRows(kv[:, 0], kv[:, 1], 0), num_queries == num_keys
     pairs = num_queries * (num_queries + 1) / 2 if causal else num_queries * num_keys
-    return shape.pair_flops * pairs / median_s(lambda: kernel(q_TNH, [rows], causal, None), seconds, clock)
+    return lambda: kernel(q_TNH, [rows], causal, None), shape.pair_flops * pairs
+
+
+def rate_of(work: Work, seconds: float, clock: Clock = WALL) -> float:
+    """Return FLOP/s of the work."""
+    call, flops = work
+    return flops / median_s(call, seconds, clock)
 
 
 def read_rate(seconds: float) -> float:
