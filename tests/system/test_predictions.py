@@ -67,12 +67,12 @@ async def test_a_measured_calibration_stays_as_it_is() -> None:
 
 async def test_steps_are_measured_in_batches_that_fill_the_group_and_leave_nothing() -> None:
     """Rows that did not run in step would be refused."""
-    grid = Grid((1, 3, 8), (40, MAX_TOKENS - NUM_STEPS // 2))
+    grid = Grid((1, 3, 8), (40, MAX_TOKENS - NUM_STEPS // 2), repeats=2)
     done: list[int] = []
 
     def measured(target: str) -> list[list[float]]:
         with Client(target) as client:
-            return measure_steps(client, grid, repeats=2, rng=random.Random(1), done=done.append)
+            return measure_steps(client, grid, rng=random.Random(1), done=done.append)
 
     async with cluster(num_slots=8, generate={"speculation": "auto"}) as running:
         seconds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
@@ -86,7 +86,7 @@ async def test_rounds_are_measured_beside_what_they_did_and_leave_nothing() -> N
 
     def measured(target: str) -> list[Measured]:
         with Client(target) as client:
-            return measure_rounds(client, grid, draft_keys, repeats=1, rng=random.Random(1), done=lambda work: None)
+            return measure_rounds(client, grid, draft_keys, rng=random.Random(1), done=lambda work: None)
 
     async with cluster(num_slots=8, generate={"speculation": "auto"}) as running:
         rounds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")

@@ -38,14 +38,14 @@ def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningSt
 
     grid, draft_keys, rng = _grid(args, client), draft_keys_of(client.cluster_state()), Random()
     origin = loads(stub.GetStepTimes(pb.GetStepTimesRequest(), timeout=_ANSWER_S).step_times, "cluster")
-    with progress(console, "measuring", sum(map(grid.work, grid.cells)) * args.repeats) as done:
-        seconds = measure_steps(client, grid, repeats=args.repeats, rng=rng, done=done)
+    with progress(console, "measuring", sum(map(grid.work, grid.cells)) * grid.repeats) as done:
+        seconds = measure_steps(client, grid, rng=rng, done=done)
     rounds: list[Measured] = []
     if draft_keys:
         ends = corners(grid)
-        total = len(NUM_DRAFTS) * sum(map(ends.work, ends.cells)) * args.repeats
+        total = len(NUM_DRAFTS) * sum(map(ends.work, ends.cells)) * ends.repeats
         with progress(console, "measuring rounds of drafts", total) as done:
-            rounds = measure_rounds(client, ends, draft_keys, repeats=args.repeats, rng=rng, done=done)
+            rounds = measure_rounds(client, ends, draft_keys, rng=rng, done=done)
     times, residual = tabulate(origin, grid.batches, grid.contexts, seconds, rounds)
     _show(origin, times, residual, console)
     _show_rounds(times, rounds, bool(draft_keys), console)
@@ -72,8 +72,10 @@ def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
     if args.batches is not None:
         batches = option_values.counts("--batches", args.batches, batches[-1])
     if args.contexts is None:
-        return Grid(batches, default_contexts(max_tokens))
-    return Grid(batches, option_values.counts("--contexts", args.contexts, longest_context(max_tokens), LEAST_CONTEXT))
+        contexts = default_contexts(max_tokens)
+    else:
+        contexts = option_values.counts("--contexts", args.contexts, longest_context(max_tokens), LEAST_CONTEXT)
+    return Grid(batches, contexts, args.repeats)
 
 
 def _show(origin: "StepTimes", times: "StepTimes", residual: float, console: "Console") -> None:

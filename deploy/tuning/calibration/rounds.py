@@ -54,7 +54,7 @@ def max_tokens_of(num_drafts: int) -> int:
 def corners(grid: Grid) -> Grid:
     """Return the smallest and the largest batches and contexts of a grid: costs are linear between them."""
     batches, contexts = (tuple(sorted({axis[0], axis[-1]})) for axis in (grid.batches, grid.contexts))
-    return Grid(batches, contexts)
+    return Grid(batches, contexts, grid.repeats)
 
 
 def measure_rounds(
@@ -62,7 +62,6 @@ def measure_rounds(
     grid: Grid,
     draft_keys: Mapping[str, int],
     *,
-    repeats: int,
     rng: random.Random,
     done: Callable[[int], None],
 ) -> list[Measured]:
@@ -73,7 +72,7 @@ def measure_rounds(
     model = client.model()
     rounds: dict[tuple[int, int, int], list[Measured]] = defaultdict(list)
     cases = list(itertools.product(grid.cells, NUM_DRAFTS))
-    for _ in range(repeats):
+    for _ in range(grid.repeats):
         for cell, num_drafts in rng.sample(cases, len(cases)):
             batch, context = cell
             num_output = max_tokens_of(num_drafts)

@@ -36,6 +36,8 @@ class Grid:
     """Numbers of rows, ascending."""
     contexts: tuple[int, ...]
     """Tokens that a row has half-way through the measurement, ascending."""
+    repeats: int = 1
+    """Number of times that each batch is measured."""
 
     @property
     def cells(self) -> list[tuple[int, int]]:
@@ -73,16 +75,14 @@ def default_contexts(max_tokens: int) -> tuple[int, ...]:
     return contexts
 
 
-def measure_steps(
-    client: Client, grid: Grid, *, repeats: int, rng: random.Random, done: Callable[[int], None]
-) -> list[list[float]]:
+def measure_steps(client: Client, grid: Grid, *, rng: random.Random, done: Callable[[int], None]) -> list[list[float]]:
     """Measure step times. Return seconds, one row for each batch with one time for each context: the median over the
-    steps of `repeats` rounds, each in random order, after one batch that is thrown away. `done` is called with the work
-    of each batch that has ended. Raises UnavailableError when a batch was lost, or did not run alone."""
+    steps of all repeats, each in random order, after one batch that is thrown away. `done` is called with the work of
+    each batch that has ended. Raises UnavailableError when a batch was lost, or did not run alone."""
     vocab_size = client.model().vocab_size
     seconds: dict[tuple[int, int], list[float]] = {cell: [] for cell in grid.cells}
     _run(client, (grid.batches[-1], grid.contexts[0]), rng, vocab_size)
-    for _ in range(repeats):
+    for _ in range(grid.repeats):
         for cell in rng.sample(grid.cells, len(grid.cells)):
             seconds[cell] += _run(client, cell, rng, vocab_size)
             done(grid.work(cell))
