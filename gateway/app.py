@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from baton import __version__
 from baton.errors import BatonError, InvalidArgumentError
+from baton.process.clock import SystemClock
 from baton.text.bounded_reading import BoundedReading
 from baton.types import TokenEvent
 from gateway.answers import Chats, Completions, Head, Object, Writer, line
@@ -34,7 +35,7 @@ from gateway.fields.names import chat_names, completion_names, tokenize_names
 from gateway.openapi import ERRORS, STREAMED, describe
 from gateway.reading import Asked, Reader
 from gateway.responses.routes import Responses
-from gateway.responses.store import ResponseStore
+from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
 from gateway.streaming import FAULT, EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
@@ -48,40 +49,39 @@ class Gateway:
         self,
         upstream: Upstream,
         reader: Reader,
-        store: ResponseStore,
-        console: Console | None = None,
         *,
         rules: HttpRules = DEFAULT_RULES,
-        is_loopback: bool = True,
+        limits: StoreLimits = DEFAULT_LIMITS,
+        has_console: bool = True,
     ) -> None:
-        """`console` is served in addition to the API; None: no console. `is_loopback` is true if only processes of this
-        machine reach the gateway."""
-        self._console = console
-        self._rules = rules
-        self._is_loopback = is_loopback
-        self._upstream = upstream
+        """The caller owns `upstream`. `rules` say who is answered. `limits` bound the responses that are kept.
+        `has_console` is true if the web console is served, too."""
+        self.upstream = upstream
+        self.rules = rules
         self._reader = reader
-        self._responses = Responses(upstream, reader, store)
+        clock = SystemClock()
+        self._console = Console(upstream, reader, clock) if has_console else None
+        self._responses = Responses(upstream, reader, ResponseStore(limits, clock))
         self._registry = CollectorRegistry()
         self._started_s = int(time.time())
 
-    def app(self) -> FastAPI:
-        """Return the application, with all routes."""
+    def app(self, *, is_loopback: bool) -> FastAPI:
+        """Return the application, with all routes. `is_loopback` is true if only processes of this machine reach it."""
         app = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
         app.router.route_class = BodyRoute
-        access = Access(self._upstream)
+        access = Access(self.upstream)
         app.state.admit = access.admit
         app.state.reading = BoundedReading()
         app.add_middleware(BodyLimit)
-        if self._rules.allow_origins:
+        if self.rules.allow_origins:
             app.add_middleware(
                 CORSMiddleware,
-                allow_origins=self._rules.allow_origins,
+                allow_origins=self.rules.allow_origins,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("x-request-id", "retry-after"),
             )
-        app.add_middleware(HostCheck, rules=self._rules, access=access, is_loopback=self._is_loopback)
+        app.add_middleware(HostCheck, rules=self.rules, access=access, is_loopback=is_loopback)
         app.add_middleware(RequestCounts, registry=self._registry)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)
@@ -146,14 +146,14 @@ class Gateway:
 
     async def ready(self) -> Response:
         """Report whether requests are served."""
-        return Response(status_code=200 if await self._upstream.is_serving() else 503)
+        return Response(status_code=200 if await self.upstream.is_serving() else 503)
 
     async def metrics(self) -> Response:
         """Return this process's own metrics in Prometheus' format; the orchestrator has those of the cluster."""
         return PlainTextResponse(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
 
     async def _model(self, request: Request) -> Object:
-        served = await self._upstream.model(caller_of(request))
+        served = await self.upstream.model(caller_of(request))
         return {
             "id": served.name,
             "object": "model",
@@ -178,7 +178,7 @@ class Gateway:
         )
         writer = writes(head, asked)
         async with AsyncExitStack() as stack:
-            answers = await stack.enter_async_context(self._upstream.answers(asked, id_, caller_of(request)))
+            answers = await stack.enter_async_context(self.upstream.answers(asked, id_, caller_of(request)))
             headers = {"x-request-id": id_}
             if not asked.is_streamed:
                 return JSONResponse(await unless_gone(request, _whole(writer, answers)), headers=headers)

@@ -13,15 +13,10 @@ import uvloop
 from starlette.types import ASGIApp
 
 from baton.errors import ConfigError
-from baton.process.clock import SystemClock
 from gateway.app import Gateway
-from gateway.console.routes import Console
 from gateway.door.bounded_http import BoundedProtocol, allow_connections
 from gateway.door.drain import Drain
 from gateway.door.hosts import is_loopback
-from gateway.door.rules import DEFAULT_RULES, HttpRules
-from gateway.reading import Reader
-from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
 from gateway.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -60,26 +55,18 @@ class HttpServer:
     @classmethod
     async def start(
         cls,
-        upstream: Upstream,
-        reader: Reader,
+        gateway: Gateway,
         listening: socket.socket,
         *,
-        rules: HttpRules = DEFAULT_RULES,
         certificate: Certificate | None = None,
-        limits: StoreLimits = DEFAULT_LIMITS,
         spans: "TracerProvider | None" = None,
-        has_console: bool = True,
     ) -> Self:
-        """Serve on a bound socket, which the server then owns. Return once requests are answered. The caller owns
-        `upstream`, but `stop` closes it. `rules` say who is answered. `limits` bound the responses that are kept.
-        `spans` makes a span of each request, and stays the caller's; None: no spans. `has_console` is true if the web
-        console is served, too. Raises ConfigError when the certificate cannot be read; the socket is closed then."""
+        """Serve `gateway` on a bound socket, which the server then owns. Return once requests are answered. `stop`
+        closes the gateway's upstream. `spans` makes a span of each request, and stays the caller's; None: no spans.
+        Raises ConfigError when the certificate cannot be read; the socket is closed then."""
         allow_connections()
-        clock = SystemClock()
-        console = Console(upstream, reader, clock) if has_console else None
         host, port, *_ = listening.getsockname()
-        store, is_local = ResponseStore(limits, clock), is_loopback(host)
-        app = Gateway(upstream, reader, store, console, rules=rules, is_loopback=is_local).app()
+        app = gateway.app(is_loopback=is_loopback(host))
         drain = Drain(app if spans is None else _traced(app, spans))
         config = uvicorn.Config(
             drain,
@@ -87,7 +74,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=rules.keep_alive_s,  # type: ignore[arg-type]  # any number of seconds
+            timeout_keep_alive=gateway.rules.keep_alive_s,  # type: ignore[arg-type]  # any number of seconds
             server_header=False,
             ssl_certfile=None if certificate is None else certificate.chain,
             ssl_keyfile=None if certificate is None else certificate.key,
@@ -98,7 +85,7 @@ class HttpServer:
             listening.close()
             raise ConfigError(f"the certificate cannot be read ({error}): name its chain and key, in PEM") from error
         server = _Server(config)
-        made = cls(server, listening, port, drain, upstream)
+        made = cls(server, listening, port, drain, gateway.upstream)
         began = asyncio.create_task(server.began.wait())
         await asyncio.wait((began, made._serving), return_when=asyncio.FIRST_COMPLETED)
         began.cancel()

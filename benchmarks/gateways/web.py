@@ -16,6 +16,7 @@ from baton.text.tokenizer import Tokenizer
 from benchmarks.gateways.engines import HOST
 from benchmarks.gateways.load import PROMPT, Clients
 from benchmarks.gateways.process import Answer, usage
+from gateway.app import Gateway
 from gateway.listening import open_socket
 from gateway.reading import Reader
 from gateway.server import HttpServer
@@ -30,7 +31,7 @@ async def http_gateway(target: str, folder: Path) -> AsyncIterator[tuple[int, An
     that the process has used. `folder` is that of the model whose tokenizer is used."""
     async with Upstream(target) as upstream:
         reader = Reader(Tokenizer.load(folder), await upstream.model({}))
-        server = await HttpServer.start(upstream, reader, open_socket(HOST, 0))
+        server = await HttpServer.start(Gateway(upstream, reader), open_socket(HOST, 0))
         collect_rarely()
 
         async def answer(_question: Any) -> Any:

@@ -137,6 +137,7 @@ async def _serve(args: argparse.Namespace, rules: "HttpRules") -> int:
     from baton.transport.channel import make_channel
     from deploy.machine.model_folder import resolve_folder
     from deploy.options.logs import set_up_logs
+    from gateway.app import Gateway
     from gateway.listening import open_socket
     from gateway.reading import Reader
     from gateway.responses.store import StoreLimits
@@ -166,16 +167,8 @@ async def _serve(args: argparse.Namespace, rules: "HttpRules") -> int:
         listening = open_socket(args.host, args.port)
         export = TraceExport(args.otlp_endpoint, args.trace_share)
         async with exported_spans(export, {"baton.model": model.name}) as spans:
-            server = await HttpServer.start(
-                upstream,
-                reader,
-                listening,
-                rules=rules,
-                certificate=certificate,
-                limits=limits,
-                spans=spans,
-                has_console=not args.no_console,
-            )
+            gateway = Gateway(upstream, reader, rules=rules, limits=limits, has_console=not args.no_console)
+            server = await HttpServer.start(gateway, listening, certificate=certificate, spans=spans)
             collect_rarely()
             url = f"{'http' if certificate is None else 'https'}://{join_address(args.host, server.port)}"
             console.print(f"{model.name} at {args.target}: serving on {url}", soft_wrap=True)

@@ -23,6 +23,7 @@ from baton.settings.base import from_json
 from baton.text.tokenizer import Tokenizer
 from deploy.commands.http_door import HttpPlan, HttpTarget
 from deploy.options.logs import set_up_logs
+from gateway.app import Gateway
 from gateway.reading import Reader
 from gateway.responses.store import StoreLimits
 from gateway.server import Certificate, HttpServer, run_on_own_loop
@@ -58,16 +59,9 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
         exported_spans(plan, attributes) as spans,
         Upstream(target.address, section.default_deadline_s) as upstream,
     ):
-        server = await HttpServer.start(
-            upstream,
-            reader,
-            socket.socket(fileno=plan.socket),
-            rules=section,
-            certificate=certificate,
-            limits=limits,
-            spans=spans,
-            has_console=section.console,
-        )
+        gateway = Gateway(upstream, reader, rules=section, limits=limits, has_console=section.console)
+        listening = socket.socket(fileno=plan.socket)
+        server = await HttpServer.start(gateway, listening, certificate=certificate, spans=spans)
         collect_rarely()
         _answer(answers, {"port": server.port})
         beating = asyncio.create_task(_beat(answers.fileno(), plan.heartbeat_s))

@@ -15,6 +15,7 @@ from opentelemetry.trace import TracerProvider
 
 from baton.client import AsyncClient
 from baton.text.tokenizer import Tokenizer
+from gateway.app import Gateway
 from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.listening import open_socket
 from gateway.reading import Reader
@@ -57,7 +58,7 @@ async def http_gateway(
         model = await client.model()
     async with Upstream(target, rules.default_deadline_s) as upstream:
         reader, listening = Reader(tokenizer, model), open_socket(HOST, 0)
-        server = await HttpServer.start(upstream, reader, listening, rules=rules, spans=spans)
+        server = await HttpServer.start(Gateway(upstream, reader, rules=rules), listening, spans=spans)
         url = f"http://{HOST}:{server.port}"
         try:
             async with AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=30) as openai:

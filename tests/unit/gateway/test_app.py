@@ -23,6 +23,7 @@ from baton.errors import (
 )
 from baton.limits import MAX_BODY_BYTES, MAX_REQUEST_ID_CHARS
 from baton.proto_types import model_from_proto
+from gateway.app import Gateway
 from gateway.door import middleware
 from gateway.door.rules import HttpRules
 from gateway.listening import open_socket
@@ -147,7 +148,7 @@ async def test_a_certificate_that_cannot_be_read_is_refused(tmp_path: Path) -> N
     async with serving(ScriptedOrchestrator()) as target, Upstream(target) as upstream:
         reader = Reader(letter_tokenizer(), model_from_proto(MODEL))
         with pytest.raises(ConfigError, match="certificate cannot be read"):
-            await HttpServer.start(upstream, reader, open_socket("127.0.0.1", 0), certificate=absent)
+            await HttpServer.start(Gateway(upstream, reader), open_socket("127.0.0.1", 0), certificate=absent)
 
 
 @pytest.mark.parametrize("stream", [False, True])

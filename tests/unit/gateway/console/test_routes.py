@@ -16,6 +16,7 @@ import pytest
 
 from baton.errors import ResourceExhaustedError, UnauthenticatedError
 from baton.proto_types import model_from_proto
+from gateway.app import Gateway
 from gateway.listening import open_socket
 from gateway.reading import Reader
 from gateway.server import HttpServer
@@ -165,7 +166,7 @@ async def test_several_choices_are_not_the_playground_s() -> None:
 async def test_a_gateway_without_a_console_has_none_of_its_routes() -> None:
     async with serving(ScriptedOrchestrator()) as target, Upstream(target) as upstream:
         reader = Reader(letter_tokenizer(), model_from_proto(MODEL))
-        server = await HttpServer.start(upstream, reader, open_socket("127.0.0.1", 0), has_console=False)
+        server = await HttpServer.start(Gateway(upstream, reader, has_console=False), open_socket("127.0.0.1", 0))
         try:
             async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
                 for path in ("/", "/console", "/console/", "/console/static/main.js", "/console/api/state"):
