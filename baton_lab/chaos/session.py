@@ -135,11 +135,12 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
     config = read_config(None, [*fixed, *assignments]).local.config
     served = ResolvedModel(folder)
     max_tokens = served.max_tokens(_MAX_TOKENS)
-    workers = partial(config.workers, folder=folder, secret=(secret := ClusterSecret.new()))
+    place = WorkerPlace(model_folder=folder, secret=ClusterSecret.new().text)
+    workers = partial(config.workers, place=place)
 
     def orchestrator(layout: str) -> OrchestratorPlan:
         info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, False, layout)
-        worker = WorkerConfig("orchestrator", 0, 0, WorkerPlace(model_folder=folder, secret=secret.text), _LIMITS)
+        worker = WorkerConfig("orchestrator", 0, 0, place, _LIMITS)
         planner = partial(served_planner, ClusterPlan(config, served))
         return OrchestratorPlan(worker, info, model.eos_token_ids, planner, config.worker_host or LOOPBACK)
 

@@ -11,9 +11,8 @@ from typing import Self
 from pydantic import model_validator
 
 from baton.settings.base import part_of, settings, values_of
-from baton.settings.place import LOOPBACK, EmulatedLink, LogLines, ModelFormats, PrefixRoom, WorkerPlace
+from baton.settings.place import EmulatedLink, LogLines, ModelFormats, PrefixRoom, WorkerPlace
 from baton.transport.identity import ClusterSecret
-from baton.types import KernelChoice
 from deploy.config.sections import (
     Arrangement,
     DeviceSection,
@@ -94,49 +93,35 @@ class ClusterConfig(LogLines):
         pools = ("prefill", prefill.device, prefill.gpu_share), ("generate", generate.device, generate.gpu_share)
         return {role: share for role, device, share in pools if device == "cuda"}
 
-    def workers(
-        self,
-        name: str,
-        folder: Path,
-        kernels: tuple[KernelChoice, ...] = (),
-        cluster: str = "",
-        *,
-        secret: ClusterSecret,
-        model: str = "",
-        host: str = LOOPBACK,
-        step_times: str = "",
-    ) -> tuple[WorkerConfig, ...]:
+    def workers(self, name: str, place: WorkerPlace) -> tuple[WorkerConfig, ...]:
         """Return the configurations of the workers of a group, in rank order.
 
-        A group that is not configured stands in for a configured one and gets that group's cores. `folder` holds the
-        resolved model. Nodes without it find the model by the name `model` (empty: the configured name). `cluster` is
-        the name by which workers share files on a node (empty: the cluster's name). `secret` is the secret that the
-        cluster's processes share. `host` is the address that workers bind to without a `worker_host` (empty: each
-        node's own). `step_times` is the file of step times that engines measured earlier, if any. On one machine, the
-        memory for KV is divided among the largest possible number of engines (`most_groups`).
+        `place` has what the launcher adds to the configuration: `model_folder`, `kernels`, `secret`, `step_times` of
+        engines, and, unless they follow from the configuration, the names `model` and `cluster`. Its `host` is used
+        without a `worker_host`. A group that is not configured stands in for a configured one and gets that group's
+        cores. On one machine, the memory for KV is divided among the largest possible number of engines
+        (`most_groups`).
         """
         number = int(name.partition("-")[2])
         is_chain = name.startswith("prefill-")
         role: Role = "prefill" if is_chain else "generate"
         section = self.prefill if is_chain else self.generate
         size = self.prefill.num_ranks if is_chain else 1
-        place = WorkerPlace(
+        place = replace(
+            place,
             **values_of(ModelFormats, self.model),
             **values_of(PrefixRoom, self.prefill),
             **values_of(EmulatedLink, self.device),
-            device=section.device,
-            model_folder=folder,
-            model=model or self.model.name,
-            model_search=tuple(Path(each) for each in self.model.search),
-            host=self.worker_host or host,
             **values_of(LogLines, self),
+            device=section.device,
+            model=place.model or self.model.name,
+            model_search=tuple(Path(each) for each in self.model.search),
+            host=self.worker_host or place.host,
             num_threads=section.num_threads,
-            cluster=cluster or self.name,
+            cluster=place.cluster or self.name,
             prefix_disk=str(self.model.cache),
             num_engines=self.generate.num_groups if self.ray.address else self.most_groups["generate"],
-            kernels=kernels,
-            secret=secret.text,
-            step_times="" if is_chain else step_times,
+            step_times="" if is_chain else place.step_times,
         )
         settings = part_of(PrefillConfig, self.prefill) if is_chain else part_of(EngineConfig, self.generate)
         first = number % max(1, section.num_groups) * size

@@ -12,7 +12,7 @@ from functools import partial
 
 from baton.errors import UnavailableError
 from baton.process.clock import Clock
-from baton.settings.place import LOOPBACK
+from baton.settings.place import LOOPBACK, WorkerPlace
 from baton.transport.identity import ClusterSecret
 from baton.types import KernelChoice
 from deploy.config.worker import WorkerConfig
@@ -179,12 +179,14 @@ class LocalCluster:
         self._cluster = Cluster([], [], self._around)
         self.secret = ClusterSecret.new()
         """The secret of this cluster, which calls to its workers carry."""
-        measured = engine_step_times(plan)
+        place = WorkerPlace(
+            model_folder=plan.model.folder,
+            kernels=kernels,
+            secret=self.secret.text,
+            step_times=engine_step_times(plan),
+        )
         for name in config.group_sizes:
-            workers_of = partial(
-                config.workers, folder=plan.model.folder, kernels=kernels, secret=self.secret, step_times=measured
-            )
-            self._cluster.add(group_of(name, workers_of, self._around))
+            self._cluster.add(group_of(name, partial(config.workers, place=place), self._around))
 
     async def __aenter__(self) -> "LocalCluster":
         self._around.report(f"starting {self.plan.config.num_workers} workers")

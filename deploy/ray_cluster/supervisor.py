@@ -23,7 +23,7 @@ from baton.process.clock import SystemClock
 from baton.process.endless import T, tell_failure, until_done
 from baton.results.completion import ModelInfo
 from baton.settings.addresses import join_address
-from baton.settings.place import LOOPBACK
+from baton.settings.place import LOOPBACK, WorkerPlace
 from baton.transport.identity import ClusterSecret
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
@@ -245,17 +245,16 @@ class SupervisorActor:
         if model:
             require_alike(self._model_here(model), self._model_here(""))
         folder = Path(model) if model else self._folder
-        workers_of = partial(
-            self._config.workers,
-            folder=folder,
-            kernels=self._kernels,
-            cluster=self._store,
-            secret=self._secret,
+        place = WorkerPlace(
+            model_folder=folder,
             model=model,
             host="" if self._config.ray.address else LOOPBACK,
+            cluster=self._store,
+            kernels=self._kernels,
+            secret=self._secret.text,
             step_times=self._step_times(folder, model),
         )
-        return group_of(name, workers_of, self._around, orders)
+        return group_of(name, partial(self._config.workers, place=place), self._around, orders)
 
     def _step_times(self, folder: Path, model: str) -> str:
         """Return the path of the step times for engines whose model is in that folder on the launcher's machine. The

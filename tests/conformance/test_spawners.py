@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError, UnavailableError
+from baton.settings.place import WorkerPlace
 from baton.transport.channel import make_channel
 from baton.v1.keeping_pb2 import UpdateRequest
 from baton.v1.keeping_pb2_grpc import KeepingStub
@@ -35,7 +36,9 @@ def spawner(request: pytest.FixtureRequest) -> Spawner:
 
 @pytest.fixture
 def rank(smollm2: Path) -> WorkerConfig:
-    return WrittenConfig({"model": {"dtype": "float32"}}).local.config.workers("prefill-0", smollm2, secret=SECRET)[0]
+    return WrittenConfig({"model": {"dtype": "float32"}}).local.config.workers(
+        "prefill-0", WorkerPlace(model_folder=smollm2, secret=SECRET.text)
+    )[0]
 
 
 @pytest.fixture(params=["prefill", "orchestrator"])
@@ -100,7 +103,7 @@ def engine(smollm2: Path, rank: WorkerConfig) -> WorkerConfig:
     config = WrittenConfig(
         {"model": {"dtype": "float32"}, "generate": {"num_slots": 2, "max_slot_tokens": 256}}
     ).local.config
-    return config.workers("generate-0", smollm2, secret=SECRET)[0].in_place_of(rank)
+    return config.workers("generate-0", WorkerPlace(model_folder=smollm2, secret=SECRET.text))[0].in_place_of(rank)
 
 
 async def test_a_worker_changes_its_role_in_the_same_process(

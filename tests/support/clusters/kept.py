@@ -10,7 +10,7 @@ from baton.modeling.checkpoints.weights import load_config
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.planning.planner import ChainPlanner
 from baton.results.completion import ModelInfo
-from baton.settings.place import LOOPBACK
+from baton.settings.place import LOOPBACK, WorkerPlace
 from baton.transport.channel import make_channel
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
@@ -44,7 +44,8 @@ class KeptCluster(SupervisedCluster):
         self.max_tokens = self.cluster_plan.max_tokens
         self.heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         self.processes = self.processes or ProcessSpawner(supervision.start_timeout_s)
-        self.workers_of = lambda name, _: config.workers(name, self.folder, (KERNELS.choice,), secret=SECRET)
+        place = WorkerPlace(model_folder=self.folder, kernels=(KERNELS.choice,), secret=SECRET.text)
+        self.workers_of = lambda name, _: config.workers(name, place)
         super().__post_init__()
 
     @property

@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.settings.base import meaning_of
+from baton.settings.place import WorkerPlace
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import format_config, load_config, read_config
 from deploy.config.sections import TenantSection
@@ -135,7 +136,7 @@ def test_every_value_is_described_in_one_line(section: type[Any]) -> None:
 
 def test_each_worker_is_told_its_own_cores() -> None:
     config = load_config(None, ["prefill.num_groups=2", "prefill.cores=[[0],[1],[2],[3]]", "generate.cores=[[4, 5]]"])
-    workers = partial(config.workers, folder=Path("model"), secret=SECRET)
+    workers = partial(config.workers, place=WorkerPlace(model_folder=Path("model"), secret=SECRET.text))
     assert [worker.place.cores for worker in workers("prefill-1")] == [(2,), (3,)]
     assert [worker.place.cores for worker in workers("generate-0")] == [(4, 5)]
     assert [worker.name for worker in workers("prefill-1")] == ["prefill-1.0", "prefill-1.1"]

@@ -17,11 +17,13 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import hash_key
 from tests.support.wire.secret import SECRET
 
+PLACE = WorkerPlace(model_folder=Path("model"), secret=SECRET.text)
+
 
 @pytest.mark.parametrize("role", ["prefill", "generate"])
 def test_a_workers_settings_survive_json(role: str) -> None:
     cluster = WrittenConfig({"prefill": {"cores": [[0], [1, 2]]}, "generate": {"max_step_stretch": math.inf}}).config
-    worker = cluster.workers(f"{role}-0", Path("model"), secret=SECRET)[0]
+    worker = cluster.workers(f"{role}-0", PLACE)[0]
     assert from_json(WorkerConfig, to_json(worker)) == worker
     assert "\n" not in to_json(worker)
     chosen = replace(worker, place=replace(worker.place, kernels=(KernelChoice("p", "a", "b", None),)))
@@ -42,7 +44,7 @@ def test_an_orchestrators_settings_survive_json() -> None:
 def test_workers_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> None:
     prefill = {"num_groups": 2, "prefix_share": 0.25, "prefix_disk_bytes": "2GiB"}
     cluster = WrittenConfig({"name": "c", "prefill": prefill, "model": {"cache": "/disk"}}).config
-    workers = [worker for name in cluster.group_sizes for worker in cluster.workers(name, Path("model"), secret=SECRET)]
+    workers = [worker for name in cluster.group_sizes for worker in cluster.workers(name, PLACE)]
     assert len(workers) == 5
     places = [worker.place for worker in workers]
     assert {(place.cluster, place.prefix_share) for place in places} == {("c", 0.25)}
@@ -51,7 +53,7 @@ def test_workers_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> N
 
 def test_engines_of_one_cluster_share_a_machine_s_memory() -> None:
     cluster = WrittenConfig({"generate": {"num_groups": 3}}).config
-    assert cluster.workers("generate-2", Path("model"), secret=SECRET)[0].place.num_engines == 3
+    assert cluster.workers("generate-2", PLACE)[0].place.num_engines == 3
 
 
 def test_the_ways_to_evict_are_the_pools() -> None:
@@ -60,6 +62,6 @@ def test_the_ways_to_evict_are_the_pools() -> None:
 
 def test_an_engine_is_told_its_pool() -> None:
     generate = {"residency": "infinigen", "pool_tokens": 500, "pool_eviction": "lru"}
-    worker = WrittenConfig({"generate": generate}).config.workers("generate-0", Path("model"), secret=SECRET)[0]
+    worker = WrittenConfig({"generate": generate}).config.workers("generate-0", PLACE)[0]
     assert isinstance(worker.section, EngineConfig)
     assert (worker.section.pool_tokens, worker.section.pool_eviction) == (500, "lru")

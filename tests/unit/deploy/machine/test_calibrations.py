@@ -10,6 +10,7 @@ from baton.planning import step_times
 from baton.planning.calibration import Calibration, save
 from baton.planning.fit import RankRow
 from baton.planning.step_times import StepTimes, path_beside, tabulate
+from baton.settings.place import WorkerPlace
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import WrittenConfig
 from deploy.config.sections import GenerateSection, PrefillSection
@@ -27,7 +28,6 @@ from deploy.machine.calibrations import (
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.resolved_model import ResolvedModel
 from tests.support.models.config_folders import write_config
-from tests.support.wire.secret import SECRET
 
 
 @pytest.fixture
@@ -168,13 +168,8 @@ def test_engines_that_speculate_know_where_their_step_times_are_kept(model: Reso
     drafting = dataclasses.replace(plain, generate=GenerateSection(num_threads=2))
     assumed = nominal_step_times(model, "bfloat16", 2, residency="device")
     assert engine_step_times(ClusterPlan(drafting, model)) == str(path_beside(given, assumed))
-    workers = [
-        worker
-        for name in drafting.group_sizes
-        for worker in drafting.workers(
-            name, model.folder, secret=SECRET, step_times=engine_step_times(ClusterPlan(drafting, model))
-        )
-    ]
+    place = WorkerPlace(model_folder=model.folder, step_times=engine_step_times(ClusterPlan(drafting, model)))
+    workers = [worker for name in drafting.group_sizes for worker in drafting.workers(name, place)]
     places = {worker.role: worker.place.step_times for worker in workers}
     assert places == {"prefill": "", "generate": str(path_beside(given, assumed))}
 

@@ -63,7 +63,7 @@ def test_workers_get_the_draft_model_s_folder(smollm2: Path, monkeypatch: pytest
     monkeypatch.chdir(smollm2.parent)  # which is not where workers run
     config = load_config(None, ["generate.speculation=model", f"generate.draft_model={smollm2.name}"])
     plan = resolve_drafts(ClusterPlan(config, model), Console(stderr=True))
-    (worker,) = plan.config.workers("generate-0", smollm2, secret=SECRET)
+    (worker,) = plan.config.workers("generate-0", WorkerPlace(model_folder=smollm2, secret=SECRET.text))
     assert isinstance(worker.section, EngineConfig)
     assert worker.section.draft_model == str(smollm2)
     unknown = load_config(None, ["generate.speculation=model", "generate.draft_model=gpt-5"])
