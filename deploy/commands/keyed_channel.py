@@ -1,23 +1,12 @@
 """A gRPC channel whose calls carry the cluster's secret and an API key, for commands."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
 from baton.calls.requests import call_metadata
 from baton.transport.identity import ClusterSecret
-
-
-class _Details(NamedTuple):
-    """The details of a call, as gRPC hands them to interceptors."""
-
-    method: str
-    timeout: float | None
-    metadata: Any
-    credentials: Any
-    wait_for_ready: Any
-    compression: Any
 
 
 class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -32,10 +21,9 @@ class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
     def intercept_unary_stream(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
         return continuation(self._with_metadata(details), request)
 
-    def _with_metadata(self, details: Any) -> _Details:
-        metadata = (*(details.metadata or ()), *self._metadata)
-        rest = (details.credentials, details.wait_for_ready, details.compression)
-        return _Details(details.method, details.timeout, metadata, *rest)
+    def _with_metadata(self, details: Any) -> Any:
+        """Return the details of a call, which gRPC hands over as a named tuple, with the metadata added."""
+        return details._replace(metadata=(*(details.metadata or ()), *self._metadata))
 
 
 def keyed(channel: grpc.Channel, api_key: str | None, secret: ClusterSecret) -> grpc.Channel:

@@ -3,34 +3,26 @@
 Filled by the groups, which watch the workers' processes; read by the cluster's view. Bounded in number and in time.
 """
 
-from dataclasses import dataclass
-
 from baton.limits import CRASHES_KEPT_S, MAX_ENDED_WORKERS
 from baton.process.crash_notes import Crash
 from orchestrator.membership.view import EndedWorker
-
-
-@dataclass(frozen=True)
-class _End:
-    worker: EndedWorker
-    at_s: float
 
 
 class EndedWorkers:
     """Remembers workers that have ended. Used on the supervisor's loop."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[str, int], _End] = {}
-        """By endpoint and process id, the latest last."""
+        self._ends: dict[tuple[str, int], tuple[EndedWorker, float]] = {}
+        """Workers, and when they ended, by endpoint and process id, the latest last."""
 
     def add(self, endpoint: str, pid: int, crash: Crash | None, now_s: float) -> None:
         """Remember a worker, by its last endpoint and its process id. If two groups report the end of one that changed
         from one to the other, the first report counts. `crash`: how it crashed; None if it did not."""
         worker = EndedWorker(endpoint, () if crash is None else crash.computing)
-        self._ends.setdefault((endpoint, pid), _End(worker, now_s))
+        self._ends.setdefault((endpoint, pid), (worker, now_s))
         if len(self._ends) > MAX_ENDED_WORKERS:
             del self._ends[next(iter(self._ends))]
 
     def recent(self, now_s: float) -> tuple[EndedWorker, ...]:
         """Return the workers that are still remembered at that time, the latest last."""
-        return tuple(end.worker for end in self._ends.values() if now_s - end.at_s < CRASHES_KEPT_S)
+        return tuple(worker for worker, at_s in self._ends.values() if now_s - at_s < CRASHES_KEPT_S)

@@ -24,7 +24,7 @@ from baton.process.endless import describe, repeat, tell_end, tell_failure
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
-from deploy.groups.heartbeats import Heartbeats
+from deploy.groups.heartbeats import send_heartbeats
 from deploy.groups.restarts import Restarts
 from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Surroundings
@@ -61,7 +61,6 @@ class WorkerGroup:
         """True if the residency policy attends to less than all tokens."""
         self._configs = tuple(configs)
         self._around = surroundings
-        self._heartbeats = Heartbeats(links, surroundings)
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
         self._stores: dict[int, str] = {}
         """Prefix stores of the workers' nodes, by rank, as reported at their start; empty strings if there are none."""
@@ -263,7 +262,7 @@ class WorkerGroup:
         """Send all workers a heartbeat, replace those that ended, and link a chain again if necessary. A chain that is
         not ready is always linked again, because an earlier attempt may have failed and ranks may have changed. The
         group is ready afterwards, unless a worker is missing, or is silent when its chain must be linked."""
-        broken = await self._heartbeats.send(self.workers.values())
+        broken = await send_heartbeats(self.workers.values(), self.links, self._around)
         replaced = await self._replace_ended()
         if self._missing:
             return

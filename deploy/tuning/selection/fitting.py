@@ -33,7 +33,7 @@ from deploy.options.screen import progress
 from deploy.tuning.selection.captured_mass import Captured, Guess, captured
 from deploy.tuning.selection.metrics import perplexity, relative_cost
 from deploy.tuning.selection.passages import Passage, PassageRows, Reading, prefill_contexts, read, shape_for
-from deploy.tuning.selection.selection_tuning import Found, Measured, cheapest, tune
+from deploy.tuning.selection.selection_tuning import Measured, cheapest, tune
 from deploy.tuning.selection.texts import Texts
 from deploy.tuning.selection.wanted import Wanted
 from generate_workers.residency.device import DeviceResidency
@@ -78,7 +78,7 @@ class Outcome:
     best_mass: float
     """Fraction of the softmax's weight that this many keys can capture at best."""
     full_perplexity: float
-    found: tuple[Found, ...]
+    found: tuple[Measured, ...]
     """The selections that keep within the cost; the first is written to the file."""
     path: Path
 
@@ -106,7 +106,7 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
         text_hash=hashlib.blake2b(repr(fitted).encode(), digest_size=8).hexdigest(),
         captured_mass=reading.mass,
         picked_share=reading.picked_share,
-        perplexity_cost=found[0].measured.cost,
+        perplexity_cost=found[0].cost,
     )
     path = args.output or prepared_path(prepared.fingerprint, prepared.lookahead)
     save_prepared(prepared, path)
@@ -150,7 +150,7 @@ def judge(
     return tuple(judged), oracle
 
 
-def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> list[Found]:
+def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> list[Measured]:
     """Return selections by these bases: found by search, the one that reads least first; or the one given by hand, the
     basis with the least cost first. Raises ConfigError."""
     if wanted.by_hand is None:
@@ -158,8 +158,7 @@ def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> l
         bases = cheapest(bases, fixed, wanted.context, reader.measure)
         return tune(bases, fixed, wanted.context, wanted.most_cost, reader.measure)
     selection = Selection(*wanted.by_hand, wanted.num_first, wanted.num_last, wanted.free_keys)
-    found = [Found(basis, selection, reader.measure(basis, selection)) for basis in bases]
-    return sorted(found, key=lambda each: each.measured.cost)
+    return sorted((reader.measure(basis, selection) for basis in bases), key=lambda each: each.cost)
 
 
 class PassageReader:
@@ -203,6 +202,8 @@ class PassageReader:
         choosing_share = (layout.num_layers - NUM_WHOLE_LAYERS) / layout.num_layers
         partial_share = choosing_share * 2 * layout.num_kv_heads * basis.num_columns / layout.row_bytes
         measured = Measured(
+            basis,
+            selection,
             cost=cost,
             cost_error=cost_error,
             picked_share=reading.picked_share or 0.0,

@@ -187,15 +187,15 @@ def selections_table(outcome: "Outcome") -> "Table":
     headings = ("basis", "columns", "alpha", "most", "keys", "KV read", "perplexity")
     table = number_table(title, headings, words="basis")
     for found in outcome.found:
-        measured, selection = found.measured, found.selection
-        error = "" if math.isnan(measured.cost_error) else f" +- {measured.cost_error:.2%}"
+        selection = found.selection
+        error = "" if math.isnan(found.cost_error) else f" +- {found.cost_error:.2%}"
         table.add_row(
             found.basis.kind.value,
             str(found.basis.num_columns),
             f"{selection.alpha:g}",
             f"{selection.most_share:.0%}",
-            f"{measured.picked_share:.1%}",
-            f"{measured.read_share:.1%}",
-            f"{measured.cost:+.2%}{error}",
+            f"{found.picked_share:.1%}",
+            f"{found.read_share:.1%}",
+            f"{found.cost:+.2%}{error}",
         )
     return table

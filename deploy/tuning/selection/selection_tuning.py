@@ -22,8 +22,11 @@ CAPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class Measured:
-    """Cost and savings of reading some text through a policy, compared with full attention on the same text."""
+    """A way to choose keys, with the cost and savings of reading some text by it, compared with full attention on the
+    same text."""
 
+    basis: Basis
+    selection: Selection
     cost: float
     """Relative rise of perplexity above full attention's."""
     cost_error: float
@@ -39,15 +42,6 @@ class Measured:
         return self.cost + (0.0 if math.isnan(self.cost_error) else self.cost_error)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A way to choose keys, and its measured cost."""
-
-    basis: Basis
-    selection: Selection
-    measured: Measured
-
-
 Measure = Callable[[Basis, Selection], Measured]
 
 
@@ -60,26 +54,26 @@ def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Me
     ]
 
 
-def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Found]:
+def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Measured]:
     """Find, for each basis and cap, the least alpha whose cost, even if it were a standard error worse, is at most
     `most_cost`, a fraction of perplexity. `fixed` has the numbers of keys that are always and freely chosen. Return the
     selections, the one that reads least first. `context` is the least number of tokens of the measured rows. Raises
     ConfigError when nothing keeps within the cost."""
-    tries: list[Found] = []
+    tries: list[Measured] = []
     caps = _caps(fixed, context)
 
     def attempt(basis: Basis, selection: Selection) -> Measured:
-        tries.append(Found(basis, selection, measure(basis, selection)))
-        return tries[-1].measured
+        tries.append(measure(basis, selection))
+        return tries[-1]
 
     found = [each for basis in bases for each in _tightest(basis, fixed, caps, most_cost, attempt)]
     if not found:
-        least = min(each.measured.likely_cost for each in tries)
+        least = min(each.likely_cost for each in tries)
         raise ConfigError(
             f"--cost {most_cost:g} is less than the {least:.4f} that even the most generous choice may cost here:"
             " allow more, use larger --ratios, or more --rows and --steps to measure it more exactly"
         )
-    return sorted(found, key=lambda each: each.measured.read_share)
+    return sorted(found, key=lambda each: each.read_share)
 
 
 def _caps(fixed: Selection, context: int) -> list[float]:
@@ -89,16 +83,16 @@ def _caps(fixed: Selection, context: int) -> list[float]:
 
 def _tightest(
     basis: Basis, fixed: Selection, caps: Sequence[float], most_cost: float, measure: Measure
-) -> Iterator[Found]:
-    def find(selections: Sequence[Selection]) -> Found | None:
+) -> Iterator[Measured]:
+    def find(selections: Sequence[Selection]) -> Measured | None:
         """Return the tightest of the selections, ordered from tight to loose, that keeps within the cost."""
-        found: Found | None = None
+        found: Measured | None = None
         low, high = 0, len(selections)  # below `low` they cost too much, from `high` on they do not
         while low < high:
             middle = (low + high) // 2
             measured = measure(basis, selections[middle])
             if measured.likely_cost <= most_cost:
-                found, high = Found(basis, selections[middle], measured), middle
+                found, high = measured, middle
             else:
                 low = middle + 1
         return found

@@ -50,13 +50,13 @@ class Texts:
         texts = []
         for number, path in enumerate(paths):
             pieces = _equal_parts(_read(path), len(range(number, num_rows, len(paths))))
-            texts.append([_Part(path, tokenizer.encode(piece)) for piece in pieces])
+            texts.append([(path, tokenizer.encode(piece)) for piece in pieces])
         self._parts = [texts[row % len(texts)][row // len(texts)] for row in range(num_rows)]
 
     def passages(self, num_context: int, num_steps: int) -> list[Passage]:
         """Return the first tokens of each row's part as a passage. Raises InvalidArgumentError for a short part."""
         num_tokens = num_context + num_steps + 1
-        return [Passage(tuple(part.first(num_tokens)), num_context) for part in self._parts]
+        return [Passage(tuple(_first(*part, num_tokens)), num_context) for part in self._parts]
 
     def needles(self, num_context: int, num_steps: int) -> list[Needle]:
         """Return a passage for each row. Its context has a fact in the first half, at a different depth in each row.
@@ -71,7 +71,7 @@ class Texts:
             if depth + len(told) > num_context:
                 raise InvalidArgumentError(f"--context {num_context} has no room for a fact: use more tokens")
             num_behind = num_steps + 1 + longest - len(asked) - len(answer)
-            text = part.first(num_context - len(told) + num_behind)
+            text = _first(*part, num_context - len(told) + num_behind)
             ids = (*text[:depth], *told, *text[depth:], *asked, *answer)
             needles.append(Needle(Passage(ids, num_context), len(answer)))
         return needles
@@ -81,18 +81,14 @@ class Texts:
         return self._tokenizer.encode(text)[self._num_added :]
 
 
-@dataclass(frozen=True)
-class _Part:
-    path: Path
-    token_ids: list[int]
-
-    def first(self, num_tokens: int) -> list[int]:
-        if len(self.token_ids) < num_tokens:
-            raise InvalidArgumentError(
-                f"--text {self.path}: a row's part has {len(self.token_ids)} tokens, and {num_tokens} are read: give"
-                " longer texts or more of them, fewer --rows, or a shorter --context"
-            )
-        return self.token_ids[:num_tokens]
+def _first(path: Path, token_ids: list[int], num_tokens: int) -> list[int]:
+    """Return the first tokens of a row's part of the text in `path`. Raises InvalidArgumentError for a short part."""
+    if len(token_ids) < num_tokens:
+        raise InvalidArgumentError(
+            f"--text {path}: a row's part has {len(token_ids)} tokens, and {num_tokens} are read: give"
+            " longer texts or more of them, fewer --rows, or a shorter --context"
+        )
+    return token_ids[:num_tokens]
 
 
 def _facts(num_facts: int) -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
 import pytest
 
 from deploy.groups.failure_detector import FailureDetector
-from deploy.groups.heartbeats import Heartbeats
+from deploy.groups.heartbeats import send_heartbeats
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from tests.support.clusters.workers import InProcessSpawner, tiny_worker
@@ -34,11 +34,11 @@ async def test_a_supervisor_that_was_stopped_itself_has_not_heard_silence() -> N
     spawner = InProcessSpawner()
     handle = await spawner.start(tiny_worker("generate"))
     worker = Worker(handle)
-    heartbeats = Heartbeats(None, Surroundings(spawner, Heartbeat(0.1, dead_after_s=0.5), StoppedClock(), print))
+    around = Surroundings(spawner, Heartbeat(0.1, dead_after_s=0.5), StoppedClock(), print)
     await handle.server.stop()
     ended = []
     for _ in range(2):
-        await heartbeats.send([worker])
+        await send_heartbeats([worker], None, around)
         ended.append(handle.ended)
     await worker.close()
     assert ended == [False, True]

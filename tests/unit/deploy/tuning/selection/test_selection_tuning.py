@@ -34,6 +34,8 @@ class Model:
         missed = math.exp(-selection.alpha) + math.exp(-20 * selection.most_share)
         picked = min(selection.most_share, 0.03 * selection.alpha)
         return Measured(
+            basis,
+            selection,
             cost=missed * 8 / basis.num_columns,
             cost_error=self._error,
             picked_share=picked,
@@ -54,7 +56,8 @@ def test_of_bases_as_wide_the_one_that_costs_least_is_tuned() -> None:
 
     def measure(basis: Basis, selection: Selection) -> Measured:
         asked.append((basis.kind, selection.alpha, selection.most_share))
-        return Measured(0.01 if basis.kind is BasisKind.COLUMNS else 0.02, 0.5, 0.1, 0.3)
+        cost = 0.01 if basis.kind is BasisKind.COLUMNS else 0.02
+        return Measured(basis, selection, cost, 0.5, 0.1, 0.3)
 
     fixed = replace(FIXED, free_keys=256)
     assert cheapest([skew, alone, plain], fixed, CONTEXT, measure) == [alone, plain]
@@ -65,8 +68,8 @@ def test_of_bases_as_wide_the_one_that_costs_least_is_tuned() -> None:
 def test_the_tightest_cap_and_the_least_alpha_under_it(most_cost: float) -> None:
     model, bases = Model(), [basis(4), basis(8)]
     found = tune(bases, FIXED, CONTEXT, most_cost, model.measure)
-    assert all(each.measured.cost <= most_cost for each in found)
-    shares = [each.measured.read_share for each in found]
+    assert all(each.cost <= most_cost for each in found)
+    shares = [each.read_share for each in found]
     assert shares == sorted(shares)
     caps = {each.selection.most_share for each in found}
     assert shares[0] == brute(bases, most_cost, lambda _, cap: cap in caps)
@@ -82,11 +85,11 @@ def test_a_cap_that_the_rows_at_hand_would_not_feel_is_not_tried(free_keys: int,
 
 def test_what_is_sure_to_keep_within_is_taken_not_what_may() -> None:
     sure, unsure = (tune([basis(8)], FIXED, CONTEXT, 0.1, Model(error).measure)[0] for error in (0.0, 0.05))
-    assert unsure.measured.cost <= 0.05 < sure.measured.cost <= 0.1
+    assert unsure.cost <= 0.05 < sure.cost <= 0.1
 
 
 def test_one_passage_has_no_error_and_is_taken_as_it_is() -> None:
-    assert tune([basis(8)], FIXED, CONTEXT, 0.1, Model(math.nan).measure)[0].measured.cost <= 0.1
+    assert tune([basis(8)], FIXED, CONTEXT, 0.1, Model(math.nan).measure)[0].cost <= 0.1
 
 
 def test_a_basis_that_is_too_narrow_is_left_out() -> None:
