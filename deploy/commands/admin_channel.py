@@ -4,6 +4,7 @@ the operator's API key, if the command was given one."""
 import argparse
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from baton.errors import UnavailableError
@@ -15,9 +16,20 @@ if TYPE_CHECKING:
     from baton.calls.cluster_state import ClusterState
     from baton.transport.identity import ClusterSecret
 
-TARGET_HELP = f"a cluster that was brought up on another machine, whose secret is in the variable {SECRET_VARIABLE}"
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the name of a running cluster, and the option --target in place of it, to an operator's command."""
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    text = f"a cluster that was brought up on another machine, whose secret is in the variable {SECRET_VARIABLE}"
+    parser.add_argument("--target", metavar="HOST:PORT", help=text)
+
+
+def add_timeout(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the option --timeout, with this help, to an operator's command."""
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
 
 
 def add_key_option(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +44,15 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
 def given_key(args: argparse.Namespace) -> str | None:
     """Return the API key that the command was given, if any. Raises ConfigError for a variable that is not set."""
     return None if args.api_key_env is None else read_variable(args.api_key_env)
+
+
+def cluster_channel(args: argparse.Namespace) -> AbstractContextManager["grpc.Channel"]:
+    """Connect to the cluster that the command's options name, as `admin_channel` does. Raises ConfigError when it does
+    not run here, UnavailableError while it starts."""
+    from deploy.commands.record import secret_for, serving_endpoint
+
+    target = args.target or serving_endpoint(args.name)
+    return admin_channel(target, secret_for(args.target, args.name), given_key(args))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from baton.errors import UnavailableError
-from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, cluster_channel
 from deploy.options.command import add_command
 from deploy.options.numbers import check_timeout
 
@@ -28,17 +28,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     text = "remove a group once its requests have finished, or bring it back"
     parser = add_command(commands, "drain", text, _DESCRIPTION)
     parser.add_argument("group", help="name of the group, like generate-0")
-    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
+    add_cluster(parser)
     parser.add_argument("--keep", action="store_true", help="keep the group's workers running, idle")
     parser.add_argument(
         "--undo", action="store_true", help="send requests to the group again; start it first if it was removed"
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="maximum time to wait (default: no limit); after it the drain continues and the exit status is 1",
+    add_timeout(
+        parser, "maximum time to wait (default: no limit); after it the drain continues and the exit status is 1"
     )
     add_key_option(parser)
     parser.set_defaults(run=run)
@@ -49,10 +45,8 @@ def run(args: argparse.Namespace) -> int:
     check_timeout(args.timeout)
     # Imported here, so that --help and mistyped options are answered without grpc.
     from baton.v1.admin_pb2_grpc import AdminStub
-    from deploy.commands.record import secret_for, serving_endpoint
 
-    target = args.target or serving_endpoint(args.name)
-    with admin_channel(target, secret_for(args.target, args.name), given_key(args)) as channel:
+    with cluster_channel(args) as channel:
         stub = AdminStub(channel)
         if args.undo:
             restore(stub, args.group, timeout_s=args.timeout)

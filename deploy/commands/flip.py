@@ -5,7 +5,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from baton.errors import UnavailableError
-from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, cluster_channel
 from deploy.commands.drain import left_of
 from deploy.options.command import add_command
 from deploy.options.numbers import check_timeout
@@ -32,18 +32,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the `flip` command to the command line."""
     parser = add_command(commands, "flip", "move a worker between prefill and generation", _DESCRIPTION)
     parser.add_argument("group", help="name of the group, like prefill-0")
-    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
+    add_cluster(parser)
     parser.add_argument(
         "--undo",
         action="store_true",
         help="return the worker that the group borrowed, or the last one that it lent",
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="maximum time to wait (default: no limit); after it the flip continues and the exit status is 1",
+    add_timeout(
+        parser, "maximum time to wait (default: no limit); after it the flip continues and the exit status is 1"
     )
     add_key_option(parser)
     parser.set_defaults(run=run)
@@ -54,10 +50,8 @@ def run(args: argparse.Namespace) -> int:
     check_timeout(args.timeout)
     # Imported here, so that --help and mistyped options are answered without grpc.
     from baton.v1.admin_pb2_grpc import AdminStub
-    from deploy.commands.record import secret_for, serving_endpoint
 
-    target = args.target or serving_endpoint(args.name)
-    with admin_channel(target, secret_for(args.target, args.name), given_key(args)) as channel:
+    with cluster_channel(args) as channel:
         state = flip(AdminStub(channel), args.group, undo=args.undo, timeout_s=args.timeout)
     if state is None:
         print(f"{args.group} has no worker of another group any more")

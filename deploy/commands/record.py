@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError, UnavailableError
@@ -58,10 +58,6 @@ class ClusterRecord:
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(path)
-
-    def serving(self, endpoint: str, http: str) -> "ClusterRecord":
-        """Return this record with the endpoint of the orchestrator that now serves, and the URL of OpenAI's API."""
-        return replace(self, endpoint=endpoint, http=http)
 
     def remove(self) -> None:
         """Remove the record, the cluster's secrets, its Ray's folder, and prefixes that killed workers left, waiting a

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, UnavailableError
-from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, ask_state, given_key
+from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, ask_state, cluster_channel
 from deploy.commands.drain import restore, withdraw
 from deploy.commands.flip import flip
 from deploy.options.command import add_command
@@ -31,8 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the `reload` command to the command line."""
     text = "restart the workers of all groups, one after the other, without losing a request"
     parser = add_command(commands, "reload", text, _DESCRIPTION)
-    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
+    add_cluster(parser)
     parser.add_argument(
         "--group", action="append", default=[], metavar="GROUP", help="group to restart; may be repeated (default: all)"
     )
@@ -42,12 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FOLDER",
         help="model to load: other weights, the same configuration and tokenizer (default: the current one)",
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="maximum time to wait for a group to finish, and to start (default: no limit)",
-    )
+    add_timeout(parser, "maximum time to wait for a group to finish, and to start (default: no limit)")
     add_key_option(parser)
     parser.set_defaults(run=run)
 
@@ -55,12 +49,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run `baton reload`; return the exit status: 0 once all groups have new workers."""
     check_timeout(args.timeout)
-    # Imported here, so that --help and mistyped options are answered without grpc.
-    from deploy.commands.record import secret_for, serving_endpoint
-
-    target = args.target or serving_endpoint(args.name)
+    connecting = cluster_channel(args)  # refuses a cluster that does not run before the model is looked for
     model = args.model if args.target else _resolved(args.model)
-    with admin_channel(target, secret_for(args.target, args.name), given_key(args)) as channel:
+    with connecting as channel:
         rollout = _Rollout(channel, model, args.timeout)
         names = args.group or rollout.names()
         for number, name in enumerate(names):

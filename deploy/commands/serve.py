@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -239,7 +240,7 @@ class _Launch:
         saves it."""
         is_new, has_moved = state.endpoint != self._endpoint, bool(self._endpoint)
         self._endpoint = state.endpoint
-        record = self._record.serving(state.endpoint, "" if self._door is None else self._door.url)
+        record = replace(self._record, endpoint=state.endpoint, http="" if self._door is None else self._door.url)
         try:
             record.save()
         except OSError as error:

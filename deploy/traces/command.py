@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import add_cluster, add_key_option, cluster_channel
 from deploy.options.command import add_command
 
 _DESCRIPTION = """\
@@ -20,8 +20,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the `trace` command to the command line."""
     parser = add_command(commands, "trace", "write the timeline of a request as a file for Perfetto", _DESCRIPTION)
     parser.add_argument("request", help="id of the request")
-    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
+    add_cluster(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: ID.trace.json; - is standard output)"
     )
@@ -34,12 +33,10 @@ def run(args: argparse.Namespace) -> int:
     # Imported here, so that --help and mistyped options are answered without grpc.
     from baton.v1.admin_pb2 import GetTraceRequest
     from baton.v1.admin_pb2_grpc import AdminStub
-    from deploy.commands.record import secret_for, serving_endpoint
     from deploy.traces.perfetto import perfetto_json
     from orchestrator.api.admin import trace_from_proto
 
-    target = args.target or serving_endpoint(args.name)
-    with admin_channel(target, secret_for(args.target, args.name), given_key(args)) as channel:
+    with cluster_channel(args) as channel:
         trace = trace_from_proto(AdminStub(channel).GetTrace(GetTraceRequest(request_id=args.request), timeout=10.0))
     text = perfetto_json(trace)
     out = args.out or Path(f"{args.request.replace('/', '_')}.trace.json")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
-from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import add_cluster, add_key_option, admin_channel, given_key
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
 
@@ -40,8 +40,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the `calibrate` command to the command line."""
     text = "measure the costs of prefill on a running cluster, for its predictions"
     parser = add_command(commands, "calibrate", text, _DESCRIPTION)
-    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
+    add_cluster(parser)
     parser.add_argument(
         "--generate",
         action="store_true",

@@ -36,7 +36,7 @@ def test_a_record_is_read_back_and_removed_with_its_folder(record: ClusterRecord
 
 def test_a_later_save_replaces_the_record(record: ClusterRecord) -> None:
     record.save()
-    record.serving("127.0.0.1:2", "http://127.0.0.1:3").save()
+    replace(record, endpoint="127.0.0.1:2", http="http://127.0.0.1:3").save()
     loaded = load_record("mine")
     assert loaded is not None
     assert loaded.endpoint == "127.0.0.1:2"
