@@ -121,7 +121,7 @@ async def run_policy(config: ClusterConfig, folder: Path, load: Load) -> Ran:
             for prompt in load.prompts:
                 await follow(scheduler, prompt, 1, None)
                 advance()
-        watch = _Watch(cluster.generation.handle.pid, len(load.prompts))
+        watch = _Watch(cluster.engine.handle.pid, len(load.prompts))
         streams = (follow(scheduler, prompt, load.max_tokens, watch) for prompt in load.prompts)
         return Ran(Measured(tuple(await asyncio.gather(*streams))), watch.early_mib, watch.late_mib)
 

@@ -72,7 +72,7 @@ class ClusterConfig(LogLines):
     @property
     def num_workers(self) -> int:
         """Total number of workers (ranks and engines), without the orchestrator."""
-        return self.prefill.num_groups * self.prefill.num_ranks + self.generate.num_groups
+        return sum(self.group_sizes.values())
 
     @property
     def group_sizes(self) -> dict[str, int]:

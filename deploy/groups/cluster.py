@@ -153,7 +153,7 @@ def _by_number(group: WorkerGroup) -> tuple[int, str]:
     return len(group.name), group.name
 
 
-class LocalCluster:
+class LocalCluster(Cluster):
     """Prefill and generation groups as processes of one tree; an async context manager, used once."""
 
     def __init__(
@@ -165,18 +165,15 @@ class LocalCluster:
         kernels: tuple[KernelChoice, ...] = (),
     ) -> None:
         """Make a cluster that is not started yet. `kernels` is the launcher's choice."""
+        config, supervision = plan.config, plan.config.supervision
+        heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
+        spawner, host = ProcessSpawner(supervision.start_timeout_s), config.worker_host or LOOPBACK
+        super().__init__([], [], Surroundings(spawner, heartbeat, clock, report, self._tell_members, host=host))
         self.plan = plan
         self.max_tokens = plan.max_tokens
         """Tokens that one request may have, prompt and output."""
         self.members = Membership(on_failure=self.suspect)
         """The groups as the orchestrator sees them; kept up to date."""
-        config, supervision = plan.config, plan.config.supervision
-        heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
-        spawner = ProcessSpawner(supervision.start_timeout_s)
-        self._around = Surroundings(
-            spawner, heartbeat, clock, report, changed=self._tell_members, host=config.worker_host or LOOPBACK
-        )
-        self._cluster = Cluster([], [], self._around)
         self.secret = ClusterSecret.new()
         """The secret of this cluster, which calls to its workers carry."""
         place = WorkerPlace(
@@ -186,33 +183,25 @@ class LocalCluster:
             step_times=engine_step_times(plan),
         )
         for name in config.group_sizes:
-            self._cluster.add(group_of(name, partial(config.workers, place=place), self._around))
+            self.add(group_of(name, partial(config.workers, place=place), self._around))
 
     async def __aenter__(self) -> "LocalCluster":
         self._around.report(f"starting {self.plan.config.num_workers} workers")
-        await self._cluster.start()
+        await self.start()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._cluster.close()
+        await self.close()
 
     @property
-    def generation(self) -> Worker:
-        """The current worker of the first generation engine."""
-        return self._cluster.generation[0].workers[0]
+    def engine(self) -> Worker:
+        """The current worker of the first generation group."""
+        return self.generation[0].workers[0]
 
     @property
     def ranks(self) -> tuple[Worker, ...]:
         """The current workers of the prefill ranks, in rank order."""
-        return tuple(group.workers[rank] for group in self._cluster.prefill for rank in sorted(group.workers))
-
-    async def until_ready(self, timeout_s: float) -> None:
-        """Wait until all workers serve and the chain has links. Raises UnavailableError after `timeout_s` seconds."""
-        await self._cluster.until_ready(timeout_s)
-
-    def suspect(self) -> None:
-        """Look at all workers now, not at the next heartbeat, because something failed."""
-        self._cluster.suspect()
+        return tuple(group.workers[rank] for group in self.prefill for rank in sorted(group.workers))
 
     def _tell_members(self) -> None:
-        self.members.update(self._cluster.view(self.plan.config.generate.num_slots, self.max_tokens))
+        self.members.update(self.view(self.plan.config.generate.num_slots, self.max_tokens))

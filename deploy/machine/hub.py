@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from baton.errors import ModelError
+from deploy.options.screen import late_progress
 
 _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 """ORGANISATION/NAME, and perhaps a branch, tag or commit behind an at sign."""
@@ -52,48 +53,26 @@ def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
     found = _ID.fullmatch(model)
     assert found is not None, model
     repository, revision = found["repository"], found["revision"]
-    progress = _DownloadProgress(model, console)
-    bars = _bars(progress.show)
     try:
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=_TEXT_FILES, tqdm_class=bars))
-        _require(model, folder, "config.json", "tokenizer.json")
-        if not weights:
-            return folder
-        if not _has_weights(folder):
-            _require_servable(folder)
-        patterns = _TEXT_FILES + _WEIGHT_FILES
-        # The commit of the first call, not the name again: both calls are of one state of the repository.
-        folder = Path(snapshot_download(repository, revision=folder.name, allow_patterns=patterns, tqdm_class=bars))
+        with late_progress(console, f"downloading {model}", DownloadColumn(), TransferSpeedColumn()) as show:
+            bars = _bars(show)
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=_TEXT_FILES, tqdm_class=bars))
+            _require(model, folder, "config.json", "tokenizer.json")
+            if not weights:
+                return folder
+            if not _has_weights(folder):
+                _require_servable(folder)
+            patterns = _TEXT_FILES + _WEIGHT_FILES
+            # The commit of the first call, not the name again: both calls are of one state of the repository.
+            folder = Path(snapshot_download(repository, revision=folder.name, allow_patterns=patterns, tqdm_class=bars))
     except HFValidationError as error:
         raise ModelError(f"model {model!r} is not the name of a model ({_one_line(error)}): correct it") from error
     except (HTTPError, OSError) as error:
         raise _failure(model, error) from error
-    finally:
-        progress.close()
     if not _has_weights(folder):
         remedy = "choose a repository that holds safetensors, or download a .gguf file and name that"
         raise ModelError(f"model {model!r} has no model.safetensors on the hub; {remedy}")
     return folder
-
-
-class _DownloadProgress:
-    """Shows the number of downloaded bytes of a model, once there are any. Calls may come from several threads."""
-
-    def __init__(self, model: str, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task(f"downloading {model}", total=None)
-
-    def show(self, num_bytes: int, total: int) -> None:
-        """Show the number of downloaded bytes and the total. Does nothing unless a terminal shows it."""
-        if not self._progress.live.is_started:
-            self._progress.start()
-        self._progress.update(self._task, completed=num_bytes, total=total)
-
-    def close(self) -> None:
-        """Stop showing progress. Idempotent."""
-        if self._progress.live.is_started:
-            self._progress.stop()
 
 
 def _bars(show: Callable[[int, int], None]) -> type[Any]:

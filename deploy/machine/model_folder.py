@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 
 from baton.errors import ConfigError, ModelError
 from baton.modeling.checkpoints.catalog import resolve_model
@@ -15,6 +15,7 @@ from deploy.config.worker import Section
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.hub import fetch_model, is_hub_name
 from deploy.machine.resolved_model import ResolvedModel
+from deploy.options.screen import late_progress
 from generate_workers.config import EngineConfig
 
 S = TypeVar("S", bound=Section)
@@ -27,19 +28,8 @@ def resolve_folder(model: str, cache: Path, console: Console, *, weights: bool =
     ModelError of one line."""
     if is_hub_name(model):
         return fetch_model(model, console, weights=weights)
-    columns = (TextColumn("converting the model"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
-    progress = Progress(*columns, console=console, transient=True)
-    task = progress.add_task("")
-
-    def advance(done: int, total: int) -> None:
-        progress.start()  # nothing is shown before there is progress
-        progress.update(task, completed=done, total=total)
-
-    try:
-        return resolve_model(model, cache=cache, progress=advance, finish=_write_tokenizer)
-    finally:
-        if progress.live.is_started:
-            progress.stop()
+    with late_progress(console, "converting the model", MofNCompleteColumn(), TextColumn("tensors")) as show:
+        return resolve_model(model, cache=cache, progress=show, finish=_write_tokenizer)
 
 
 def _write_tokenizer(gguf_path: Path, folder: Path) -> None:

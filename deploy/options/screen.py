@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -30,3 +30,21 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[int]
             bar.refresh()
 
         yield advance
+
+
+@contextlib.contextmanager
+def late_progress(console: Console, what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar, with these columns behind it, once there is progress. Yields a function that takes what is done and
+    the total; several threads may call it."""
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True)
+    task = bar.add_task(what, total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -22,7 +22,7 @@ async def test_a_stream_goes_on_when_its_generation_engine_dies(short_smollm2: P
     async with local_relay(short_smollm2, num_ranks=1, heartbeat_s=0.5, generate=SPECULATING[way]) as relay:
         prompt = passage_ids(short_smollm2, 50)
         expected = await ask(relay, prompt, LONG)
-        victim = relay.cluster.generation.handle.pid
+        victim = relay.cluster.engine.handle.pid
 
         def kill(num_tokens: int) -> None:
             if num_tokens == 5:

@@ -118,7 +118,7 @@ async def ask(
 
 async def generation_status(relay: Relay) -> generate_pb2.GenerationStatus:
     """What the generation engine says of itself."""
-    return await relay.cluster.generation.generation.GetStatus(generate_pb2.GenerationStatusRequest())
+    return await relay.cluster.engine.generation.GetStatus(generate_pb2.GenerationStatusRequest())
 
 
 async def slots_in_use(relay: Relay) -> tuple[int, int]:
