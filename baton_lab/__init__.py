@@ -1,2 +1,2 @@
-"""Studies of Baton and loads on it: simulators, chaos, quality, forecasts, a load generator, the demonstration. Nothing
-that serves imports it."""
+"""Tools around Baton that no serving code imports: simulators, fault injection, quality evaluation, forecasts, a load
+generator and the demonstration."""

@@ -1,4 +1,4 @@
-"""The commands that the laboratory adds to the `baton` command line. Modules here import little until one runs."""
+"""Commands that `baton_lab` adds to the `baton` command line. Their modules import little until a command runs."""
 
 from baton_lab.bench import command as bench
 from baton_lab.chaos import command as chaos

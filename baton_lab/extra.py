@@ -1,4 +1,4 @@
-"""Packages that only the laboratory needs: the extra `lab`."""
+"""Packages of the extra `lab`, which only `baton_lab` needs."""
 
 import importlib
 
@@ -6,7 +6,7 @@ from baton.errors import ConfigError
 
 
 def require(package: str, option: str) -> None:
-    """Raise ConfigError, which names the extra, where the package that `option` needs is not installed."""
+    """Raise ConfigError, which names the extra, if the package that `option` needs is not installed."""
     try:
         importlib.import_module(package)
     except ImportError as error:

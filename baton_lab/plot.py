@@ -1,4 +1,4 @@
-"""The option --plot of several commands: what is refused before the work, and how a finished plot is written."""
+"""Option --plot of several commands: checks before the command's work, and writing the finished plot."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def require_plots(path: Path) -> None:
-    """Raise InvalidArgumentError for another kind of file than PNG, ConfigError without matplotlib."""
+    """Raise InvalidArgumentError if the path does not end in .png, ConfigError if matplotlib is not installed."""
     if path.suffix != ".png":
         raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
     require("matplotlib", "--plot")
 
 
 def write_plot(figure: "Figure", title: str, path: Path) -> None:
-    """Write the figure as a PNG, with a title and grids. Raises ConfigError for a path that cannot be written to."""
+    """Write the figure as a PNG, with a title and grids. Raises ConfigError if the path cannot be written to."""
     for panel in figure.axes:
         panel.grid(visible=True, alpha=0.3)
     figure.suptitle(title, fontsize="medium")

@@ -1,7 +1,7 @@
-"""A served cluster for a while: runs `baton serve` as a child process and leaves none of its processes behind.
+"""Runs `baton serve` as a child process for a limited time, and leaves none of its processes behind.
 
-The demo and benchmarks use it. The child has a session of its own, so that Ctrl-C at the terminal reaches only its
-owner, which then ends the child. Runs on the owner's loop.
+The demo and benchmarks use it. The child has its own session, so that Ctrl-C at the terminal reaches only its owner,
+which then ends the child. Runs on the owner's event loop.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _READY = "ready: "
 
 @dataclass(frozen=True)
 class OwnCluster:
-    """A cluster that serves, as its owner sees it."""
+    """Addresses of a running cluster."""
 
     name: str
     target: str
@@ -40,9 +40,9 @@ class OwnCluster:
 
 @contextlib.asynccontextmanager
 async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[str], None]) -> AsyncIterator[OwnCluster]:
-    """Bring up a cluster on a free port, with the options of `baton serve`, under a name that starts with `purpose`.
-    After the block nothing of it is left. `report` is called with each line that the child prints. Raises ConfigError
-    or UnavailableError with the reason when the cluster does not come up."""
+    """Start a cluster on a free port, with the options of `baton serve`, under a name that starts with `purpose`, and
+    yield its addresses. The cluster is shut down at the end of the block. `report` receives each line that the child
+    prints. Raises ConfigError or UnavailableError with the reason if the cluster does not start."""
     name = f"{purpose}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     fixed = ("--set", f"name={name}", "--set", "orchestrator.port=0", "--set", "http.port=-1")
     command = (sys.executable, "-m", "deploy.cli", "serve", *options, *fixed)
@@ -59,7 +59,7 @@ async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[st
 
 async def until_signal(work: Coroutine[Any, Any, int]) -> int:
     """Run `work` and return its result. The first termination signal to this process cancels the work, and the result
-    is then 128 plus the signal's number. Further signals do not disturb the work while it ends."""
+    is then 128 plus the signal's number. Further signals are ignored."""
     task = asyncio.create_task(work)
     caught: list[int] = []
 
@@ -87,7 +87,8 @@ class _Child:
         self._following = asyncio.create_task(self._follow())
 
     async def ready(self) -> ClusterRecord:
-        """Wait until clients may connect; return the cluster's record. Raises the child's error when it ends before."""
+        """Wait until clients may connect; return the cluster's record. Raises the child's error if it ends before
+        that."""
         serving = asyncio.create_task(self._serves.wait())
         try:
             await asyncio.wait((serving, self._following), return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +101,7 @@ class _Child:
         return self._record
 
     async def end(self) -> None:
-        """End the child with all that it started. Processes that an interrupted start left are killed."""
+        """End the child and all processes that it started, including those that an interrupted start left behind."""
         self._report = lambda line: None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
@@ -118,8 +119,8 @@ class _Child:
         await asyncio.gather(self._following, return_exceptions=True)
 
     async def _follow(self) -> None:
-        """Read the child's lines to their end, because a child that is not read blocks when the pipe is full. A line
-        that cannot be passed on is an error while the cluster starts; later, it is logged."""
+        """Read the child's lines to the end, because the child would block on a full pipe. An exception while a line is
+        processed is raised if the cluster is still starting; later, it is logged."""
         while line := await self._next_line():
             try:
                 self._take(line.decode(errors="replace").strip() or self._last_line)
@@ -129,7 +130,8 @@ class _Child:
                 tell_failure(f"a line of cluster {self._name} is lost", error)
 
     async def _next_line(self) -> bytes:
-        """Return the next line, or a remark in place of a line beyond asyncio's limit; empty at the end."""
+        """Return the next line, or a note instead of a line that exceeds asyncio's limit; empty at the end of the
+        output."""
         assert self._process.stderr is not None
         try:
             return await self._process.stderr.readline()
@@ -137,7 +139,7 @@ class _Child:
             return b"a line that was too long\n"
 
     def _take(self, line: str) -> None:
-        """Pass a line on. The cluster's record is read first, so that it is never older than the line."""
+        """Pass a line to `report`. The cluster's record is loaded first, so that it is never older than the line."""
         self._last_line = line
         self._report(line)
         self._record = load_record(self._name) or self._record
@@ -150,7 +152,7 @@ class _Child:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work that must not be left half done; raise a cancellation that comes meanwhile after it."""
+    """Await work that must complete. A cancellation in the meantime is raised after the work is done."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,4 +1,5 @@
-"""`baton bench`: sends a load to a server and reports what clients saw. Needs no cluster of its own and no torch."""
+"""`baton bench`: sends a load to a server and reports the latencies and throughput that clients observe. Needs neither
+a cluster nor torch."""
 
 import argparse
 import json
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from baton_lab.bench.server import Server, Style
 
 _DESCRIPTION = """\
-Sends a server requests as many clients would, and reports the latencies, the number of answers, and how many were good
-(within all --target). Any server that speaks OpenAI's API (--url), or Baton over gRPC (--address).
+Sends requests to a server as many clients would. Reports latencies, the number of answers, and the number of good ones
+(within all --target). The server speaks OpenAI's API (--url), or is Baton over gRPC (--address).
 
-  --rate         open loop: requests begin when they are due, however late answers are; latencies count from then
-  --concurrency  closed loop: N users, each of which sends its next request once the last was answered
-  --trace        open loop: requests of a file, with their lengths and shared beginnings
+  --rate         open loop: requests are sent at scheduled times, from which latencies count, however late answers are
+  --concurrency  closed loop: N users, each of which sends its next request after its previous one was answered
+  --trace        open loop: requests of a trace file, with its lengths and shared prefixes
 
-Status 0 when each load had an answer, 1 when one had none, 2 for options that cannot be. docs/bench.md has the
+Exit status: 0 if every load got an answer, 1 if a load got none, 2 for invalid options. docs/bench.md has the
 definitions."""
 
 _EXAMPLES = """\
@@ -43,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     options.add_load_options(parser)
     options.add_request_options(parser)
     group = parser.add_argument_group("results")
-    text = "what a good request meets: ttft, tpot or e2el, like ttft=500ms; may be repeated"
+    text = "latency target of a good request: ttft, tpot or e2el, for example ttft=500ms; may be repeated"
     group.add_argument("--target", action="append", default=[], metavar="METRIC=TIME", help=text)
     group.add_argument("--json", type=Path, metavar="FILE", help="write settings, all numbers, and each request")
     text = "draw a PNG: distributions, or goodput and latencies over a sweep; needs the extra 'lab'"
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _server(args: argparse.Namespace, style: "Style", api_key: str | None) -> "AbstractAsyncContextManager[Server]":
-    """Return the server that the options name, to be entered on the loop."""
+    """Return an async context manager that connects to the server given by --url or --address."""
     if args.url is not None:
         require("aiohttp", "--url")
         from baton_lab.bench.openai_server import OpenAiServer
@@ -105,7 +106,7 @@ def _server(args: argparse.Namespace, style: "Style", api_key: str | None) -> "A
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options as JSON can hold them."""
+    """Return the options, except `run`, `json` and `plot`, in a form that JSON can represent."""
     kept = {name: value for name, value in vars(args).items() if name not in ("run", "json", "plot")}
     settings: dict[str, Any] = json.loads(json.dumps(kept, default=str))
     return settings

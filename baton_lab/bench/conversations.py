@@ -16,13 +16,13 @@ _ROOM = 0.9
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a user, and the limits of its answer."""
+    """One message of a user, and the limit of its answer."""
 
     text: str
     max_tokens: int
-    """Output tokens of the answer."""
+    """Maximum number of output tokens of the answer."""
     think_s: float = 0.0
-    """Seconds between the end of the answer before and this turn."""
+    """Seconds between the end of the previous answer and this turn."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Conversation:
 
     number: int
     system: str
-    """Text with which all conversations of a load begin; may be empty."""
+    """System prompt that all conversations of a load share; may be empty."""
     turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How conversations are made."""
+    """Parameters of the conversations of a load."""
 
     mix: Mix
     num_turns: int = 1
@@ -45,19 +45,20 @@ class Shape:
     think_s: float = 0.0
     """Mean seconds between an answer and the next turn, exponentially distributed."""
     num_prompts: int = 0
-    """Number of conversations after which the same ones repeat; 0: all conversations differ."""
+    """Number of distinct conversations, which then repeat. 0: all conversations differ."""
     context_tokens: int | None = None
-    """Tokens of prompt and answer together that the model takes; None: unknown."""
+    """Maximum number of prompt and output tokens together that the model accepts; None: unknown."""
 
     @property
     def room_tokens(self) -> float:
-        """Return the maximum number of tokens of a conversation, with a margin for tokens counted differently."""
+        """Return the maximum number of tokens of a conversation, with a margin because token counts of texts are
+        estimates."""
         return float("inf") if self.context_tokens is None else max(self.context_tokens * _ROOM, 2.0)
 
 
 def conversations(passages: Passages, shape: Shape, seed: int) -> Iterator[Conversation]:
-    """Yield conversations without end; the same for the same seed and passages. Raises ConfigError when the text of the
-    passages has no new ones."""
+    """Yield an endless sequence of conversations, determined by the seed and the passages. Raises ConfigError when the
+    text has no unused passage left."""
     generator = np.random.default_rng(seed)
     system = passages.take(shape.system_tokens) if shape.system_tokens else ""
     made: list[Conversation] = []
@@ -72,9 +73,9 @@ def conversations(passages: Passages, shape: Shape, seed: int) -> Iterator[Conve
 
 
 def replayed(passages: Passages, trace: Trace, shape: Shape, load: int) -> Iterator[Conversation]:
-    """Yield the requests of a trace, in its order, as conversations of one turn. Where the trace names blocks, equal
-    blocks of a load are equal texts, so that its prompts share prefixes as those of the trace do. Requests that exceed
-    the model's context are cut."""
+    """Yield each request of a trace, in order, as a conversation of one turn. If the trace names blocks, equal blocks
+    within a load have equal texts, so that prompts share prefixes as in the trace. Requests longer than the model's
+    context are shortened."""
     system = passages.take(shape.system_tokens) if shape.system_tokens else ""
     for number, (num_tokens, max_tokens) in enumerate(zip(trace.prompt_tokens, trace.output_tokens, strict=True)):
         blocks = trace.blocks[number] if trace.blocks else ()
@@ -85,7 +86,7 @@ def replayed(passages: Passages, trace: Trace, shape: Shape, load: int) -> Itera
 
 
 def _turns(passages: Passages, shape: Shape, generator: np.random.Generator) -> Iterator[Turn]:
-    """Yield the turns of one conversation, as many as the model has room for, and at least one."""
+    """Yield the turns of one conversation: at least one, and as many as fit in the model's context."""
     used = float(shape.system_tokens)
     for number in range(shape.num_turns):
         num_prompt, num_output = shape.mix.prompt.draw(generator), shape.mix.output.draw(generator)
@@ -99,12 +100,14 @@ def _turns(passages: Passages, shape: Shape, generator: np.random.Generator) -> 
 
 
 def _fitted(num_prompt: int, num_output: int, left: float) -> tuple[int, int]:
-    """Return the tokens of prompt and answer, cut so that their sum is at most `left`; answers get at most half."""
+    """Return the numbers of prompt and output tokens, reduced so that their sum is at most `left`. Output tokens get at
+    most half of `left`."""
     num_output = int(min(num_output, max(left / 2, 1)))
     return int(min(num_prompt, max(left - num_output, 1))), num_output
 
 
 def _pieces(blocks: Sequence[int], block_tokens: int, num_tokens: int) -> list[tuple[int, int]]:
-    """Return the blocks of a prompt with the tokens of each, the last of which may have fewer."""
+    """Return (block, number of tokens) for each block of a prompt. The last block may be shorter than
+    `block_tokens`."""
     sizes = [min(block_tokens, num_tokens - at * block_tokens) for at in range(len(blocks))]
     return [(block, size) for block, size in zip(blocks, sizes, strict=True) if size > 0]

@@ -1,4 +1,4 @@
-"""Sends requests to a Baton server over gRPC, as `baton.AsyncClient` does. On the loop."""
+"""Sends requests to a Baton server over gRPC, through `baton.AsyncClient`. Runs on the event loop."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ class GrpcServer:
     @classmethod
     @contextlib.asynccontextmanager
     async def connected(cls, target: str, api_key: str | None, style: Style) -> AsyncIterator["GrpcServer"]:
-        """Find the server's model, and yield the server. Its failures are not hidden by attempts to reconnect. Raises
-        UnavailableError when it does not answer."""
+        """Connect to the server, read its model, and yield the server. The client does not reconnect, so that failures
+        stay visible. Raises UnavailableError when the server does not answer."""
         async with AsyncClient(target, api_key=api_key, reconnect=Reconnect(num_connects=1, num_resumes=0)) as client:
             try:
                 model = await client.model(_ANSWER_S)
@@ -35,8 +35,8 @@ class GrpcServer:
             yield cls(client, About(model.name, model.max_tokens), style)
 
     async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
-        """Send one request, and read its answer to the end. The tokens of one step have an event each, but count as
-        one message, received with the last of them. That token carries their number."""
+        """Send one request and read its answer to the end. A step with accepted drafts sends one event per token. These
+        events are recorded as one message, at the arrival time of the last one, whose `drafts` gives their number."""
         try:
             async with asyncio.timeout(self._style.timeout_s), self._stream(messages, max_tokens) as stream:
                 async for event in stream:

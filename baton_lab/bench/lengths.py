@@ -1,4 +1,4 @@
-"""Mixes of lengths: how many tokens the prompts and the answers of a load have. Pure."""
+"""Distributions of the numbers of prompt and output tokens of a load. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _NORMAL_P90 = 1.2815515655446004
 
 @dataclass(frozen=True)
 class Spread:
-    """A lognormal distribution of whole numbers of tokens from 1 up; with sigma 0, always the median."""
+    """Lognormal distribution of a number of tokens, at least 1. With sigma 0, every value is the median."""
 
     median: float
     sigma: float = 0.0
@@ -25,19 +25,19 @@ class Spread:
         return cls(median, math.log(p90 / median) / _NORMAL_P90)
 
     def draw(self, generator: np.random.Generator) -> int:
-        """Return one number of tokens."""
+        """Draw one number of tokens."""
         return max(1, round(self.median * math.exp(self.sigma * generator.standard_normal())))
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Lengths of the requests of one kind of use."""
+    """Distributions of prompt and output lengths for one kind of workload."""
 
     prompt: Spread
     output: Spread
 
     def around(self, prompt: int | None, output: int | None) -> "Mix":
-        """Return the mix with other medians, as spread as before; None keeps a median."""
+        """Return the mix with other medians and the same sigmas. None keeps a median."""
         return Mix(
             self.prompt if prompt is None else replace(self.prompt, median=prompt),
             self.output if output is None else replace(self.output, median=output),
@@ -53,4 +53,4 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
         "long": Mix(Spread.fitted(7059, 12985), Spread.fitted(208, 371)),
     }
 )
-"""The mixes by the name that --lengths gives them."""
+"""Length mixes by their name in --lengths."""

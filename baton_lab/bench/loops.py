@@ -1,8 +1,8 @@
-"""Sends a load, open or closed, and records the outcome of each request. On the loop.
+"""Sends an open-loop or closed-loop load and records the outcome of each request. Runs on the event loop.
 
-In an open loop, conversations begin when they are due, regardless of earlier ones: a late answer delays no arrival, and
-latencies count from the instant at which a request was due. The turns of one conversation wait for each other, as those
-of a person do. In a closed loop, each of a number of users sends the next request as soon as the last one was answered.
+In an open loop, conversations begin at their scheduled times, regardless of earlier answers, and latencies count from
+the scheduled time. Each turn of a conversation waits for the previous answer. In a closed loop, each user sends its
+next request as soon as its previous request is answered.
 """
 
 import asyncio
@@ -16,30 +16,30 @@ from baton_lab.bench.records import MessageLog, Record, RequestFailedError
 from baton_lab.bench.server import Message, Server
 
 _AFTER_FAILURE_S = 1.0
-"""Seconds after a failure until a user of a closed loop sends again, so that an absent server is not flooded."""
+"""Seconds that a user of a closed loop waits after a failure, so that an unavailable server is not flooded."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """An open loop: when each conversation begins."""
+    """Open loop: the start time of each conversation."""
 
     name: str
     rate: float
-    """Conversations that begin a second, in the mean."""
+    """Mean number of conversations that begin per second."""
     at_s: Sequence[float]
-    """Instants in seconds from the load's start, ascending."""
+    """Start times in seconds since the start of the load, ascending."""
 
 
 @dataclass(frozen=True)
 class Users:
-    """Closed loop: the number of users, and how long they send requests."""
+    """Closed loop: the number of users, and the limits of the load."""
 
     name: str
     num_users: int
     num_conversations: int | None = None
-    """Conversations of all users, at most; None: as many as fit in the time."""
+    """Maximum number of conversations of all users together. None: only `seconds` limits the load."""
     seconds: float = float("inf")
-    """Seconds after which no conversation begins."""
+    """Seconds after which no new conversation begins."""
 
 
 Load = Arrivals | Users
@@ -47,31 +47,31 @@ Load = Arrivals | Users
 
 @dataclass
 class Run:
-    """Records of a load. Belongs to the loop until the load has ended."""
+    """Records of one load. Only the event loop's thread accesses them until the load has ended."""
 
     load: Load
     records: list[Record] = field(default_factory=list)
     num_unasked: int = 0
     """Turns that were not sent because an earlier turn of their conversation failed."""
     seconds: float = 0.0
-    """Seconds from the load's start until the last answer had ended."""
+    """Seconds from the start of the load to the end of the last answer."""
     used_s: float = 0.0
-    """Processor seconds that this process used meanwhile."""
+    """Processor seconds that this process used during the load."""
 
 
 class Generator:
     """Sends loads to one server, one load after the other."""
 
     def __init__(self, server: Server, clock: Clock, ended: Callable[[Record], None] = lambda record: None) -> None:
-        """`ended` is called with each record, on the loop: it must be quick."""
+        """`ended`: callback that receives each record on the event loop; it must return quickly."""
         self._server = server
         self._clock = clock
         self._ended = ended
 
     async def run(self, load: Load, conversations: Iterator[Conversation]) -> Run:
-        """Send a load of the next conversations and return when all answers have ended. Raises what `conversations`
-        raises."""
-        # No arrival waits until its prompt is made.
+        """Send a load made from the next `conversations`, and return when all answers have ended. Raises the exceptions
+        of `conversations`."""
+        # Made in advance, so that no arrival waits for its prompt.
         ready = [next(conversations) for _ in load.at_s] if isinstance(load, Arrivals) else []
         run, start_s, used_s = Run(load), self._clock.now_s(), process_time()
         try:
@@ -126,7 +126,7 @@ class Generator:
         return True
 
     async def _ask(self, messages: list[Message], place: "_Place", log: MessageLog) -> Record:
-        """Send one request and return its record, also when it fails."""
+        """Send one request and return its record, also if the request fails."""
         sent_s, counts, failure, explanation = log.now_s(), None, "", ""
         try:
             counts = await self._server.ask(messages, place.max_tokens, log)

@@ -1,4 +1,5 @@
-"""Sends completions or chats to an OpenAI-compatible HTTP server that streams server-sent events. On the loop."""
+"""Sends completions or chats to an OpenAI-compatible HTTP server that streams server-sent events. Runs on the event
+loop."""
 
 import contextlib
 import json
@@ -12,10 +13,10 @@ from baton_lab.bench.records import MessageLog, RequestFailedError, TokenCounts
 from baton_lab.bench.server import About, Message, Style, as_text
 
 _KEPT_S = 2.0
-"""Seconds for which an idle connection is reused; shorter than the time after which servers close one."""
+"""Seconds for which an idle connection may be reused: less than the keep-alive timeout of common servers."""
 _CONNECT_S = 30.0
 _SHOWN = 200
-"""Characters of a server's message that an error repeats."""
+"""Maximum number of characters of a server's message that an error quotes."""
 _DATA, _DONE = b"data:", b"[DONE]"
 
 
@@ -33,8 +34,9 @@ class OpenAiServer:
     async def connected(
         cls, url: str, model: str | None, api_key: str | None, style: Style
     ) -> AsyncIterator["OpenAiServer"]:
-        """Find the server's model, or check that it has `model`, and yield the server. Raises UnavailableError when it
-        does not answer, ConfigError when it has no such model or no list of models."""
+        """Read the list of models, check `model` against it or use its first one, and yield the server. Raises
+        UnavailableError when the server does not answer, ConfigError when it does not serve the model or does not list
+        its models."""
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         base = url.rstrip("/") if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S)
@@ -101,7 +103,7 @@ async def _about(session: aiohttp.ClientSession, base: str, model: str | None) -
 
 
 async def _read(answer: aiohttp.ClientResponse, log: MessageLog) -> TokenCounts | None:
-    """Read server-sent events to the last, and return the usage that came with them."""
+    """Read server-sent events to the end. Return the usage that they report; None if they report none."""
     counts, is_over = None, False
     async for data in _data_of(answer):
         if data == _DONE:
@@ -121,7 +123,7 @@ async def _read(answer: aiohttp.ClientResponse, log: MessageLog) -> TokenCounts 
 
 
 async def _data_of(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the data of each event, without blanks around it."""
+    """Yield the data of each event, stripped of whitespace."""
     waiting = b""
     async for chunk in answer.content.iter_any():
         *lines, waiting = (waiting + chunk).split(b"\n")
@@ -145,7 +147,7 @@ def _parsed(data: bytes) -> Mapping[str, Any]:
 
 
 def _text_of(event: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the text of an event, of any part of the answer, and whether the event ends the answer."""
+    """Return the text of an event (content or reasoning), and whether the event ends the answer."""
     if not event.get("choices"):
         return "", False
     choice = event["choices"][0]
@@ -166,7 +168,8 @@ def _counts_of(event: Mapping[str, Any]) -> TokenCounts | None:
 
 
 def _complaint(body: bytes) -> str:
-    """Return a server's error message in one line: the message of OpenAI's format, or the beginning of the body."""
+    """Return a server's error message on one line: the `message` of OpenAI's error format, or the beginning of the
+    body."""
     try:
         error = json.loads(body)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)

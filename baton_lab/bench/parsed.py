@@ -1,4 +1,4 @@
-"""Reads the options of `baton bench`: how requests are sent, their prompts, and the loads."""
+"""Parses the options of `baton bench`: the style of requests, the conversations, and the loads."""
 
 import argparse
 import json
@@ -26,11 +26,11 @@ class Loads:
 
     loads: tuple[Load, ...]
     trace: Trace | None = None
-    """Requests that the loads replay; None where they are made."""
+    """Trace that the loads replay. None: requests are generated."""
 
 
 def style(args: argparse.Namespace) -> Style:
-    """Return how requests are sent. Raises InvalidArgumentError that names an option."""
+    """Return the request style that the options give. Raises InvalidArgumentError, which names the invalid option."""
     return Style(
         is_chat=args.api == "chat",
         temperature=option_values.positive("--temperature", args.temperature, or_zero=True),
@@ -41,8 +41,8 @@ def style(args: argparse.Namespace) -> Style:
 
 
 def shape(args: argparse.Namespace) -> Shape:
-    """Return how conversations are made; the model's context is known only if an option gives it. Raises
-    InvalidArgumentError that names an option."""
+    """Return the conversation parameters that the options give; `context_tokens` is None without --context. Raises
+    InvalidArgumentError, which names the invalid option."""
 
     def tokens(option: str, text: str | None) -> int | None:
         return None if text is None else option_values.count(option, text, MAX_TOKENS)
@@ -61,8 +61,8 @@ def shape(args: argparse.Namespace) -> Shape:
 
 
 def loads(args: argparse.Namespace, seed: int) -> Loads:
-    """Return the loads that the options describe: the same for the same seed. Raises InvalidArgumentError that names an
-    option."""
+    """Return the loads that the options describe, determined by `seed`. Raises InvalidArgumentError, which names the
+    invalid option."""
     seconds = None if args.seconds is None else option_values.positive("--seconds", args.seconds)
     num = None if args.requests is None else option_values.count("--requests", args.requests, MAX_REQUESTS)
     rates = None if args.rate is None else option_values.ascending("--rate", args.rate, option_values.positive)
@@ -81,7 +81,7 @@ def loads(args: argparse.Namespace, seed: int) -> Loads:
 
 
 def seed(args: argparse.Namespace) -> int:
-    """Return the seed that the options give, or one that is drawn."""
+    """Return the seed given by --seed, or a random one."""
     if args.seed is None:
         return secrets.randbelow(2**31)
     return option_values.count("--seed", args.seed, 2**31, least=0)
@@ -108,7 +108,8 @@ def _users(num_users: int, num: int | None, seconds: float | None) -> Users:
 
 
 def _arrivals(rate: float, burstiness: float, bounds: tuple[int | None, float | None], seed: int) -> Arrivals:
-    """Return the arrivals at a rate, up to a number or a time. Each rate of a sweep has the same gaps in proportion."""
+    """Return the arrivals at `rate`, limited by a number of requests, by seconds, or by both. All rates of a sweep use
+    the same sequence of gaps, scaled to the rate."""
     (num, seconds), generator = bounds, np.random.default_rng([seed, 1])
     if seconds is None:
         assert num is not None, "a load has a bound"
@@ -123,10 +124,10 @@ def _arrivals(rate: float, burstiness: float, bounds: tuple[int | None, float | 
 def _replayed(
     args: argparse.Namespace, rates: tuple[float, ...] | None, seconds: float | None, num: int | None
 ) -> Loads:
-    """Return the loads that replay a trace, at its own mean rate or at those given."""
+    """Return the loads that replay a trace: one for each of `rates`, or one at the trace's own mean rate."""
     if args.turns != "1" or args.prompt_tokens is not None or args.output_tokens is not None:
         raise InvalidArgumentError(
-            "--trace says how long requests are: leave out --turns, --prompt-tokens and --output-tokens"
+            "--trace sets the lengths of requests: leave out --turns, --prompt-tokens and --output-tokens"
         )
     trace = read_trace(args.trace)
     if num is not None:
@@ -141,5 +142,5 @@ def _replayed(
 
 
 def within(made: Shape, context_tokens: int | None) -> Shape:
-    """Return the shape with the context that the server says its model has, unless an option gave one."""
+    """Return the shape with the context length that the server reports, unless an option has set it."""
     return made if made.context_tokens is not None else replace(made, context_tokens=context_tokens)

@@ -31,7 +31,8 @@ def draw(runs: Runs, targets: Mapping[str, float], title: str, path: Path) -> No
 
 
 def _distributions(panels: "Sequence[Axes]", run: Run, targets: Mapping[str, float]) -> None:
-    """Draw the cumulative distributions, in percent: of requests, or of gaps, by latency in milliseconds."""
+    """Draw a cumulative distribution for each latency metric: percent of requests (for itl, of gaps) over
+    milliseconds."""
     values = latencies([each for each in run.records if each.is_answered])
     for panel, metric in zip(panels, LATENCIES, strict=True):
         taken = np.sort(values[metric]) * 1e3
@@ -44,7 +45,7 @@ def _distributions(panels: "Sequence[Axes]", run: Run, targets: Mapping[str, flo
 
 
 def _sweep(panels: "Sequence[Axes]", runs: Runs, targets: Mapping[str, float]) -> None:
-    """Draw throughput, goodput, and latencies over the loads."""
+    """Draw throughput, goodput and latencies over the offered load."""
     at, label = _places(runs)
     summaries = [summary for _, summary in runs]
     rates, good, first, token = panels
@@ -74,7 +75,7 @@ def _sweep(panels: "Sequence[Axes]", runs: Runs, targets: Mapping[str, float]) -
 
 
 def _places(runs: Runs) -> tuple[list[float], str]:
-    """Return the position of each load on the axis, and the axis's label."""
+    """Return the x-axis position of each load, and the label of the axis."""
     loads = [run.load for run, _ in runs]
     if all(isinstance(each, Users) for each in loads):
         return [float(each.num_users) for each in loads if isinstance(each, Users)], "concurrent users"

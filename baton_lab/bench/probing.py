@@ -1,4 +1,5 @@
-"""Sends a server two requests before any load, to warm it up and to learn how it counts tokens. On the loop."""
+"""Sends two requests before any load, to warm up the server and to measure its tokens per word. Runs on the event
+loop."""
 
 from collections.abc import Callable
 
@@ -13,9 +14,8 @@ _ANSWER_TOKENS = 2
 
 
 async def probe(server: Server, passages: Passages, now_s: Callable[[], float]) -> None:
-    """Send a short and a longer passage, and set the tokens per word by the server's count. The difference of the two
-    counts leaves out the chat template. Raises UnavailableError when one of the requests fails.
-    """
+    """Send a short and a longer passage, and set `passages.tokens_per_word` from the server's prompt token counts. The
+    difference of the two counts excludes the chat template. Raises UnavailableError if one of the requests fails."""
     most = _MOST_WORDS if server.about.context_tokens is None else server.about.context_tokens // 8
     far = max(min(_MOST_WORDS, most), 2)
     near = max(far // _LEAST_WORDS, 1)

@@ -1,4 +1,4 @@
-"""Record of one request of a load: instants by this process's clock, tokens, and why it failed. Pure."""
+"""Record of one request of a load: times, token counts, and the failure, if any. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from baton.errors import BatonError
 
 
 class RequestFailedError(BatonError):
-    """A request got no whole answer. `kind` is a word by which failures are counted."""
+    """A request did not get a complete answer. `kind`: name under which the failure is counted."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -17,23 +17,23 @@ class RequestFailedError(BatonError):
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of one request, as the server counted them."""
+    """Token counts of one request, as reported by the server."""
 
     num_prompt: int
     num_output: int
     num_cached: int | None = None
-    """Prompt tokens whose KV was cached; None where the server does not say."""
+    """Number of prompt tokens whose KV was cached; None if the server does not report it."""
 
 
 class MessageLog:
-    """Takes the messages of one answer as they come. Owned by the request's task."""
+    """Log of the messages of one answer. Owned by the request's task."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self.now_s = now_s
-        """Returns the seconds since the load's start."""
+        """Function that returns the seconds since the start of the load."""
         self._texts: list[str] = []
         self.message_s: list[float] = []
-        """Instants at which messages with text or tokens came."""
+        """Arrival times of messages with text or tokens."""
 
     def message(self, text: str) -> None:
         """Record that a message with this text has just arrived."""
@@ -41,45 +41,47 @@ class MessageLog:
         self._texts.append(text)
 
     def add(self, text: str) -> None:
-        """Record text that came with the message before, as an answer's last words do."""
+        """Add text that arrived with the previous message, such as the last words of an answer."""
         self._texts.append(text)
 
     def merge(self, num_messages: int) -> None:
-        """Count the latest `num_messages` messages, which one step brought, as one that came with the last of them."""
+        """Replace the latest `num_messages` messages, which came from one step, by one with the arrival time of the
+        last."""
         self.message_s[-num_messages:] = self.message_s[-1:]
 
     @property
     def text(self) -> str:
-        """All text so far."""
+        """All text received so far."""
         return "".join(self._texts)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One request of a load. Instants are seconds from the load's start."""
+    """One request of a load. Times are in seconds since the start of the load."""
 
     conversation: int
     turn: int
-    """Place of the request in its conversation, from 0."""
+    """Index of the turn in its conversation, from 0."""
     due_s: float
-    """Instant at which the request is due. In an open loop, no answer delays it."""
+    """Scheduled time of the request. For later turns: the end of the previous answer plus the think time."""
     sent_s: float
     end_s: float
-    """When the answer had ended, or the request had failed."""
+    """Time at which the answer ended or the request failed."""
     max_tokens: int
     """Requested number of output tokens."""
     message_s: tuple[float, ...] = ()
-    """When messages with text came. A message holds the tokens of one step, with speculation perhaps several."""
+    """Arrival times of messages with text. A message holds the tokens of one step: with speculation, possibly
+    several."""
     counts: TokenCounts | None = None
-    """Tokens as the server counted them; None where it did not, or the request failed."""
+    """Token counts reported by the server; None if it reported none, or if the request failed."""
     failure: str = ""
-    """Kind of the failure; empty where the request was answered."""
+    """Kind of the failure; empty if the request was answered."""
     explanation: str = field(default="", repr=False)
-    """Error message of the failure; empty where the request was answered."""
+    """Error message of the failure; empty if the request was answered."""
 
     @property
     def lateness_s(self) -> float:
-        """Seconds by which the generator itself was late."""
+        """Seconds from the scheduled time to the time at which the generator sent the request."""
         return self.sent_s - self.due_s
 
     @property
@@ -89,24 +91,25 @@ class Record:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer; the number of its messages if the server does not count tokens."""
+        """Number of output tokens; the number of messages if the server does not count tokens."""
         return len(self.message_s) if self.counts is None else self.counts.num_output
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the instant at which the request was due to its first message."""
+        """Seconds from the scheduled time to the first message."""
         return self.message_s[0] - self.due_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token after the first message; None for an answer of one token or message."""
+        """Seconds per output token after the first message; None if the answer has fewer than two tokens or
+        messages."""
         if self.num_output_tokens < 2 or len(self.message_s) < 2:
             return None
         return (self.message_s[-1] - self.message_s[0]) / (self.num_output_tokens - 1)
 
     @property
     def e2el_s(self) -> float:
-        """Seconds from the instant at which the request was due to the answer's end."""
+        """Seconds from the scheduled time to the end of the answer."""
         return self.end_s - self.due_s
 
     @property

@@ -1,4 +1,4 @@
-"""Tables of `baton bench`, and its JSON."""
+"""Result tables and JSON output of `baton bench`."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from baton_lab.bench.targets import target_words
 from deploy.options.screen import number_table
 
 FORMAT = 1
-"""Version of the JSON file's form."""
+"""Version of the JSON file's format."""
 NAMES = {
     "ttft": "time to first token",
     "tpot": "time per output token",
@@ -28,7 +28,7 @@ _PERCENTILES = ("mean", "p50", "p90", "p99")
 
 
 def lines(summary: Summary, targets: Mapping[str, float]) -> list[str]:
-    """Return the results of a run other than latencies, in a few lines."""
+    """Return the results of a run, except its latencies, as lines of text."""
     answered = f"{summary.num_answered} of {summary.num_requests} requests answered in {summary.seconds:.1f} s"
     tokens = f"{summary.mean_prompt_tokens:.0f} prompt and {summary.mean_output_tokens:.0f} output tokens, in the mean"
     cached = "" if math.isnan(summary.cached_share) else f"; {summary.cached_share:.0%} of the prompts' tokens cached"
@@ -45,7 +45,7 @@ def lines(summary: Summary, targets: Mapping[str, float]) -> list[str]:
 
 
 def failures(records: Sequence[Record], num_unasked: int) -> list[str]:
-    """Return a line for each kind of failure: the count, and the message of its first failure."""
+    """Return one line for each kind of failure, with its count and the message of its first failure."""
     kinds: dict[str, list[Record]] = {}
     for record in records:
         if record.failure:
@@ -55,7 +55,7 @@ def failures(records: Sequence[Record], num_unasked: int) -> list[str]:
 
 
 def latency_table(summary: Summary) -> Table:
-    """Return the table of a run's latencies in milliseconds, one line a metric."""
+    """Return a table of a run's latencies in milliseconds, one line per metric."""
     table = number_table(f"load: {summary.name}", ("ms", *_PERCENTILES), words="ms")
     for metric in LATENCIES:
         table.add_row(NAMES[metric], *(_ms(getattr(summary.latencies[metric], each)) for each in _PERCENTILES))
@@ -64,7 +64,7 @@ def latency_table(summary: Summary) -> Table:
 
 
 def sweep_table(summaries: Sequence[Summary]) -> Table:
-    """Return the table that compares several loads, one line a load."""
+    """Return a table that compares several loads, one line per load."""
     headings = "load|req/s|tok/s|TTFT\np50|p99|TPOT\np50|p99|failed|good\n%|good\n/s"
     table = number_table("all loads, latencies in ms", headings.split("|"), words="load")
     for each in summaries:
@@ -83,14 +83,14 @@ def sweep_table(summaries: Sequence[Summary]) -> Table:
 
 
 def check_json(path: Path) -> None:
-    """Raise ConfigError for a path that cannot be written to, before the work."""
+    """Raise ConfigError if the path cannot be written to. Called before the loads are sent."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"--json = {str(path)!r} cannot be written: choose another path")
 
 
 def write_json(path: Path, settings: Mapping[str, Any], runs: Sequence[tuple[Run, Summary]]) -> None:
-    """Write settings, summaries and each request of all runs; seconds throughout. Raises ConfigError for a path that
-    cannot be written to."""
+    """Write the settings, and the summary and requests of each run, with times in seconds. Raises ConfigError if the
+    path cannot be written to."""
     content = {
         "format": FORMAT,
         "settings": settings,
@@ -118,14 +118,14 @@ def _request(record: Record) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with None for numbers that JSON does not have."""
+    """Return the value with None in place of NaN and infinity, which JSON does not support."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rounded(value: Any) -> Any:
-    """Return the value with seconds to the microsecond."""
+    """Return the value with its floats rounded to six decimals (microseconds)."""
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, tuple | list):

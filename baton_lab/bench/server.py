@@ -1,4 +1,4 @@
-"""Port through which a load sends requests to a server of any protocol."""
+"""Port through which a load sends requests to a server, independent of the server's protocol."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class Style:
-    """How requests are sent: the same for all of a load."""
+    """Parameters that all requests of a load share."""
 
     is_chat: bool = False
     """True: conversations are sent as chats. False: each is sent as one text."""
@@ -24,7 +24,7 @@ class Style:
     timeout_s: float = 600.0
     """Seconds after which a request counts as failed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the bodies of HTTP requests."""
+    """Additional fields in the bodies of HTTP requests."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,23 @@ class About:
 
     model: str
     context_tokens: int | None
-    """Tokens of prompt and answer together that the model takes; None where the server does not say."""
+    """Maximum number of prompt and output tokens together that the model accepts; None if the server does not report
+    it."""
 
 
 class Server(Protocol):
-    """A server under load. Used on one loop."""
+    """Server under load. Used on one event loop."""
 
     about: About
 
     async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
-        """Send one request, give each message of its answer to `log`, and return when the answer has ended. Return the
-        tokens as the server counted them, None where it did not.
+        """Send one request, record each message of its answer in `log`, and return when the answer has ended. Return
+        the token counts that the server reports; None if it reports none.
 
-        Raises RequestFailedError when there is no whole answer.
+        Raises RequestFailedError if the answer is not complete.
         """
 
 
 def as_text(messages: list[Message]) -> str:
-    """Return a conversation as one text. The text of a longer conversation continues that of its beginning."""
+    """Return a conversation as one text. The text of a conversation is a prefix of the text of its continuation."""
     return SEPARATOR.join(content for _, content in messages)

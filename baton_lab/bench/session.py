@@ -1,4 +1,5 @@
-"""Sends the loads of one command to a server, one after the other, and shows the results of each. On the loop."""
+"""Sends the loads of one command to a server, one after the other, and prints the results of each. Runs on the event
+loop."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from baton_lab.bench.statistics import Summary, doubts, summarize
 from deploy.options.screen import progress
 
 _REFRESH_S = 0.5
-"""Least seconds between two updates of the progress bar, because each update delays what is measured."""
+"""Minimum seconds between two updates of the progress bar, because each update delays the measured requests."""
 _TICKS_A_SECOND = 10
 
 
@@ -40,7 +41,7 @@ Runs = list[tuple[Run, Summary]]
 
 
 class Session:
-    """The loads of one command. Results go to `out`, all else to `err`."""
+    """Runs the loads of one command. Results are printed to `out`, everything else to `err`."""
 
     def __init__(self, asked: Asked, passages: Passages, out: Console, err: Console) -> None:
         self._asked = asked
@@ -50,8 +51,8 @@ class Session:
         self._clock = SystemClock()
 
     async def run(self, server: Server) -> Runs:
-        """Send all loads, show each when it has ended, and return them. Raises UnavailableError for a server that
-        answers no prompt, ConfigError when the text of the prompts is used up."""
+        """Send all loads, print the results of each when it has ended, and return them. Raises UnavailableError if the
+        server does not answer the probes, ConfigError if the text has no unused passage left."""
         await probe(server, self._passages, self._clock.now_s)
         shape, found = within(self._asked.shape, server.about.context_tokens), Runs()
         self._say(f"{server.about.model}: {self._passages.tokens_per_word:.2f} tokens a word, seed {self._asked.seed}")
@@ -94,7 +95,7 @@ class Session:
 
     @contextlib.contextmanager
     def _shown(self, load: Load) -> Iterator[Callable[[Record], None]]:
-        """Show a progress bar of the load's requests or, if only time bounds the load, of its seconds. Yield a function
+        """Show a progress bar of the load's requests, or of its seconds if only time limits the load. Yield a function
         to call with each record."""
         num = len(load.at_s) if isinstance(load, Arrivals) else load.num_conversations
         if num is not None:

@@ -1,4 +1,4 @@
-"""Summary of a run: rates, percentiles, goodput, failures by kind. Pure."""
+"""Statistics of a run: rates, percentiles, goodput, failures by kind. Pure."""
 
 import math
 from collections import Counter
@@ -11,15 +11,15 @@ from baton_lab.bench.loops import Arrivals, Run
 from baton_lab.bench.records import Record
 
 LATE_S = 0.01
-"""99th percentile of the generator's own lateness, in seconds, above which its numbers are doubted."""
+"""99th percentile of the generator's own lateness, in seconds, above which `doubts` warns."""
 BUSY = 0.9
-"""Part of a core that the generator may use before its numbers are doubted."""
+"""Number of cores used by the generator above which `doubts` warns."""
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """A distribution of seconds; nan where there are no values."""
+    """Mean and percentiles of values in seconds; NaN if there are no values."""
 
     mean: float
     p50: float
@@ -28,7 +28,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Percentiles":
-        """Return mean and percentiles of values, percentiles interpolated linearly."""
+        """Return the mean and the linearly interpolated percentiles of `values`."""
         if not values:
             return cls(*[math.nan] * 4)
         return cls(float(np.mean(values)), *(float(each) for each in np.percentile(values, (50, 90, 99))))
@@ -36,54 +36,54 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. Latencies are those of answered requests; rates are over the run's seconds."""
+    """Statistics of a run. Latencies are those of answered requests. Rates are relative to the duration of the run."""
 
     name: str
     offered_rate: float | None
-    """Conversations that began a second, as the load wanted; None for a closed loop."""
+    """Conversations per second that the load specifies; None for a closed loop."""
     num_requests: int
     num_answered: int
     num_unasked: int
     """Turns that were not sent because an earlier turn of their conversation failed."""
     num_short: int
-    """Answers of fewer tokens than requested."""
+    """Number of answers with fewer tokens than requested."""
     num_uncounted: int
-    """Answers whose tokens the server did not count, so that messages were counted in their place."""
+    """Number of answers without token counts from the server. Their messages are counted instead."""
     failures: Mapping[str, int]
-    """Failed requests by kind."""
+    """Number of failed requests by kind."""
     seconds: float
     requests_s: float
-    """Answered requests a second."""
+    """Answered requests per second."""
     prompt_tokens_s: float
     output_tokens_s: float
     mean_prompt_tokens: float
     mean_output_tokens: float
     cached_share: float
-    """Part of the prompt tokens whose KV was cached; nan where the server does not say."""
+    """Fraction of prompt tokens whose KV was cached; NaN if the server does not report it."""
     latencies: Mapping[str, Percentiles]
-    """Seconds: ttft from due to the first message, tpot a request's mean per output token after that, itl between
-    messages, e2el from due to the end."""
+    """Latencies in seconds. ttft: from the scheduled time to the first message. tpot: mean per later output token. itl:
+    between messages. e2el: from the scheduled time to the end."""
     lateness: Percentiles
-    """Seconds by which the generator itself sent requests late."""
+    """Seconds from the scheduled time of a request to the time at which the generator sent it."""
     used_cores: float
-    """Processor seconds a second that the generator used."""
+    """Mean number of cores that the generator used."""
     num_good: int | None
-    """Requests within all targets; None without targets."""
+    """Number of requests within all targets; None without targets."""
 
     @property
     def goodput(self) -> float | None:
-        """Return the good requests a second; None without targets."""
+        """Return the number of good requests per second; None without targets."""
         return None if self.num_good is None else _ratio(self.num_good, self.seconds)
 
     @property
     def good_share(self) -> float | None:
-        """Return the part of all requests that were good, failed and unasked ones counted as not; None without
-        targets."""
+        """Return the fraction of requests that were good; None without targets. Failed and unsent requests are not
+        good."""
         return None if self.num_good is None else _ratio(self.num_good, self.num_requests + self.num_unasked)
 
 
 def summarize(run: Run, targets: Mapping[str, float]) -> Summary:
-    """Return a run in numbers, under targets in seconds by metric."""
+    """Return the statistics of a run. `targets`: latency targets in seconds, by metric."""
     answered = [each for each in run.records if each.is_answered]
     num_prompt = [each.counts.num_prompt for each in answered if each.counts is not None]
     num_output = [each.num_output_tokens for each in answered]
@@ -111,7 +111,7 @@ def summarize(run: Run, targets: Mapping[str, float]) -> Summary:
 
 
 def latencies(answered: Sequence[Record]) -> Mapping[str, list[float]]:
-    """Return all values in seconds by metric. Each metric has one value a request; itl has one for each gap."""
+    """Return the latencies in seconds, by metric: one value per request, or one value per gap for itl."""
     return {
         "ttft": [each.ttft_s for each in answered],
         "tpot": [tpot_s for each in answered if (tpot_s := each.tpot_s) is not None],
@@ -121,8 +121,8 @@ def latencies(answered: Sequence[Record]) -> Mapping[str, list[float]]:
 
 
 def is_good(record: Record, targets: Mapping[str, float]) -> bool:
-    """Return whether a request was answered within all targets. An answer of one token has no time per output token,
-    and misses no target of it."""
+    """Return whether a request was answered within all targets. An answer of one token has no tpot, and meets any
+    target for it."""
     if not record.is_answered:
         return False
     took = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
@@ -130,9 +130,9 @@ def is_good(record: Record, targets: Mapping[str, float]) -> bool:
 
 
 def doubts(summary: Summary, *, may_end_early: bool) -> list[str]:
-    """Return the reasons, one a line, why a run's numbers may not be the server's at the intended load.
+    """Return the reasons, one per line, why a run's numbers may not describe the server under the intended load.
 
-    `may_end_early`: short answers are expected, and are not a reason.
+    `may_end_early`: short answers are expected, and are not reported.
     """
     found = []
     if summary.lateness.p99 > LATE_S:

@@ -1,4 +1,4 @@
-"""Targets that a good request meets, as options name them: `ttft=500ms`. Pure."""
+"""Latency targets of a good request, parsed from options such as `ttft=500ms`. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,15 @@ _UNITS_S = {"ms": 1e-3, "s": 1.0}
 
 
 def parse_targets(texts: Sequence[str]) -> Mapping[str, float]:
-    """Return the targets in seconds, by metric. Each text names one or, joined by commas, several. Raises
-    InvalidArgumentError for an unknown metric, a time without a unit, and a metric that is named twice."""
+    """Return the targets in seconds, by metric. Each text holds one target, or several separated by commas. Raises
+    InvalidArgumentError for an unknown metric, a time without a unit, or a repeated metric."""
     targets: dict[str, float] = {}
     for text in (part for each in texts for part in each.split(",")):
         metric, _, value = (part.strip() for part in text.partition("="))
         if metric not in METRICS:
-            raise InvalidArgumentError(f"--target: {text!r} names none of {', '.join(METRICS)}: write like ttft=500ms")
+            raise InvalidArgumentError(
+                f"--target: {text!r} does not name one of {', '.join(METRICS)}: write for example ttft=500ms"
+            )
         if metric in targets:
             raise InvalidArgumentError(f"--target: {metric} is named twice: leave one out")
         targets[metric] = _seconds(metric, value)

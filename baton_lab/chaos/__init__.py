@@ -1,1 +1,1 @@
-"""Runs a cluster of its own under seeded faults and checks what must hold (`baton chaos`)."""
+"""`baton chaos`: starts a cluster, injects faults selected by a seed, and checks invariants."""

@@ -1,5 +1,6 @@
-"""The cluster that a chaos test disturbs: supervised groups, each worker behind a faulty network, and an orchestrator
-in a child process behind another. Runs on the owner's loop; leaves nothing behind."""
+"""Cluster that a chaos run tests: supervised groups and an orchestrator in a child process, each worker and the
+orchestrator behind a faulty network. Runs on the owner's event loop. Closing it ends all its processes and
+connections."""
 
 import asyncio
 import os
@@ -30,7 +31,7 @@ from orchestrator.membership.view import ClusterView
 _STATUS_S = 2.0
 _START_S = 60.0
 _BACKOFF = Backoff(0.2, 0.5)
-"""Short delays before a restart, because the faults end workers often although none of them is broken."""
+"""Short delays before a restart, because injected faults often end workers that have no defect."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +39,27 @@ class ChaosPlan:
     """Components and settings of the chaos cluster."""
 
     spawner: Spawner
-    """Spawner of the workers themselves, without networks."""
+    """Spawner of the workers, without the faulty networks."""
     chain: Sequence[WorkerConfig]
     """Configurations of the ranks of the one prefill group."""
     engines: Sequence[WorkerConfig]
-    """Configurations of the engines; each is a generation group."""
+    """Configurations of the engines. Each engine is one generation group."""
     orchestrator: Callable[[str], OrchestratorPlan]
-    """Makes the plan of the orchestrator, from the workers' KvLayout.fingerprint."""
+    """Function that makes the orchestrator's plan from the workers' KvLayout.fingerprint."""
     faults: SeededPlan
     """Fault plan for all calls of workers and clients."""
     heartbeat: Heartbeat
     num_slots: int
-    """Slots of each engine."""
+    """Number of slots of each engine."""
     max_tokens: int
-    """Tokens of one request, prompt and output."""
+    """Maximum number of tokens of a request, prompt and output together."""
 
 
 class ChaosCluster:
-    """The running chaos cluster: an async context manager that is used once. Clients may connect once it is entered."""
+    """Running chaos cluster: an async context manager that is used once. Clients may connect after it is entered."""
 
     def __init__(self, plan: ChaosPlan, clock: Clock, report: Callable[[str], None]) -> None:
-        """Make a cluster of the plan. `report` is called with a line for the user about each event."""
+        """Make a cluster from the plan. `report` receives one line of text for the user about each event."""
         self.faults = plan.faults
         self.heartbeat = plan.heartbeat
         self._plan = plan
@@ -74,12 +75,12 @@ class ChaosCluster:
 
     @property
     def endpoint(self) -> str:
-        """Address, host:port, for clients."""
+        """Address for clients, host:port."""
         return self._front.endpoint
 
     @property
     def victims(self) -> tuple[str, ...]:
-        """Names of the processes that may be struck."""
+        """Names of the processes that process faults may hit."""
         return (*(config.name for config in (*self._plan.chain, *self._plan.engines)), ORCHESTRATOR)
 
     @property
@@ -88,7 +89,7 @@ class ChaosCluster:
         return tuple(config.name for config in self._plan.engines)
 
     def worker(self, name: str) -> NetworkedWorker:
-        """Return the present incarnation of this worker."""
+        """Return the current incarnation of this worker."""
         return self._spawner.workers[name]
 
     async def __aenter__(self) -> "ChaosCluster":
@@ -105,7 +106,8 @@ class ChaosCluster:
         await self._close()
 
     def strike(self, blow: Blow) -> bool:
-        """Kill or stop the blow's victim. Return whether it was up: a process that has already ended is spared."""
+        """Kill or stop the process `blow.victim`. Return whether it was running; a process that has ended is left
+        alone."""
         if blow.victim == ORCHESTRATOR:
             return self._strike_orchestrator(signal.SIGKILL if blow.act is Act.KILL else signal.SIGSTOP)
         worker = self.worker(blow.victim)
@@ -122,7 +124,8 @@ class ChaosCluster:
         await self._cluster.until_ready(timeout_s)
 
     async def engine_status(self, name: str, timeout_s: float) -> generate_pb2.GenerationStatus | None:
-        """Return the status that this engine reports, past its network. None: no answer within `timeout_s`."""
+        """Return the status that this engine reports, bypassing its faulty network. None: no answer within `timeout_s`
+        seconds."""
         worker = Worker(self.worker(name).inner)
         try:
             status = await worker.status(timeout_s)
@@ -134,7 +137,7 @@ class ChaosCluster:
         return status
 
     async def num_jobs(self) -> int:
-        """Return the jobs in flight on the prefill ranks, in sum. Raises UnavailableError when a rank does not
+        """Return the total number of jobs in flight on the prefill ranks. Raises UnavailableError if a rank does not
         answer."""
         workers = [worker for group in self._cluster.prefill for worker in group.workers.values()]
         try:
@@ -144,7 +147,7 @@ class ChaosCluster:
         return sum(status.num_jobs for status in statuses if isinstance(status, prefill_pb2.PrefillStatus))
 
     async def _keep_orchestrator(self) -> OrchestratorKeeper:
-        """Start the orchestrator in a process of its own, also where the workers are not processes."""
+        """Start the orchestrator in a child process, even if the workers are servers in this process."""
         plan = self._plan.orchestrator(self._cluster.generation[0].layout_fingerprint)
         around = replace(self._around, spawner=ProcessSpawner(_START_S))
         self._keeper = OrchestratorKeeper(plan, self._view, around)

@@ -10,15 +10,15 @@ from deploy.config.environment import DEFAULT_MODEL
 from deploy.options.command import add_command
 
 _DESCRIPTION = """\
-Brings up two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a
-network of its own. For every seed it sends the same requests twice: once undisturbed, and once while it kills and stops
-processes (the orchestrator, too), delays, loses, drops and repeats calls, and lets clients leave. Of the engines, one
-hangs: its thread is stopped, wherever it is, and its process still answers. It must be killed within four expected
-steps or 10 s, and two heartbeats, and serve again. The other has a fifth of a core for half a minute, and must not be
+Starts two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a proxy
+that injects network faults. For each seed it sends the same requests twice: once without faults, and once while it
+kills and stops processes (the orchestrator, too), delays, loses, drops and repeats calls, and cancels requests. One
+engine hangs: its thread is stopped at any point, and its process still answers. It must be killed within four expected
+steps or 10 s, plus two heartbeats, and be replaced. The other gets a fifth of a core for half a minute, and must not be
 killed.
 
-Every request must end once and within its bound, with the tokens of the undisturbed run; then nothing may be held, and
-all books must balance. What a seed does depends on the seed alone. Status 1 when something did not hold."""
+Every request must end once, in time, with the tokens of the run without faults. Afterwards no resource may be held, and
+slots and bytes must balance. A schedule depends on its seed alone. Exit status 1 if a condition was violated."""
 
 _EXAMPLES = """\
 examples:
@@ -30,19 +30,21 @@ examples:
 
 _SECTIONS = "generate", "device"
 _FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
-"""Configuration fields that the schedules set."""
+"""Configuration fields that `baton chaos` sets itself."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `chaos` command to the command line."""
-    text = "kill, stop and disturb a cluster of its own by seeded schedules, and check what must hold"
+    text = "start a cluster, inject faults by seeded schedules, and check invariants"
     parser = add_command(commands, "chaos", text, _DESCRIPTION, _EXAMPLES)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=3, metavar="N", help="run schedules 1 to N (default: 3)")
     which.add_argument("--seed", type=int, metavar="K", help="run schedule K only")
-    parser.add_argument("--requests", type=int, default=40, metavar="N", help="requests of each schedule (default: 40)")
     parser.add_argument(
-        "--blows", type=int, default=4, metavar="N", help="process faults of each schedule (default: 4)"
+        "--requests", type=int, default=40, metavar="N", help="number of requests in each schedule (default: 40)"
+    )
+    parser.add_argument(
+        "--blows", type=int, default=4, metavar="N", help="number of process faults in each schedule (default: 4)"
     )
     parser.add_argument(
         "--hung", type=int, default=1, metavar="N", help="number of engines that hang in each schedule (default: 1)"
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
                 f"--set {each!r} cannot be set here: use fields of generate, but not {', '.join(_FIXED)},"
                 " those of device, or prefill.device"
             )
-    # Imported here, because it imports torch: --help and mistyped options are answered at once.
+    # Imported late because it imports torch: --help and invalid options are answered at once.
     from baton_lab.chaos.session import run_session
 
     return run_session(args)

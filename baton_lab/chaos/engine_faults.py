@@ -1,7 +1,8 @@
-"""Two faults of a generation engine that its supervisor must distinguish: a hanging thread and a slow process.
+"""Two faults of a generation engine that its supervisor must distinguish: a hung thread and a slow process.
 
-A hung engine is killed in time and replaced; one at a fifth of a core is left alone, and makes its steps. Both are done
-to the worker's process from outside (`held_thread`, `slow_process`). Runs on the cluster's loop.
+A hung engine must be killed within its limit and replaced. An engine limited to a fifth of a core must not be killed,
+and must make steps. Both faults are injected from outside the worker's process (`held_thread`, `slow_process`). Runs on
+the cluster's event loop.
 """
 
 import asyncio
@@ -19,12 +20,12 @@ from generate_workers.config import EngineConfig
 THREAD = "generate-engine"
 """Name of the engine's thread in the operating system."""
 SHARE = 0.2
-"""Share of a core that a slow engine has."""
+"""Fraction of a core that a slow engine gets."""
 SLOW_S = 30.0
-"""Seconds for which an engine is slow: three times as long as its thread may stand still."""
+"""Seconds for which an engine is slow: three times the limit after which a hung engine is killed."""
 _ANSWER_S = 0.5
-"""Seconds for an answer of an engine whose thread is held. Without an answer, the thread runs for the same time before
-it is held again, so that heartbeats are answered meanwhile."""
+"""Seconds to wait for an answer of an engine whose thread is held. Without an answer, the thread is resumed for the
+same time before it is held again, so that heartbeats are answered."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,23 @@ class Trial:
 
     happened: bool
     note: str
-    """Readable account of the fault and of the engine's reaction."""
+    """Readable description of the fault and of the engine's reaction."""
     holds: bool = True
     """False: the cluster did not react as required."""
 
 
 class EngineTrials:
-    """Injects faults into the engines of a cluster, one at a time in each, and judges the outcomes."""
+    """Injects faults into the engines of a cluster, one at a time per engine, and judges the outcomes."""
 
     def __init__(self, cluster: ChaosCluster, clock: Clock, *, late_s: float, start_s: float) -> None:
-        """`late_s`: seconds by which a busy machine may be late. `start_s`: seconds in which a worker must serve."""
+        """`late_s`: seconds of delay allowed for a busy machine. `start_s`: seconds within which a worker must
+        serve."""
         self._cluster, self._clock = cluster, clock
         self._late_s, self._start_s = late_s, start_s
 
     async def hang(self, name: str) -> Trial:
-        """Stop the engine's thread while it has sequences, until the worker is killed, and wait for the next one."""
+        """Stop the engine's thread while the engine has sequences, until the worker is killed, and wait for its
+        replacement."""
         try:
             async with asyncio.timeout(self._start_s):
                 worker, held, step_s = await self._hold(name)
@@ -73,7 +76,8 @@ class EngineTrials:
         return Trial(True, f"{name} hung: killed after {killed_s:.1f} s, served again {again_s:.1f} s later")
 
     async def slow(self, name: str) -> Trial:
-        """Limit the engine's process to a fifth of a core for SLOW_S seconds. It must survive and make steps."""
+        """Limit the engine's process to the fraction SHARE of a core for SLOW_S seconds. It must survive and make
+        steps."""
         worker = self._cluster.worker(name)
         before = await self._cluster.engine_status(name, self._start_s)
         share = await slow_down(worker, SHARE, SLOW_S, self._clock)
@@ -85,9 +89,9 @@ class EngineTrials:
         return Trial(True, f"{note}: {num_steps} steps, still process {worker.pid}", num_steps > 0)
 
     async def _hold(self, name: str) -> tuple[NetworkedWorker, HeldThread, float]:
-        """Hold the engine's thread at a moment when it has sequences and its process still answers: a thread that holds
-        Python's lock would stop the whole process. Return its worker, the thread and the seconds of its latest step.
-        Raises OSError when the thread cannot be held."""
+        """Hold the engine's thread while the engine has sequences and its process still answers: a thread held with
+        Python's lock would stop the whole process. Return the worker, the held thread, and the seconds of the engine's
+        latest step. Raises OSError if the thread cannot be held."""
         while True:
             worker = self._cluster.worker(name)
             with contextlib.suppress(ProcessLookupError):  # the worker has ended: the next one will do
@@ -104,7 +108,8 @@ class EngineTrials:
             await asyncio.sleep(_ANSWER_S)
 
     def _bound_s(self, worker: NetworkedWorker, step_s: float) -> float:
-        """Return the seconds in which an engine that hangs must be killed: its watch's limit and two heartbeats."""
+        """Return the seconds within which a hung engine must be killed: its watchdog's limit, two heartbeats and
+        `late_s`."""
         section = worker.config.section
         assert isinstance(section, EngineConfig)
         heartbeats_s = 2 * self._cluster.heartbeat.interval_s

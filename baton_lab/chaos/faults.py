@@ -1,5 +1,5 @@
-"""Faults of calls, and the plans that inject them. Wrappers of ports query a plan at every call. Plans count the faults
-that they injected. Pure."""
+"""Faults of calls, and plans that select them. A wrapper of a port queries its plan at each call for a fault to inject.
+Plans count the selected faults. Pure."""
 
 import enum
 import random
@@ -13,39 +13,40 @@ class Fault(enum.Enum):
     """A fault that can hit one call."""
 
     SLOW = "slow"
-    """The call goes through after a delay."""
+    """The call is delayed."""
     REFUSE = "refuse"
     """The call does not reach the server; the caller gets an error at once."""
     LOSE = "lose"
-    """The server does the call, at least in part; the caller gets an error instead of the answer."""
+    """The server executes the call, at least in part; the caller gets an error instead of the answer."""
     DROP = "drop"
-    """Nothing passes any more; after a while the connection is found dead."""
+    """No data passes any more, and the connection fails after a delay."""
     TWICE = "twice"
     """The server gets the call twice."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that hits one call, and how hard."""
+    """Fault of one call, with its severity."""
 
     fault: Fault
     amount: float
-    """How slow or how late the fault is, in [0, 1)."""
+    """Severity in [0, 1): scales the delay of the call, or the number of replies before the fault."""
 
 
 class FaultPlan(Protocol):
-    """Decides at each call of a port which fault hits it, if any. Thread-safe."""
+    """Selects the fault, if any, of each call of a port. Thread-safe."""
 
     struck: Counter[tuple[str, Fault]]
-    """How often each fault has hit each call, by the call's name."""
+    """Number of selected faults, by the call's name and the fault."""
 
     def next(self, name: str, possible: Collection[Fault]) -> Strike | None:
-        """Return the fault, among the `possible` ones, that hits this call of that name; None for no fault."""
+        """Return the fault of the next call of method `name`, one of `possible`; None for no fault."""
         ...
 
 
 class SeededPlan:
-    """Hits calls at random between `begin` and `end`, each by its name, number and the seed. Implements FaultPlan."""
+    """Selects faults for random calls between `begin` and `end`, determined by the seed and each call's name and
+    number. Implements FaultPlan."""
 
     def __init__(self) -> None:
         self.struck: Counter[tuple[str, Fault]] = Counter()
@@ -54,16 +55,16 @@ class SeededPlan:
         self._calls: Counter[str] = Counter()
 
     def begin(self, seed: int, rate: float) -> None:
-        """Start to hit calls: the fraction `rate` of all calls from now on. Resets the counts."""
+        """Start to select faults, for the fraction `rate` of all calls. Resets the counts."""
         self.struck, self._calls = Counter(), Counter()
         self._seed, self._rate = seed, rate
 
     def end(self) -> None:
-        """Stop hitting calls from now on."""
+        """Stop selecting faults for later calls."""
         self._rate = 0.0
 
     def next(self, name: str, possible: Collection[Fault]) -> Strike | None:
-        """Return the fault, among the `possible` ones, that hits this call of that name; None for no fault."""
+        """Return the fault of the next call of method `name`, one of `possible`; None for no fault."""
         if not self._rate:
             return None
         self._calls[name] += 1

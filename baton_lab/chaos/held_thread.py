@@ -1,8 +1,8 @@
-"""Holds one thread of a child process still, wherever it is: in a step, in sampling, in a copy.
+"""Stops one thread of a child process at any point: in a step, in sampling, in a copy.
 
-Linux stops whole processes by signals, and single threads only for a tracer (ptrace). The tracer is a thread of this
-process. When the tracer ends, the kernel resumes the held thread. When a held thread is killed, its process ends only
-after the tracer has seen that, so the tracer polls for it.
+On Linux, signals stop whole processes; only a tracer (ptrace) can stop a single thread. The tracer is a thread of this
+process. When the tracer ends, the kernel resumes the held thread. When a held thread is killed, its process does not
+end until the tracer has waited for the thread, so the tracer polls.
 
 A process may trace its children, unless `kernel.yama.ptrace_scope` is 2 or more, or a sandbox forbids the call.
 """
@@ -18,12 +18,12 @@ _SEIZE, _INTERRUPT = 0x4206, 0x4207
 _WALL = 0x40000000
 """Option of waitpid for threads of other processes."""
 _LOOK_S = 0.02
-"""Seconds between two checks whether the thread stands still, or was killed."""
+"""Seconds between two checks whether the thread has stopped or was killed."""
 
 
 def thread_of(pid: int, name: str) -> int:
-    """Return the system's id of the thread of a process that the system knows by this name. Raises ProcessLookupError
-    if there is none."""
+    """Return the system's id of the thread `name` of process `pid`. Raises ProcessLookupError if the thread does not
+    exist."""
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
             if (task / "comm").read_text().strip() == name:
@@ -34,7 +34,8 @@ def thread_of(pid: int, name: str) -> int:
 
 
 class HeldThread:
-    """Holds the thread of that id, of a child process, until `release` or until it is killed. Used once."""
+    """Holds a thread of a child process, given by its id, until `release` is called or the thread is killed. Used
+    once."""
 
     def __init__(self, thread_id: int) -> None:
         self._thread_id = thread_id
@@ -44,12 +45,12 @@ class HeldThread:
         self._tracer.start()
 
     async def until_held(self) -> None:
-        """Wait until the thread stands still, or was killed. Raises ProcessLookupError if it had ended before, another
-        OSError if it may not be held."""
+        """Wait until the thread has stopped or was killed. Raises ProcessLookupError if it had ended before, another
+        OSError if tracing is not permitted."""
         await asyncio.wrap_future(self._held)
 
     def release(self) -> None:
-        """Resume the thread if it was not killed. Return when it runs again. Idempotent."""
+        """Resume the thread unless it was killed, and wait until the tracer has ended. Idempotent."""
         self._released.set()
         self._tracer.join()
 
@@ -69,7 +70,7 @@ class HeldThread:
 
 
 def _ptrace(request: int, thread_id: int) -> None:
-    """Raises OSError."""
+    """Call ptrace. Raises OSError if the call fails."""
     call = ctypes.CDLL(None, use_errno=True).ptrace
     call.argtypes, call.restype = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p], ctypes.c_long
     if call(request, thread_id, None, None) == -1:

@@ -1,8 +1,9 @@
 """Compares a stream's tokens with those of an undisturbed run of the same schedule.
 
-Forwards of other shapes differ in rounding, so a token may differ where the undisturbed run's decision was a close one:
-the gap between the scores of the two tokens, from their logprobs and the seed's noise, is below MARGIN. After that
-token, the two streams have different histories and are no longer compared. Such exceptions are counted. Pure.
+Forward passes with different batch shapes round differently. So a token may differ if the decision in the undisturbed
+run was close: the scores of the two tokens, computed from their logprobs and the seed's noise, differ by less than
+MARGIN. After that token, the two streams have different histories and are no longer compared. These exceptions are
+counted. Pure.
 """
 
 from collections.abc import Sequence
@@ -13,16 +14,16 @@ from baton_lab.chaos.report import Answer, Outcome
 from baton_lab.chaos.schedule import Ask
 
 MARGIN = 1e-3
-"""Largest gap of scores (logits divided by the temperature, fp32) that rounding may explain."""
+"""Maximum difference of scores (logits divided by the temperature, fp32) that is attributed to rounding."""
 _EXCEPTIONS_PER_TOKEN = 1e-3
-"""Exceptions that are allowed for each token; one exception is always allowed."""
+"""Allowed number of exceptions per token; one exception is always allowed."""
 
 
 class CalmJudge:
     """Compares streams with the undisturbed run of one schedule. Implements Judge."""
 
     def __init__(self, calm: Sequence[Answer]) -> None:
-        """Take the answers of the undisturbed run; all its requests were answered."""
+        """`calm`: answers of the undisturbed run, all of them complete."""
         assert all(answer.outcome is Outcome.ANSWERED for answer in calm)
         self.num_exceptions = 0
         self.num_tokens = 0
@@ -36,7 +37,7 @@ class CalmJudge:
         return self.num_exceptions > max(1, _EXCEPTIONS_PER_TOKEN * self.num_tokens)
 
     def __call__(self, ask: Ask, choice: int, tokens: Sequence[SampledToken]) -> str:
-        """Return what is wrong with the first tokens of a choice; empty when nothing is."""
+        """Return a description of the first wrong token of a choice; an empty string if the tokens are right."""
         params = ask.params.of_choice(choice)
         expected = self._expected[ask.number, choice]
         for position, (found, due) in enumerate(zip(tokens, expected, strict=False)):
@@ -52,8 +53,8 @@ class CalmJudge:
 
 
 def margin_of(params: SamplingParams, position: int, due: SampledToken, found: SampledToken) -> float:
-    """Return how much better than `found` the undisturbed run's token `due` was, by the sampler's score when all tokens
-    are kept. Both carry logprobs after the same history."""
+    """Return the sampler's score of `due`, the undisturbed run's token, minus that of `found`, as if no token were
+    excluded from sampling. Both tokens have logprobs after the same history."""
     assert due.logprob is not None and found.logprob is not None
     if not params.temperature:
         return due.logprob - found.logprob

@@ -1,10 +1,10 @@
 """A faulty network in front of one server, and a spawner that puts one in front of each worker.
 
-It is a gRPC server that passes every call on, unchanged or with a fault from a plan. Calls pass as bytes, with the
-caller's metadata, so that the server sees the cluster's secret only if the caller has it. The only message that it
-reads is the lease, whose endpoint it replaces by its own, so that pushes go through it as well. While it is frozen
-nothing passes in either direction, as if the worker's process were stopped. Connections stay up, so a dropped call
-ends after `DEAD_S`, in place of the keepalive that would have found the peer dead. Runs on the loop.
+The network is a gRPC server that forwards every call, unchanged or with a fault from a plan. It forwards messages as
+bytes with the caller's metadata, so the server gets the cluster's secret only if the caller has it. It parses one
+message, the lease, and replaces its endpoint by its own, so that pushes also pass through the network. While it is
+frozen, it forwards nothing in either direction, as if the worker's process were stopped. Connections stay open, so a
+dropped call fails after `DEAD_S` seconds, which stands for the keepalive timeout. Runs on the event loop.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ from deploy.groups.spawner import Spawner, WorkerHandle
 HOST = "127.0.0.1"
 DEAD_S = 0.7
 SLOW_S = 0.2
-"""Delay of a slow call in seconds, at most."""
+"""Maximum delay of a slow call in seconds."""
 _MOST_REPLIES = 8
-"""Limit on the replies that pass before a stream is cut."""
+"""Maximum number of replies that pass before a stream is cut."""
 
 _ALWAYS = frozenset((Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP))
 _REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"))
-"""Calls that the server may get twice. A repeat of any other call is sent under another number, and nothing on the way
-repeats it. A push is repeated as a whole; repeating pieces within a push is up to its sender."""
+"""Calls that may be delivered twice. Clients repeat other calls under a new number, so the network never repeats them.
+A push is repeated as a whole; only its sender repeats pieces of it."""
 _STREAMS = frozenset(("Streams", "Generate", "PushShared"))
-"""Calls that may be cut between two replies."""
+"""Streaming calls that may be cut between two replies."""
 _OF_CONNECTION = ("grpc-", "user-agent")
-"""Prefixes of metadata keys that concern the connection itself, and are not passed on."""
+"""Prefixes of metadata keys that belong to the connection and are not forwarded."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -47,13 +47,13 @@ Replies = AsyncGenerator[bytes, None]
 
 
 class FaultyNetwork(grpc.GenericRpcHandler):
-    """Proxy, on a port of its own, for the server at the target of `open`. Make and open it on the loop."""
+    """gRPC proxy on its own port, in front of the server given to `open`. Create and open it on the event loop."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self.endpoint = ""
-        """Address of this network, host:port, which the rest of the cluster uses."""
+        """Address of the proxy, host:port, which the rest of the cluster uses."""
         self.plan = plan
-        """Plan of the faults."""
+        """Plan that selects the faults."""
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._closing = False
@@ -63,14 +63,14 @@ class FaultyNetwork(grpc.GenericRpcHandler):
         self._channel: grpc.aio.Channel | None = None
 
     async def open(self, target: str) -> None:
-        """Start to serve in front of the server at `target`, host:port."""
+        """Start forwarding calls to the server at `target`, host:port."""
         self._channel = make_channel(target)
         self.endpoint = f"{HOST}:{bind(self._server, HOST)}"
         self._server.add_generic_rpc_handlers((self,))
         await self._server.start()
 
     async def close(self) -> None:
-        """End all calls at once, as a dying process does. Idempotent."""
+        """Abort all calls, as a dying process does. Idempotent."""
         self._closing = True
         self._thawed.set()
         await self._server.stop(0)
@@ -80,7 +80,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
             await self._channel.close()
 
     def freeze(self) -> None:
-        """Let nothing pass any more, until `close`."""
+        """Stop forwarding in both directions until `close`."""
         self._thawed.clear()
 
     def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
@@ -121,7 +121,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
                 yield self._own_lease(reply) if method == "Reserve" else reply
 
     async def _pass_on(self, path: str, requests: AsyncIterator[bytes], context: Context) -> Replies:
-        """Forward the call unchanged, its status included."""
+        """Forward the call and its status unchanged."""
         if self._closing:
             raise UnavailableError("the connection was refused")
         assert self._channel is not None
@@ -138,7 +138,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
                 raise UnavailableError("the connection broke while a request was written") from error
             await context.abort(status.code(), status.details() or "", tuple(status.trailing_metadata()))
         finally:
-            if not call.cancel():  # after a failed write, grpc.aio takes the call for ended while its core does not
+            if not call.cancel():  # after a failed write, grpc.aio considers the call ended while its core does not
                 call._cython_call.cancel("")  # type: ignore[attr-defined]
             pumping.cancel()
             await asyncio.gather(pumping, return_exceptions=True)
@@ -150,7 +150,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
 
 
 class NetworkedWorker:
-    """A worker behind its faulty network. Implements WorkerHandle."""
+    """Worker behind a faulty network. Implements WorkerHandle."""
 
     def __init__(self, inner: WorkerHandle, network: FaultyNetwork) -> None:
         self.inner = inner
@@ -176,14 +176,15 @@ class NetworkedWorker:
         return self.inner.ended
 
     def stop(self) -> None:
-        """Stop the worker by SIGSTOP: no call is answered any more, and none ends."""
+        """Stop the worker with SIGSTOP, or freeze its network if it is a server in this process. Its calls are neither
+        answered nor ended."""
         if self.pid:
             os.kill(self.pid, signal.SIGSTOP)
         else:
             self._network.freeze()
 
     async def serve_as(self, config: WorkerConfig) -> None:
-        """Let the worker serve with this configuration, behind a network of its own."""
+        """Make the worker serve with this configuration, behind a new faulty network."""
         await self._network.close()
         await self.inner.serve_as(config)
         self._network = FaultyNetwork(self._network.plan)
@@ -219,7 +220,7 @@ class NetworkedSpawner:
 
     def __init__(self, inner: Spawner, plan: FaultPlan) -> None:
         self.workers: dict[str, NetworkedWorker] = {}
-        """Present incarnation of each worker, by name."""
+        """Current incarnation of each worker, by name."""
         self._inner = inner
         self._plan = plan
 
@@ -248,7 +249,7 @@ async def _before(strike: Strike | None) -> None:
 
 
 async def _within(strike: Strike | None, num_replies: int) -> None:
-    """Apply a fault to a stream's reply that comes after `num_replies` others."""
+    """Apply a fault to the reply with index `num_replies` of a stream."""
     match strike:
         case Strike(Fault.SLOW, amount):
             await asyncio.sleep(amount * SLOW_S / _MOST_REPLIES)

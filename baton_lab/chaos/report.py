@@ -1,4 +1,4 @@
-"""Report of a chaos schedule: how each request ended, its output, and the violated conditions."""
+"""Report of a chaos run: the outcome and output of each request, and the violated conditions."""
 
 import enum
 from collections import Counter
@@ -10,7 +10,7 @@ from baton_lab.chaos.schedule import Ask, Blow, Schedule
 
 
 class Outcome(enum.StrEnum):
-    """How a request ended."""
+    """Outcome of a request."""
 
     ANSWERED = "answered"
     LEFT = "left"
@@ -26,7 +26,7 @@ class Outcome(enum.StrEnum):
 
 
 def outcome_of(error: BatonError, ask: Ask) -> Outcome:
-    """Classify a request by the error that it ended with."""
+    """Return the outcome of a request that ended with `error`."""
     if ask.leave is not None and isinstance(error, RequestCancelledError):
         return Outcome.LEFT
     if ask.deadline_s is not None and isinstance(error, DeadlineExceededError):
@@ -45,69 +45,69 @@ class Answer:
     output: Completion
     """Everything that the client received."""
     error: str
-    """Error that the request ended with; empty for one that was answered."""
+    """Error that the request ended with; empty if it was answered."""
     complaints: tuple[str, ...]
     """Conditions that this request violated."""
 
 
 @dataclass
 class Report:
-    """The result of one schedule."""
+    """The result of running one schedule."""
 
     schedule: Schedule
     answers: list[Answer] = field(default_factory=list)
     blows: list[tuple[Blow, bool]] = field(default_factory=list)
-    """Blows that came due, and whether their victim was up."""
+    """Process faults that were due, and whether each one's victim was running."""
     notes: list[str] = field(default_factory=list)
-    """Readable outcome of each fault of an engine."""
+    """Readable outcome of each engine fault."""
     num_calls_struck: int = 0
     num_exceptions: int = 0
-    """Tokens that differ from the undisturbed run where the decision was close."""
+    """Number of tokens that differ from the undisturbed run at a close decision."""
     complaints: list[str] = field(default_factory=list)
     """Violated conditions; empty when all conditions held."""
     settled_s: float = 0.0
-    """Seconds after the last request's end until nothing was held."""
+    """Seconds from the end of the last request until no resource was held."""
     took_s: float = 0.0
 
     @property
     def outcomes(self) -> Counter[Outcome]:
-        """Number of requests by how they ended."""
+        """Number of requests by outcome."""
         return Counter(answer.outcome for answer in self.answers)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all clients received."""
+        """Total number of tokens that clients received."""
         return sum(len(choice.tokens) for answer in self.answers for choice in answer.output.choices)
 
     @property
     def num_by_chains(self) -> int:
-        """Requests that a chain of prefill ranks prefilled, in the last attempt."""
+        """Number of requests that a chain of prefill ranks prefilled in their last attempt."""
         timings = [answer.output.timings for answer in self.answers]
         return sum(each is not None and bool(each.prefill.ranks) for each in timings)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens of all requests that were cached and not computed, in the last attempt."""
+        """Number of prompt tokens that were cached instead of computed, in the last attempt of each request."""
         return sum(usage.num_cached_tokens for usage in self._usages)
 
     @property
     def num_retried(self) -> int:
-        """Requests that the cluster attempted more than once."""
+        """Number of requests that the cluster attempted more than once."""
         return sum(usage.num_attempts > 1 for usage in self._usages)
 
     @property
     def num_resumed(self) -> int:
-        """Requests whose streams their clients resumed."""
+        """Number of requests whose client resumed the stream."""
         return sum(answer.output.num_resumes > 0 for answer in self.answers)
 
     @property
     def num_hit(self) -> int:
-        """Blows that hit a running victim."""
+        """Number of process faults that hit a running process."""
         return sum(hit for _, hit in self.blows)
 
     @property
     def outcomes_text(self) -> str:
-        """Readable numbers of requests by how they ended."""
+        """Readable number of requests for each outcome."""
         return ", ".join(f"{self.outcomes[each]} {each.value}" for each in Outcome if self.outcomes[each])
 
     @property

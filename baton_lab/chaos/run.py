@@ -1,7 +1,7 @@
-"""Runs a schedule of chaos against a cluster through the client library, and reports violated conditions.
+"""Runs a chaos schedule against a cluster through the client library, and reports violated conditions.
 
-Every request must end once, within its bound, with the tokens of a run without faults. Afterwards no slot, byte or job
-is held. Runs on the cluster's loop.
+Every request must end exactly once, within its time limit, with the tokens of a run without faults. Afterwards no slot,
+byte or job may be held. Runs on the cluster's event loop.
 """
 
 import asyncio
@@ -22,19 +22,20 @@ from baton_lab.chaos.report import Answer, Outcome, Report, outcome_of
 from baton_lab.chaos.schedule import Act, Ask, Blow, Schedule
 
 _RECONNECT = Reconnect(num_connects=120, num_resumes=120, max_delay_s=0.5)
-"""Delays of 45 s in all: longer than an orchestrator takes to start on a busy machine, and shorter than
+"""Reconnects for 45 s in total: longer than an orchestrator takes to start on a busy machine, and shorter than
 `Bounds.request_s`."""
 _LOOK_S = 0.05
-"""Seconds between two checks of what is held."""
+"""Seconds between two checks of held resources."""
 _STATE_S = 2.0
-"""Seconds to wait for an answer about what is held."""
+"""Timeout in seconds for a query of held resources."""
 _WATCH_S = 0.25
-"""Seconds between two checks that slots and bytes balance."""
+"""Seconds between two checks that slot and byte counts balance."""
 _FAILED_PART = 0.25
-"""Fraction of all requests that may end with a retryable error."""
+"""Maximum fraction of requests that may end with a retryable error."""
 
 Judge = Callable[[Ask, int, Sequence[SampledToken]], str]
-"""Judges a choice's tokens, which may be only its first ones. Returns what is wrong with them, or ""."""
+"""Function that checks the tokens of a choice, which may be incomplete. Returns a description of the first error, or an
+empty string."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Bounds:
     """Limits in seconds on how long requests and the cluster may take."""
 
     request_s: float = 60.0
-    """Seconds in which a request without a deadline must end, and a worker that replaces a hung one must serve."""
+    """Seconds within which a request without a deadline must end, and the replacement of a hung worker must serve."""
     late_s: float = 5.0
-    """Seconds past its deadline in which a request must end. It ends at once, but this machine is busy."""
+    """Seconds after its deadline within which a request must end; above 0 because the machine is busy."""
     settle_s: float = 10.0
-    """Seconds after the last request's end in which all workers must serve, and nothing may be held any more."""
+    """Seconds after the end of the last request within which all workers must serve and no resource may be held."""
 
 
 class ChaosRun:
@@ -61,18 +62,19 @@ class ChaosRun:
         bounds: Bounds = Bounds(),
         on_end: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
-        """Prepare a run. `on_end` is called with the answer of each request of the schedule at its end."""
+        """`on_end`: callback that receives the answer of each request of the schedule when the request ends."""
         self._cluster, self._schedule, self._clock = cluster, schedule, clock
         self._bounds, self._on_end = bounds, on_end
         self._due = list(schedule.blows)
         self._trials = EngineTrials(cluster, clock, late_s=bounds.late_s, start_s=bounds.request_s)
         self._trying: set[asyncio.Task[None]] = set()
-        """Faults of engines that are under way."""
+        """Running tasks that inject engine faults."""
         self._num_tokens = 0
         self._report = Report(schedule)
 
     async def run(self, judge: Judge) -> Report:
-        """Run the schedule until nothing is held, and return the report. Blows that do not come due are skipped."""
+        """Run the schedule until no resource is held, and return the report. Process faults whose token count is not
+        reached are skipped."""
         began_s, faults = self._clock.now_s(), self._cluster.faults
         async with AsyncClient(self._cluster.endpoint, reconnect=_RECONNECT) as client:
             faults.begin(self._schedule.seed, self._schedule.rate)
@@ -97,7 +99,7 @@ class ChaosRun:
         return self._report
 
     async def _ask(self, client: AsyncClient, ask: Ask, *, is_again: bool = False) -> Answer:
-        """Send one request and return its outcome, also when it fails."""
+        """Send one request and return its outcome, also if the request fails."""
         stream = client.generate(token_ids=ask.prompt_ids, params=ask.params, deadline_s=ask.deadline_s)
         bound_s = self._bounds.request_s if ask.deadline_s is None else ask.deadline_s + self._bounds.late_s
         watch = Watch(stream, ask)
@@ -122,7 +124,7 @@ class ChaosRun:
         return answer
 
     async def _watch_books(self, client: AsyncClient, over: asyncio.Event) -> None:
-        """Check, until `over`, that slots and bytes balance; rounds without an answer are skipped."""
+        """Check that slot and byte counts balance, until `over` is set. Checks without an answer are skipped."""
         while not over.is_set():
             with contextlib.suppress(BatonError):  # hit by a fault, or no orchestrator: the next round tries again
                 amiss = set(imbalances(await client.cluster_state(_STATE_S)))
@@ -131,7 +133,7 @@ class ChaosRun:
                 await asyncio.wait_for(over.wait(), _WATCH_S)
 
     def _count(self, event: TokenEvent) -> None:
-        """Count an event's token, and strike the blows that are due."""
+        """Count an event's token, and inject the process faults that are due."""
         self._num_tokens += event.token is not None
         while self._due and self._due[0].after_tokens <= self._num_tokens:
             blow = self._due.pop(0)
@@ -141,14 +143,14 @@ class ChaosRun:
                 self._report.blows.append((blow, self._cluster.strike(blow)))
 
     async def _try(self, blow: Blow) -> None:
-        """Let an engine hang or be slow, and report the outcome."""
+        """Inject an engine fault, and add its outcome to the report."""
         trial = await (self._trials.hang if blow.act is Act.HANG else self._trials.slow)(blow.victim)
         self._report.blows.append((blow, trial.happened))
         self._report.notes.append(trial.note)
         self._report.complaints += [] if trial.holds else [trial.note]
 
     async def _keep_busy(self, client: AsyncClient) -> None:
-        """Send the requests again and again, without leaving clients, until the faults of engines are over."""
+        """Resend the schedule's requests, without deadlines and cancellations, until all engine faults are over."""
         while any(not task.done() for task in self._trying):
             async with asyncio.TaskGroup() as group:
                 asking = [group.create_task(self._ask(client, ask, is_again=True)) for ask in self._schedule.calm.asks]
@@ -156,7 +158,7 @@ class ChaosRun:
         await asyncio.gather(*self._trying)
 
     async def _settle(self, client: AsyncClient) -> None:
-        """Wait until all workers serve and nothing is held; complain after the bound."""
+        """Wait until all workers serve and no resource is held. Report a violation if this exceeds the limit."""
         began_s, bound_s = self._clock.now_s(), self._bounds.settle_s
         try:
             await self._cluster.until_ready(bound_s)
@@ -170,7 +172,7 @@ class ChaosRun:
         self._report.settled_s = self._clock.now_s() - began_s
 
     async def _held(self, client: AsyncClient) -> str:
-        """Return what is held or does not balance; empty when nothing is."""
+        """Return text about resources that are held or do not balance; empty if there are none."""
         try:
             state, num_jobs = await client.cluster_state(_STATE_S), await self._cluster.num_jobs()
         except (UnavailableError, DeadlineExceededError) as error:
@@ -178,7 +180,7 @@ class ChaosRun:
         return holdings(state) + (f" {num_jobs} jobs" if num_jobs else "")
 
     def _judge(self, judge: Judge) -> None:
-        """Judge all streams, those that ended early included: the tokens that came must be right."""
+        """Check the tokens of all streams, including streams that ended early."""
         complaints = self._report.complaints
         for answer in self._report.answers:
             name = f"request {answer.ask.number}"
@@ -195,7 +197,8 @@ class ChaosRun:
 
 
 class Watch:
-    """Checks one stream's events: indices without a gap, one end a choice. Cancels it when its client is to leave."""
+    """Checks the events of one stream: token indices without gaps, and one end per choice. Cancels the stream at the
+    point that the schedule sets."""
 
     def __init__(self, stream: AsyncStream, ask: Ask) -> None:
         self.complaints: list[str] = []
@@ -226,7 +229,7 @@ class Watch:
         self._leave_if_due()
 
     def close(self) -> None:
-        """End the checks and cancel the stream, which is over or not read any more."""
+        """Stop the checks and cancel the stream, which has ended or is no longer read."""
         if self._timer is not None:
             self._timer.cancel()
         self._stream.cancel()
@@ -237,7 +240,7 @@ class Watch:
 
 
 def holdings(state: ClusterState) -> str:
-    """Return readable text about what a cluster holds and what does not balance; empty when nothing is held."""
+    """Return text about the resources that a cluster holds or that do not balance; empty if there are none."""
     counts = {"queued": state.num_queued, "running": state.num_running}
     for group in state.groups:
         held = group.generation or GenerationStatus()

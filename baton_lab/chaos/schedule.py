@@ -1,8 +1,7 @@
-"""Schedules of chaos: the requests, the blows to processes and their times, and the rate of network faults, all a pure
-function of a seed.
+"""Chaos schedules: requests, process faults and their times, and the rate of network faults, all determined by a seed.
 
-Blows fall after numbers of tokens, counted over all streams, and clients leave after numbers of events, so that a
-schedule does the same on a fast machine and on a slow one. Pure.
+Process faults are injected after a number of tokens, counted over all streams, and clients cancel after a number of
+events, so that a schedule does not depend on the speed of the machine. Pure.
 """
 
 import enum
@@ -15,33 +14,33 @@ from baton.sampling_params import SamplingParams
 
 ORCHESTRATOR = "orchestrator"
 NUM_ENGINES = 2
-"""Generation engines of the cluster of `baton chaos`."""
+"""Number of generation engines in the cluster of `baton chaos`."""
 _PAUSE_S = 0.4
-"""Longest pause in seconds between the event at which a client decides to leave and its leaving, so that clients leave
-in any phase."""
+"""Maximum seconds between the event at which a client decides to cancel and the cancellation, so that clients cancel in
+any phase of a request."""
 _NUM_STEMS = 4
-"""Number of different beginnings that prompts have."""
+"""Number of different prompt prefixes."""
 
 
 class Act(enum.StrEnum):
-    """Action on a process."""
+    """Kind of a process fault."""
 
     KILL = "kill"
     """The process is killed at once."""
     STOP = "stop"
-    """The process stands still, and answers nothing, until it is killed."""
+    """The process is stopped and answers nothing, until it is killed."""
     HANG = "hang"
-    """The engine's thread stands still, and its process answers, until it is killed."""
+    """The engine's thread is stopped while its process still answers, until the process is killed."""
     SLOW = "slow down"
-    """The engine's process has a fifth of a core for half a minute."""
+    """The engine's process gets a fifth of a core for half a minute."""
 
 
 @dataclass(frozen=True)
 class Blow:
-    """One process to be struck, and when."""
+    """One process fault, and when to inject it."""
 
     after_tokens: int
-    """Tokens that clients have received in all when the blow falls."""
+    """Total number of tokens received by all clients at which the fault is injected."""
     victim: str
     """Name of a worker, or ORCHESTRATOR."""
     act: Act
@@ -52,12 +51,13 @@ class Blow:
 
 @dataclass(frozen=True)
 class Leave:
-    """When a client cancels its request."""
+    """The point at which a client cancels its request."""
 
     after_events: int
-    """Events of its stream after which the client decides to leave; 0: right after the request was sent."""
+    """Number of events of the stream after which the client decides to cancel; 0: right after it has sent the
+    request."""
     pause_s: float
-    """Seconds between the decision to leave and leaving."""
+    """Seconds between the decision to cancel and the cancellation."""
 
 
 @dataclass(frozen=True)
@@ -66,41 +66,41 @@ class Ask:
 
     number: int
     stem: int
-    """Number of the beginning that the prompt shares with others."""
+    """Index of the prefix that the prompt shares with other prompts."""
     num_prompt_tokens: int
     vocab_size: int
-    """Size of the vocabulary: token ids of the prompt are below it."""
+    """Size of the vocabulary. Token ids of the prompt are below it."""
     params: SamplingParams
     deadline_s: float | None = None
     leave: Leave | None = None
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Token ids of the prompt. A shorter prompt with this stem is a prefix of a longer one."""
+        """Token ids of the prompt. Of two prompts with the same stem, the shorter is a prefix of the longer."""
         rng = random.Random(self.stem)
         return tuple(rng.randrange(self.vocab_size) for _ in range(self.num_prompt_tokens))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Limits and victims that schedules are made for."""
+    """Limits of a schedule, and the processes that its faults may hit."""
 
     victims: Sequence[str]
-    """Names of the processes that may be struck."""
+    """Names of the processes that may be killed or stopped."""
     vocab_size: int
-    """Size of the vocabulary: token ids of prompts are below it."""
+    """Size of the vocabulary. Token ids of prompts are below it."""
     num_asks: int = 40
     max_prompt_tokens: int = 150
     max_output_tokens: int = 40
     num_blows: int = 4
-    """Processes that are killed or stopped."""
+    """Number of times that a process is killed or stopped."""
     engines: Sequence[str] = ()
     """Names of the engines that may hang or be slow."""
     num_hung: int = 0
     num_slow: int = 0
-    """Engines that hang, and engines that are slow: together no more than `engines`."""
+    """Number of slow engines. `num_hung` and `num_slow` together must not exceed the number of engines."""
     max_rate: float = 0.05
-    """Highest fraction of calls that are hit by a network fault."""
+    """Maximum fraction of calls with a network fault."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class Schedule:
 
     seed: int
     asks: tuple[Ask, ...]
-    """Requests, which are all sent at once."""
+    """Requests, all sent at the same time."""
     blows: tuple[Blow, ...]
     rate: float
-    """Fraction of all calls that are hit by a fault (baton_lab.chaos.faults.SeededPlan, with the same seed)."""
+    """Fraction of calls with a network fault (baton_lab.chaos.faults.SeededPlan, with the same seed)."""
 
     @classmethod
     def of(cls, seed: int, shape: Shape) -> Self:
-        """Return the schedule of this seed for this shape."""
+        """Return the schedule of this seed and shape."""
         rng = random.Random(f"chaos {seed}")
         asks = tuple(_ask(number, shape, rng) for number in range(shape.num_asks))
         num_tokens = sum(ask.params.max_tokens for ask in asks if ask.leave is None)
@@ -129,7 +129,7 @@ class Schedule:
 
     @property
     def calm(self) -> Self:
-        """The same requests without deadlines, leaving clients, blows or faults."""
+        """The same schedule without deadlines, cancellations, process faults and network faults."""
         asks = tuple(replace(ask, deadline_s=None, leave=None) for ask in self.asks)
         return replace(self, asks=asks, blows=(), rate=0.0)
 
@@ -144,7 +144,8 @@ class Schedule:
 
 
 def _with_engine_faults(blows: Sequence[Blow], seed: int, num_tokens: int, shape: Shape) -> list[Blow]:
-    """Add hanging and slow engines, each a different one. A slow engine must survive, and gets no other blows."""
+    """Return the process faults together with engine faults, each for a different engine. Other faults of slow engines
+    are removed, because a slow engine must survive."""
     rng = random.Random(f"chaos of engines {seed}")
     acts = [Act.HANG] * shape.num_hung + [Act.SLOW] * shape.num_slow
     added = [

@@ -1,7 +1,7 @@
-"""Session of `baton chaos`: starts a cluster of child processes, runs each seed's schedule, first without faults.
+"""Session of `baton chaos`: starts a cluster of child processes, and runs each seed's schedule without and with faults.
 
-Progress goes to standard error, the table to standard output, the log of the processes to a file. Runs on the
-launcher's loop.
+Progress is written to standard error, the table to standard output, and the processes' logs to a file. Runs on the
+launcher's event loop.
 """
 
 import argparse
@@ -51,7 +51,8 @@ _NUM_RANKS = 2
 _NUM_SLOTS = 6
 _MAX_TOKENS = 512
 _HEARTBEAT = Heartbeat(interval_s=1.0, dead_after_s=10.0)
-"""An engine at a fifth of a core answers late, the more so on a busy machine, and must not count as dead."""
+"""Long heartbeat timeout: an engine limited to a fifth of a core answers late, especially on a busy machine, and must
+not count as dead."""
 _LIMITS = OrchestratorConfig(
     avoid_s=0.5,
     prefill_wait_s=20.0,
@@ -62,11 +63,11 @@ _LIMITS = OrchestratorConfig(
     disaggregation="always",  # prompts are short, and chains are what faults should hit
 )
 _BOUNDS = Bounds(request_s=180.0, settle_s=60.0)
-"""Generous bounds: a worker takes seconds to load its model, and many may have to."""
+"""Generous limits, because a worker takes seconds to load its model, and several may load at the same time."""
 
 
 def run_session(args: argparse.Namespace) -> int:
-    """Run the schedules that the options of `baton chaos` name; return the exit status."""
+    """Run the schedules that the options of `baton chaos` select; return the exit status."""
     console = Console(stderr=True)
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
@@ -76,7 +77,7 @@ def run_session(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, folder: Path, seeds: range, console: Console) -> int:
-    """Run all seeds and print the table. Return 1 when something did not hold, else 0."""
+    """Run all seeds and print the table. Return 1 if a condition was violated, else 0."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=2 * args.requests * len(seeds))
@@ -106,24 +107,26 @@ async def _run(args: argparse.Namespace, folder: Path, seeds: range, console: Co
 async def _judged(
     cluster: ChaosCluster, schedule: Schedule, tell: Callable[[str], None], count: Callable[[Answer], None]
 ) -> Report:
-    """Run the schedule without faults, then with them, and compare. Raises BatonError when the run without faults went
-    wrong, because then there is nothing to compare with."""
-    tell(f"seed {schedule.seed}, in peace")
+    """Run the schedule without faults and then with them, and compare the tokens. Raises BatonError if the run without
+    faults failed, because it is the reference."""
+    tell(f"seed {schedule.seed}, without faults")
     calm = await ChaosRun(cluster, schedule.calm, CLOCK, bounds=_BOUNDS, on_end=count).run(lambda *_: "")
     if calm.complaints or calm.outcomes[Outcome.ANSWERED] < len(calm.answers):
-        raise BatonError(f"already in peace, things went wrong: see the log; {calm}")
+        raise BatonError(f"the run without faults failed: see the log; {calm}")
     tell(f"seed {schedule.seed}")
     judge = CalmJudge(calm.answers)
     report = await ChaosRun(cluster, schedule, CLOCK, bounds=_BOUNDS, on_end=count).run(judge)
     if judge.has_too_many_exceptions:
-        report.complaints.append(f"{judge.num_exceptions} of {judge.num_tokens} tokens differ from those in peace")
+        report.complaints.append(
+            f"{judge.num_exceptions} of {judge.num_tokens} tokens differ from the run without faults"
+        )
     report.num_exceptions = judge.num_exceptions
     return report
 
 
 def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> ChaosPlan:
-    """Return the plan of a cluster on this machine, in fp32, where tokens do not depend on chunks and batches.
-    `assignments`: further settings of the engines, each `generate.field=value`. Raises ConfigError."""
+    """Return the plan of a cluster on this machine, in fp32, where tokens do not depend on chunking and batching.
+    `assignments`: additional settings, each `section.field=value`. Raises ConfigError."""
     fixed = (
         "model.dtype=float32",
         f"prefill.num_ranks={_NUM_RANKS}",
@@ -157,7 +160,8 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
 
 
 def _show(reports: Sequence[Report], args: argparse.Namespace) -> None:
-    """Print a line with the results of each seed, then the violated conditions, and the command that repeats them."""
+    """Print a table with one line per seed, then for each failed seed the violated conditions and the command that
+    repeats it."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     columns = (Column(name, justify="left" if name == "requests" else "right", no_wrap=True) for name in _COLUMNS)
     table = Table(*columns, "", box=None)
@@ -182,7 +186,7 @@ def _show(reports: Sequence[Report], args: argparse.Namespace) -> None:
         numbers = [f"--{name} {getattr(args, name)}" for name in ("requests", "blows", "hung", "slow")]
         options = [*numbers, *(f"--set {each}" for each in args.set)]
         again = f"baton chaos --seed {report.schedule.seed} {' '.join(options)}"
-        console.print(f"again: {again} --model {args.model}; what the processes said: {args.log}", markup=False)
+        console.print(f"repeat: {again} --model {args.model}; logs of the processes: {args.log}", markup=False)
 
 
 @contextlib.contextmanager

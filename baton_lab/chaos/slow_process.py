@@ -1,6 +1,6 @@
-"""Limits a child process to a share of a core, by signals: it is stopped while it is above its share, then resumed.
+"""Limits a child process to a fraction of a core by signals: stops it while it is above its share, then resumes it.
 
-A quota of the kernel (cgroup cpu.max) does the same, but few users may set one.
+A quota of the kernel (cgroup cpu.max) would do the same, but few users may set one.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from baton.process.clock import Clock
 from deploy.groups.spawner import WorkerHandle
 
 _TICK_S = 0.005
-"""Seconds between two looks at what the process has used."""
+"""Seconds between two checks of the processor time that the process has used."""
 _PERIOD_S = 0.1
-"""Seconds whose share a process may use at once when it has rested."""
+"""Maximum unused share that the process may save and then use at once, in seconds of the limit."""
 _MOST_S = 0.5
-"""Longest time in seconds for which the process is stopped at once, also after looks that came late."""
+"""Maximum seconds for which the process is stopped at once, even after late checks."""
 
 
 async def slow_down(worker: WorkerHandle, share: float, for_s: float, clock: Clock) -> float:
-    """Limit a worker that is a child process to this share of a core, for `for_s` seconds or until it has ended. Return
-    the share that it used."""
+    """Limit a worker that is a child process to the fraction `share` of a core, for `for_s` seconds or until it has
+    ended. Return the fraction that it used."""
     clock_id = ~worker.pid << 3 | 2  # as clock_getcpuclockid makes it
     began_s = looked_s = clock.now_s()
     used_s = credit_s = 0.0

@@ -1,2 +1,2 @@
-"""Policies and draft views that Baton's own are compared with, behind the same ports. No configuration of a server
-takes them."""
+"""Residency policies and draft views to compare Baton's own with, behind the same ports. A server's configuration
+cannot select them."""

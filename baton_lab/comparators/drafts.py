@@ -1,7 +1,4 @@
-"""Makes speculation for studies: the product's, and drafts of the comparators' views.
-
-Benchmarks make their engines' speculation here.
-"""
+"""Makes speculators for benchmarks: those of the product, and those that draft with the comparators' views."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -20,11 +17,11 @@ _VIEWS: Mapping[str, MakeChoosing] = {
     "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),
 }
 CHOOSING: Mapping[str, MakeChoosing] = {**making.CHOOSING, **_VIEWS}
-"""Makers of all views whose drafts choose among the keys of a row, by the name of the speculation."""
+"""Makers of the draft views that select keys, by the name of the speculation."""
 
 
 def configured(name: str) -> SpeculationName:
-    """Return the speculation to configure an engine with, so that its memory suits drafts of speculation `name`."""
+    """Return the speculation name for the engine's configuration, so that its memory is sized for drafts of `name`."""
     return "snapkv" if name in _VIEWS else cast(SpeculationName, name)
 
 

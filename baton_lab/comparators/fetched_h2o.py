@@ -1,17 +1,17 @@
-"""Residency `h2o` on a device with memory of its own: the device holds the keys that are kept, and no others.
+"""Residency `h2o` on a device with separate memory: the device holds the kept keys only.
 
-A Residency for `engine.step_runner`, which weighs and drops keys as `h2o` does. In each layer that chooses, a sequence
-has one place on the device for each key that it keeps, separately for each kv head, and one place for a step's own
-token. When the step's layer has attended, the own token takes the place of the key that was dropped. A prompt is
-weighed layer by layer, in memory for one layer of the longest sequence, which all sequences share. The keys that it
-keeps are copied to the places.
+A Residency for `engine.step_runner` that weighs and drops keys as `h2o` does. In each selective layer, a sequence has P
+entries of device memory: for each kv head, one entry per kept key, and one for the new token of a step. After the
+layer's attention, the new token moves to the entry of the key that was dropped. A prompt is weighed layer by layer, in
+memory for one layer of the longest sequence, which all sequences share. Then its kept keys are copied to the entries.
 
     host    all layers' KV except the first two, dropped keys included: sequences that share a prefix need it
-    device  the first two layers' KV, places, positions and sums of kept keys, memory for one layer of one sequence,
-            and one piece for long spans
+    device  the first two layers' KV, the entries, positions and sums of kept keys, memory for one layer of one
+            sequence, and one piece for long spans
     link    new tokens' KV; of prompts, all KV that they attend to, and once more the KV that their queries weigh
 
-B rows of one new token, T tokens, N heads, G kv heads, H head dim, K keys that are kept, S tokens of a row.
+B sequences with one new token, T tokens, N heads, G kv heads, H head dim, K kept keys, S tokens of a sequence, P
+entries of device memory (`places`).
 """
 
 from collections.abc import Sequence
@@ -42,52 +42,54 @@ from generate_workers.residency.rows import MakeMemory, PagedKv
 from generate_workers.residency.sparse.selective import SplitSpan
 
 _KEY_BYTES = 12
-"""Bytes of a kept key's position, sum and place."""
+"""Bytes of a kept key's position, sum and entry index."""
 
 
 class PlacedHitters(HeavyHitters):
-    """HeavyHitters that know the place of each kept key, once the prompt is complete."""
+    """HeavyHitters that know the device entry of each kept key, once the prompt is complete."""
 
     def __init__(self, num_kv_heads: int) -> None:
         """Begin with no keys."""
         super().__init__(num_kv_heads)
         self.places_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
-        """Places of the kept keys, in the order of their positions."""
+        """Indices of the kept keys' entries, in the order of the keys' positions."""
         self.free_G = torch.zeros(num_kv_heads, dtype=torch.int64)
-        """Place that the latest key takes when its layer has attended; its own, if that key was dropped."""
+        """Index of the entry that the latest key moves to after its layer's attention. If that key was dropped, its own
+        entry."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of positions, sums and places."""
+        """Return the number of bytes of positions, sums and entry indices."""
         return super().num_bytes + self.places_GK.nbytes
 
     def forget_places(self) -> None:
-        """Note that no key has a place, until they are settled again."""
+        """Mark all keys as not stored in entries, until `settle`."""
         self.places_GK = self.places_GK[:, :0]
 
     def settle(self, kv_S2GH: Tensor, places_P2GH: Tensor) -> None:
-        """Copy the kept keys and values of a whole row to the first places."""
+        """Copy the kept keys and values of a whole sequence to the first entries."""
         num_kv_heads, num_kept = self.positions_GK.shape
         kept_GK2H = kv_S2GH[self.positions_GK.long(), :, torch.arange(num_kv_heads).unsqueeze(1)]
         places_P2GH[:num_kept] = kept_GK2H.permute(1, 2, 0, 3)
         self.places_GK = torch.arange(num_kept, dtype=torch.int32).repeat(num_kv_heads, 1)
 
     def add_own(self, own_place: int) -> Tensor:
-        """Add the place of a step's own token. Return all places, `[G, K]`."""
+        """Add the entry of a step's new token. Return the entry indices of all keys, `[G, K]`."""
         own_G1 = torch.full((len(self.places_GK), 1), own_place, dtype=torch.int32)
         self.free_G = torch.full((len(self.places_GK),), self.places_GK.shape[1])
         self.places_GK = torch.cat((self.places_GK, own_G1), dim=1)
         return self.places_GK
 
     def move_own(self, own_place: int, places_P2GH: Tensor) -> None:
-        """Move the latest token's keys and values from its place to those that are free, where it was kept."""
+        """For the kv heads that keep the latest token, move its key and value from entry `own_place` to the free
+        entry."""
         (heads_J,) = (self.free_G != own_place).nonzero(as_tuple=True)
         places_P2GH[self.free_G[heads_J], :, heads_J] = places_P2GH[own_place].transpose(0, 1)[heads_J]
         if self.places_GK.shape[1]:
             self.places_GK[heads_J, -1] = self.free_G[heads_J].int()
 
     def copy_from(self, other: HeavyHitters) -> None:
-        """Become a copy of another row's layer."""
+        """Copy the state of another sequence's layer."""
         super().copy_from(other)
         assert isinstance(other, PlacedHitters)
         self.places_GK = other.places_GK.clone()
@@ -100,32 +102,33 @@ class PlacedHitters(HeavyHitters):
 
 
 class KeptKeys:
-    """A Part of a row: places for the keys that it keeps, and the last one for a step's own token."""
+    """Device entries of one sequence: one per kept key, and the last one for a step's new token. Implements Part."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
-        """Raise what `make_memory` raises."""
+        """Raises the errors of `make_memory`."""
         self._budget = budget
         self._most_places = self.num_places(shape.max_slot_tokens)
         self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
         self.own_place = 0
-        """Place of a step's own token."""
+        """Index of the entry of a step's new token."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are committed now."""
+        """Return the number of bytes that are committed now."""
         return self._kv.num_bytes
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the present claim's places, as tokens."""
+        """Return the entries of the current claim as a KvBuffer, one token per entry."""
         return self._kv.buffer
 
     def num_places(self, num_prompt: int) -> int:
-        """Return the number of places after a prompt of `num_prompt` tokens."""
+        """Return the number of entries after a prompt of `num_prompt` tokens."""
         return sum(self._budget.of(num_prompt))
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes after a prompt of `num_tokens` tokens. The result never decreases with `num_tokens`."""
+        """Return the number of bytes after a prompt of `num_tokens` tokens. The result never decreases with
+        `num_tokens`."""
         return self._kv.bytes_for(self.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -134,11 +137,11 @@ class KeptKeys:
         self._kv.open(self.own_place + 1, self._most_places)
 
     def commit(self) -> None:
-        """Commit memory for all places."""
+        """Commit memory for all entries."""
         self._kv.memory.commit(TokenRange(0, self.own_place + 1))
 
     def copy_from(self, other: "KeptKeys", num_tokens: int) -> None:
-        """Copy another row's places."""
+        """Copy another sequence's entries."""
         self.own_place = other.own_place
         self._kv.copy_from(other._kv, self.own_place + 1)
 
@@ -148,13 +151,13 @@ class KeptKeys:
 
 
 class LayerMemory:
-    """Device memory for one layer of one sequence, which sequences use one after another to weigh prompts. Engine's
-    thread."""
+    """Device memory for one layer of one sequence. Sequences use it one after another to weigh prompts. Used on the
+    engine's thread."""
 
     def __init__(self, shape: KvShape, device: Device) -> None:
-        """Raise what is in OUT_OF_MEMORY."""
+        """Raises the errors in OUT_OF_MEMORY."""
         self.num_bytes = 0
-        """Bytes that were fetched so far."""
+        """Number of bytes fetched so far."""
         tokens = TokenRange(0, shape.max_slot_tokens)
         self._buffer = device.buffer(replace(shape.layout, num_layers=1), tokens)
         self._link = device.link
@@ -162,8 +165,8 @@ class LayerMemory:
         """Buffer in host memory, layer and end of the tokens that were fetched; None before the first fetch."""
 
     def bring(self, home: KvBuffer, layer: int, tokens: TokenRange) -> Tensor:
-        """Fetch a sequence's tokens up to the end of `tokens`, except those fetched before. Return a view of `tokens`,
-        `[T, 2, G, H]`."""
+        """Fetch a sequence's KV up to `tokens.end` from its host buffer `home`, except what was fetched before. Return
+        a view of the KV of `tokens`, `[T, 2, G, H]`."""
         held = self._held
         num_held = held[2] if held is not None and held[0] is home and held[1] == layer else 0
         missing = TokenRange(min(num_held, tokens.end), tokens.end)
@@ -176,12 +179,12 @@ class LayerMemory:
 
 
 class KeptRow(AwayRow, WeighedRow):
-    """A WeighedRow whose kept keys are on the device."""
+    """WeighedRow whose kept keys are in device memory."""
 
     def __init__(
         self, shape: KvShape, device: Device, budget: HeavyBudget, pieces: Pieces, weighing: LayerMemory
     ) -> None:
-        """`weighing`: memory in which prompts are weighed. Raises what is in OUT_OF_MEMORY when the slot's address
+        """`weighing`: memory in which prompts are weighed. Raises the errors in OUT_OF_MEMORY when the slot's address
         space cannot be allocated."""
         self.index = HitterIndex(shape.layout, budget, PlacedHitters, _KEY_BYTES)
         self.kept = KeptKeys(shape, device.row_memory, budget)
@@ -189,16 +192,16 @@ class KeptRow(AwayRow, WeighedRow):
         super().__init__(shape, device, [self.kept, self.index], pieces)
 
     def chooses(self, tokens: TokenRange) -> bool:
-        """Return whether a step has one token, after the prompt, so that the kept keys have places."""
+        """Return whether the step has one token and is after the prompt, so that the kept keys are in entries."""
         return len(tokens) == 1 and tokens.start >= self.index.num_prompt
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and device memory for the places."""
+        """Commit host memory for `tokens`, and device memory for the entries."""
         super().commit(tokens)
         self.kept.commit()
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a step's span over the device's memory."""
+        """Return the span of a step over device memory."""
         if not self.chooses(tokens):
             return self.long_span(tokens)
         own_place = self.kept.own_place
@@ -206,14 +209,14 @@ class KeptRow(AwayRow, WeighedRow):
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
 
     def read(self, layer: int, tokens: TokenRange) -> Tensor:
-        """Return KV of `tokens` on the device, fetched from host memory unless the layer is whole."""
+        """Return the KV of `tokens` on the device. It is fetched from host memory, except in the first two layers."""
         if layer < NUM_WHOLE_LAYERS:
             return self.kv(layer, tokens)
         return self._weighing.bring(self.others.buffer, layer - NUM_WHOLE_LAYERS, tokens)
 
     def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
-        """Weigh all kept keys by the queries of `tokens`. Return the keys that were weighed, `[G, K]`: for a step after
-        the prompt their places, otherwise their positions."""
+        """Add the attention weights of the queries of `tokens` to the sums of all kept keys. Return the weighed keys,
+        `[G, K]`: entry indices in a step after the prompt, positions otherwise."""
         hitters, places_P2GH = self.placed(layer)
         if not self.chooses(tokens):
             hitters.forget_places()
@@ -228,14 +231,14 @@ class KeptRow(AwayRow, WeighedRow):
         return places_GK
 
     def placed(self, layer: int) -> tuple[PlacedHitters, Tensor]:
-        """Return the heavy hitters of a layer that chooses, and a view of its places, `[P, 2, G, H]`."""
+        """Return the heavy hitters of a selective layer, and a view of its entries, `[P, 2, G, H]`."""
         hitters = self.index.hitters[layer]
         assert isinstance(hitters, PlacedHitters)
         return hitters, self.kept.buffer.data[layer - NUM_WHOLE_LAYERS]
 
 
 class FetchedH2oStep(H2oStep[KeptRow]):
-    """A step whose own tokens take the places of dropped keys and are stored in host memory."""
+    """Step whose new tokens move to the entries of dropped keys and are stored in host memory."""
 
     def __init__(
         self,
@@ -250,7 +253,8 @@ class FetchedH2oStep(H2oStep[KeptRow]):
         self._num_before = sum(each.num_bytes for each in passing)
 
     def end(self, layer: int) -> None:
-        """Begin to store the new tokens' KV; weigh longer spans, and move own tokens to their places."""
+        """Start storing the new tokens' KV in host memory, weigh the longer spans, and move new tokens to their
+        entries."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -266,24 +270,24 @@ class FetchedH2oStep(H2oStep[KeptRow]):
             hitters.move_own(row.kept.own_place, places_P2GH)
 
     def settle(self) -> None:
-        """Record how many tokens have weighed, and wait until all new KV is in host memory."""
+        """Record how many tokens' queries have weighed the keys, and wait until all new KV is in host memory."""
         super().settle()
         self._stores.settle()
 
     def leave(self) -> None:
-        """Return when nothing is being copied."""
+        """Wait until no copy is running."""
         self._stores.wait()
         num_passed = sum(each.num_bytes for each in self._passing) - self._num_before
         self.num_link_bytes += self._stores.num_bytes + num_passed
 
 
 class FetchedH2oResidency(WeighingResidency[KeptRow]):
-    """A Residency that attends to heavy hitters and the latest keys, and keeps the others in host memory."""
+    """Residency that attends to heavy hitters and the latest keys, and stores all other keys in host memory."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, budget: HeavyBudget) -> None:
-        """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
+        """Raises ConfigError for models whose pushed prompts cannot be rerun, and the errors in OUT_OF_MEMORY, or
         OSError, when the slots' address space cannot be allocated."""
-        assert native.load()  # stores rows
+        assert native.load()  # stores new KV
         device, row_bytes = decoder.device, shape.layout.row_bytes
         pieces, self._weighing = Pieces(shape.layout, device), LayerMemory(shape, device)
         passing_bytes = (PIECE_TOKENS + shape.max_slot_tokens) * row_bytes + PAGE_BYTES
@@ -294,7 +298,7 @@ class FetchedH2oResidency(WeighingResidency[KeptRow]):
         self._link = device.link
 
     def close(self) -> None:
-        """End the link's threads."""
+        """Stop the link's threads."""
         self._link.rest()
 
     def _weigh_pushed(self, row: KeptRow, num_tokens: int) -> None:

@@ -1,16 +1,17 @@
-"""Residency `window` on a device with memory of its own: the device holds the first and the latest keys.
+"""Residency `window` on a device with separate memory: the device holds the first and the latest keys.
 
-A Residency for `engine.step_runner`, which picks the keys that `window` picks. A key that has left the window never
-returns. So a step fetches nothing: it writes its own token after the latest ones, and stores it in host memory. Host
+A Residency for `engine.step_runner` that selects the same keys as `window`. A key that has left the window never
+returns. So a step fetches nothing: it writes its new token after the latest keys, and stores it in host memory. Host
 memory has all KV, for long spans (local prefill) and for sequences that share a prefix. After either, the window is
 fetched once.
 
     host    all layers' KV except the first two
-    device  the first two layers' KV. Of the others: the first keys, the latest keys, and a few more places, along which
-            the window moves. One piece for long spans
+    device  the first two layers' KV. Of the other layers: the first keys, the latest keys, and spare entries, along
+            which the window moves. One piece for long spans
     link    new tokens' KV; after long spans the window, and for long spans all tokens before them
 
-B rows of one new token, T tokens, G kv heads, H head dim, K picks at most.
+B sequences with one new token, T tokens, G kv heads, H head dim, K maximum number of selected keys. An entry (`place`)
+is the device memory of one token.
 """
 
 from collections.abc import Sequence
@@ -44,43 +45,43 @@ from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
 from generate_workers.residency.steps import RowResidency
 
 _MORE_LATEST = 32
-"""Number of places beyond the window, and so of steps until the window moves back to the start of its places."""
+"""Number of spare entries after the window. The window moves back to the first entries after this many steps."""
 
 
 class WindowKeys:
-    """A Part of a row: its first and latest keys and values, in the layers that choose."""
+    """First and latest keys and values of one sequence, in the selective layers. Implements Part."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Raise what `make_memory` raises."""
+        """Raises the errors of `make_memory`."""
         self._selection = selection
         self._most_places = self.num_places(shape.max_slot_tokens)
         self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
         self.start = selection.num_first
-        """Position of the first of the latest tokens that have a place."""
+        """Position of the first of the latest tokens that are on the device."""
         self._end = 0
-        """Position after the latest token that has a place."""
+        """Position after the last token that is on the device."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are committed now."""
+        """Return the number of bytes that are committed now."""
         return self._kv.num_bytes
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the present claim's places, as tokens."""
+        """Return the entries of the current claim as a KvBuffer, one token per entry."""
         return self._kv.buffer
 
     def num_places(self, num_tokens: int) -> int:
-        """Return the number of places of a sequence of `num_tokens` tokens."""
+        """Return the number of entries of a sequence of `num_tokens` tokens."""
         window = self._selection.num_first + num_latest(num_tokens, self._selection)
         return min(num_tokens, window + _MORE_LATEST)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of a sequence of `num_tokens` tokens."""
+        """Return the number of bytes of a sequence of `num_tokens` tokens."""
         return self._kv.bytes_for(self.num_places(num_tokens))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim, without any key."""
+        """Begin a claim without keys."""
         self._kv.open(self.num_places(num_tokens), self._most_places)
         self.start, self._end = self._selection.num_first, 0
 
@@ -96,8 +97,8 @@ class WindowKeys:
         self._kv.release()
 
     def follow(self, home: KvBuffer, num_tokens: int) -> Copies:
-        """Make room for the token after the sequence's first `num_tokens`. Return the copies that the step needs: the
-        window of that token if tokens were written without it, else none."""
+        """Make room for the token at position `num_tokens`. Return the copies that the step needs: its window, if
+        tokens were written to `home` only; otherwise none."""
         first = self._selection.num_first
         start = max(num_tokens + 1 - num_latest(num_tokens + 1, self._selection), first)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -114,7 +115,7 @@ class WindowKeys:
         return copies
 
     def place(self, position: int) -> int:
-        """Return the place of one of the first tokens, or of the latest."""
+        """Return the entry index of a position among the first or the latest tokens."""
         first = self._selection.num_first
         return position if position < first else first + position - self.start
 
@@ -124,20 +125,21 @@ class WindowKeys:
 
 
 class WindowRow(AwayRow):
-    """An AwayRow with a window on the device."""
+    """AwayRow with a window in device memory."""
 
     def __init__(self, shape: KvShape, device: Device, selection: Selection, pieces: Pieces) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be allocated."""
+        """Raises the errors in OUT_OF_MEMORY when the slot's address space cannot be allocated."""
         self.window = WindowKeys(shape, device.row_memory, selection)
         super().__init__(shape, device, [self.window], pieces)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and device memory for the window of a sequence that ends there."""
+        """Commit host memory for `tokens`, and device memory for the window of a sequence that ends at `tokens.end`."""
         super().commit(tokens)
         self.window.commit(tokens.end)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a step's span over the device's memory; one of one token has a place, which `follow` made."""
+        """Return the span of a step over device memory. The entry of a single new token must have been made by
+        `follow`."""
         if len(tokens) != 1:
             return self.long_span(tokens)
         window = self.window
@@ -146,7 +148,7 @@ class WindowRow(AwayRow):
 
 
 class FetchedWindowStep(SelectiveStep[WindowRow]):
-    """A step that picks the same keys in all layers and stores its new tokens in host memory."""
+    """Step that selects the same keys in all layers and stores its new tokens in host memory."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         link: HeadLink,
         pieces: Pieces,
     ) -> None:
-        """`pieces`: those that long spans read."""
+        """`pieces`: pieces that long spans read."""
         single = [(row, tokens.start) for row, tokens in rows if len(tokens) == 1]
         copies = [copy for row, start in single for copy in row.window.follow(row.others.buffer, start)]
         super().__init__(layout, rows)
@@ -173,12 +175,12 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         return self._picks
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Wait for the windows whose fetches began before the first layer ran."""
+        """Wait for the windows, whose fetches began before the first layer."""
         self._fetch.join()
         return 0
 
     def end(self, layer: int) -> None:
-        """Begin to store the new tokens' KV in host memory."""
+        """Start storing the new tokens' KV in host memory."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -193,20 +195,20 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         self._stores.settle()
 
     def leave(self) -> None:
-        """Return when nothing is being copied."""
+        """Wait until no copy is running."""
         self._fetch.wait()
         self._stores.wait()
         self.num_link_bytes += self._num_fetched + self._pieces.num_bytes + self._stores.num_bytes
 
 
 class FetchedWindowResidency(RowResidency[WindowRow]):
-    """A Residency that attends to the first and the latest keys, and keeps the others in host memory."""
+    """Residency that attends to the first and the latest keys, and stores all other keys in host memory."""
 
     traits = WINDOW
 
     def __init__(self, shape: KvShape, device: Device, selection: Selection) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
-        assert native.load()  # stores rows
+        """Raises the errors in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
+        assert native.load()  # stores new KV
         pieces = Pieces(shape.layout, device)
         self.scratch_bytes = shape.long_span_bytes + PIECE_TOKENS * shape.layout.row_bytes
         rows = [WindowRow(shape, device, selection, pieces) for _ in range(shape.num_slots)]
@@ -215,12 +217,12 @@ class FetchedWindowResidency(RowResidency[WindowRow]):
         super().__init__(rows, lambda rows: FetchedWindowStep(rows, *args))
 
     def close(self) -> None:
-        """End the link's threads."""
+        """Stop the link's threads."""
         self._link.rest()
 
 
 def _as_places(picks: Picks, rows: Sequence[WindowRow], num_first: int) -> Picks:
-    """Return picks by position as places of the rows."""
+    """Convert selected keys from positions to entry indices of their sequences."""
     back_B11 = torch.tensor([row.window.start for row in rows], dtype=torch.int32).view(-1, 1, 1) - num_first
     keys_BGK = torch.where(picks.keys_BGK < num_first, picks.keys_BGK, picks.keys_BGK - back_B11)
     return replace(picks, keys_BGK=keys_BGK.contiguous())

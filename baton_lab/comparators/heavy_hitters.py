@@ -1,12 +1,12 @@
 """Heavy hitters (H2O; Zhang et al., 2023): the keys that a sequence keeps in one layer, by their attention so far.
 
-Residency `h2o` uses it, on the engine's thread. A key's sum adds the softmax weights from all queries, those of the
-prompt and of every step. Each kv head has its own sums, over the query heads that share it, and over one sequence. (The
-published code adds over the batch, and does not support shared kv heads.) A sequence keeps the keys with the largest
-sums, and also the latest. The others are dropped for good. Early keys were weighed by more queries: this bias is known
-from H2O, and is kept.
+Residency `h2o` uses them, on the engine's thread. A key's sum adds the softmax weights that it gets from all queries of
+the prompt and of every step. Each kv head has its own sums for each sequence, over the query heads that share it. (The
+published code sums over the batch, and does not support shared kv heads.) A sequence keeps the keys with the largest
+sums and the latest keys. All other keys are dropped for good. Early keys were weighed by more queries. This bias is
+known from H2O, and is kept.
 
-G kv heads, J query heads of a kv head, H head dim, K keys that are kept, T tokens.
+G kv heads, J query heads per kv head, H head dim, K kept keys, T tokens.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from baton.errors import ConfigError
 from baton.types import TokenRange
 
 _BLOCK = 64
-"""Queries whose weights are held at once."""
+"""Number of queries whose weights are in memory at once."""
 
 
 @dataclass(frozen=True)
 class HeavyBudget:
-    """How many keys a step attends to, as shares of the prompt, as in the published code: the budget never grows.
-    Raises ConfigError when a field is out of its limits."""
+    """Number of keys that a step attends to, as fractions of the prompt. As in the published code, it does not grow
+    with the output. Raises ConfigError when a field is out of range."""
 
     heavy_share: float
-    """Share of keys with the largest sums."""
+    """Fraction for the keys with the largest sums."""
     recent_share: float
-    """Share of the latest keys, the new token's own included; at least that one key."""
+    """Fraction for the latest keys, including the new token's own key; at least that key."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.heavy_share <= 1:
@@ -39,38 +39,37 @@ class HeavyBudget:
 
     @classmethod
     def halved(cls, share: float) -> "HeavyBudget":
-        """Return a budget of `share` of the prompt, one half heavy and one half recent, as the paper has it."""
+        """Return a budget of the fraction `share` of the prompt, half of it heavy and half recent, as in the paper."""
         return cls(share / 2, share / 2)
 
     def of(self, num_prompt: int) -> tuple[int, int]:
-        """Return `(heavy, recent)` numbers of keys for the steps after a prompt of `num_prompt` tokens."""
+        """Return the numbers of keys (heavy, recent) in steps after a prompt of `num_prompt` tokens."""
         return int(self.heavy_share * num_prompt), max(int(self.recent_share * num_prompt), 1)
 
 
 class HeavyHitters:
-    """The keys that one layer of one row keeps, by kv head."""
+    """Keys that one layer of one sequence keeps, by kv head."""
 
     def __init__(self, num_kv_heads: int) -> None:
         """Begin with no keys."""
         self.positions_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
         """Positions of the kept keys, ascending."""
         self.sums_GK = torch.zeros((num_kv_heads, 0))
-        """Sum of the weights that each key was given, fp32."""
+        """Sum of the softmax weights of each key, fp32."""
 
     @property
     def num_bytes(self) -> int:
         return self.positions_GK.nbytes + self.sums_GK.nbytes
 
     def take(self, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
-        """Add the last T keys of `k_SGH`, which are new, and weigh all kept keys by their queries `q_TNH`. Returns the
-        positions that were weighed, `[G, K]`."""
+        """Add the last T keys of `k_SGH`, which are new, and weigh all kept keys by their queries `q_TNH`. Return the
+        positions of the weighed keys, `[G, K]`."""
         first = len(k_SGH) - len(q_TNH)
         self._add(TokenRange(first, len(k_SGH)))
         return self._weigh(q_TNH, self._kept(k_SGH))
 
     def take_kept(self, q_TNH: Tensor, first: int, k_GKH: Tensor) -> Tensor:
-        """Add and weigh keys as `take` does, given only the kept keys `k_GKH`; those from position `first` on are
-        new."""
+        """Like `take`, given only the kept keys `k_GKH`. Keys from position `first` on are new."""
         self._add(TokenRange(first, first + len(q_TNH)))
         return self._weigh(q_TNH, k_GKH.float())
 
@@ -89,8 +88,8 @@ class HeavyHitters:
         return self.positions_GK
 
     def drop(self, num_heavy: int, num_recent: int) -> None:
-        """Drop all keys for good except the latest `num_recent` and, of the others, the `num_heavy` with the largest
-        sums. Of equal sums the earlier keys are dropped."""
+        """Keep the latest `num_recent` keys and, of the others, the `num_heavy` with the largest sums. Drop all other
+        keys for good. Of keys with equal sums, the earlier are dropped."""
         num_kept = self.positions_GK.shape[1]
         num_dropped = num_kept - num_recent - num_heavy
         if num_dropped <= 0:
@@ -101,13 +100,13 @@ class HeavyHitters:
         self._keep(stay_GK)
 
     def _keep(self, stay_GK: Tensor) -> None:
-        """Keep the keys marked in `stay_GK`, the same number for each kv head, and drop all others."""
+        """Keep the keys marked in `stay_GK`, the same number for each kv head, and drop all other keys."""
         shape = (len(self.positions_GK), -1)
         self.positions_GK = self.positions_GK[stay_GK].view(shape)
         self.sums_GK = self.sums_GK[stay_GK].view(shape)
 
     def copy_from(self, other: "HeavyHitters") -> None:
-        """Become a copy of another row's layer."""
+        """Copy the state of another sequence's layer."""
         self.positions_GK, self.sums_GK = other.positions_GK.clone(), other.sums_GK.clone()
 
     def _kept(self, k_SGH: Tensor) -> Tensor:
@@ -119,8 +118,8 @@ class HeavyHitters:
 
 
 def _weights(q_TNH: Tensor, k_GHK: Tensor) -> Tensor:
-    """Return the softmax weights that all queries together give each key, `[G, K]`. The last T keys are the queries'
-    own, and a query sees no key after its own."""
+    """Return the softmax weight of each key, summed over all queries, `[G, K]`. The last T keys belong to the queries,
+    and are masked causally."""
     num_queries, num_keys = len(q_TNH), k_GHK.shape[2]
     num_kv_heads, head_dim = k_GHK.shape[:2]
     q_TGJH = q_TNH.float().reshape(num_queries, num_kv_heads, -1, head_dim)

@@ -1,13 +1,13 @@
-"""Recovers the queries of a prompt whose KV was pushed. Queries are never pushed, so the prompt is run again.
+"""Recovers the queries of a prompt whose KV was pushed. Queries are never pushed, so the prompt is rerun.
 
-Residency `h2o` uses it, on the engine's thread, under torch.inference_mode(). To run a prompt, its token ids are
-needed, and residency policies do not receive them. But in layer 0 a token's value depends on the token alone, since
-RoPE rotates keys only: it is the projection of the normed embedding. So the token ids are those of the vocabulary whose
-values are the pushed ones. Tokens with equal values cannot be distinguished: either is taken. If no token is close
-enough, ModelError is raised, and no token is guessed. Models with learned positions add these to layer 0's input, and
-are refused.
+Residency `h2o` uses it, on the engine's thread, under torch.inference_mode(). Rerunning a prompt needs its token ids,
+which residency policies do not receive. But in layer 0 a token's value depends on the token alone, since RoPE rotates
+keys only: it is the projection of the normed embedding. So each token id is found by comparing the pushed value with
+the values of the whole vocabulary. Tokens with equal values cannot be distinguished; one of them is used. If no token
+is close enough, ModelError is raised. Models with learned positions add these to the input of layer 0, and are not
+supported.
 
-The second run attends to the pushed KV, not to KV of its own, and writes none. It costs as much as a local prefill.
+The rerun attends to the pushed KV, not to KV of its own, and writes none. It costs as much as a local prefill.
 
 T tokens, S tokens up to them, N heads, G kv heads, H head dim, V vocabulary, C = G x H.
 """
@@ -24,31 +24,31 @@ from baton.modeling.kv.buffers import KvRows
 from baton.types import TokenRange
 
 UseQueries = Callable[[int, Tensor, TokenRange], None]
-"""Takes a layer, its queries `[T, N, H]` as attention compares them, and the tokens that they belong to."""
+"""Function that takes a layer, its queries `[T, N, H]` as attention uses them, and the range of their tokens."""
 
 ReadKv = Callable[[int, TokenRange], Tensor]
-"""Returns the KV of tokens in a layer, `[T, 2, G, H]`."""
+"""Function that returns the KV of a range of tokens in a layer, `[T, 2, G, H]`."""
 
 _CHUNK_TOKENS = 512
 _FARTHEST = 0.1
-"""Largest distance of a pushed value from the vocabulary's, by its length: in bf16 about a hundredth is usual."""
+"""Maximum distance between a pushed value and the vocabulary's, relative to its norm: about 0.01 is usual in bf16."""
 
 
 class PushedPrompts:
-    """Runs pushed prompts again to have their queries."""
+    """Reruns pushed prompts to get their queries."""
 
     def __init__(self, decoder: Decoder) -> None:
-        """Raise ConfigError for models with learned positions."""
+        """Raises ConfigError for models with learned positions."""
         if isinstance(decoder.weights.positions, LearnedTable):
             remedy = "use residency device or host"
             raise ConfigError(f"residency h2o is not supported for models with learned positions: {remedy}")
         self._decoder = decoder
         self._vocabulary_VC: Tensor | None = None
-        """Values of all tokens in layer 0, computed for the first pushed prompt."""
+        """Values of all tokens in layer 0, computed at the first pushed prompt."""
 
     def run(self, read: ReadKv, tokens: TokenRange, use: UseQueries) -> None:
-        """Pass the queries of `tokens` to `use`, chunk by chunk, and of each chunk layer by layer. `read`: returns KV
-        of `tokens` and of all tokens before. Raises ModelError when the KV is not that of this model's tokens."""
+        """Pass the queries of `tokens` to `use`, chunk by chunk, and layer by layer within a chunk. `read`: returns the
+        KV of any tokens up to `tokens.end`. Raises ModelError when the KV does not belong to tokens of this model."""
         decoder = self._decoder
         for part in tokens.split(_CHUNK_TOKENS):
             token_ids = self.token_ids(read, part)
@@ -63,7 +63,8 @@ class PushedPrompts:
                 hidden_TD = decoder.complete(layer, hidden_TD, attention.result())
 
     def token_ids(self, read: ReadKv, tokens: TokenRange) -> list[int]:
-        """Return the ids of `tokens` by their values in layer 0. Raises ModelError when a value belongs to no token."""
+        """Return the ids of `tokens`, found by their values in layer 0. Raises ModelError when a value belongs to no
+        token."""
         if self._vocabulary_VC is None:
             self._vocabulary_VC = self._values()
         v_TC = read(0, tokens)[:, 1].flatten(1).float()

@@ -1,18 +1,20 @@
-"""A draft view of the pages of keys that could score highest, chosen in each step (Quest; Tang et al., 2024).
+"""Draft view of the pages of keys with the highest possible scores, selected in each step (Quest; Tang et al., 2024).
 
-A comparator, in plain torch. A page is 16 keys, of which each channel's least and largest value are kept. No key of a
-page scores higher against a query q than
+A comparator, in plain torch. A page is 16 keys. For each channel c of a page, the smallest value least[c] and the
+largest value largest[c] of its keys are stored. The score of any key of the page with a query q is at most
 
-    sum over channels c of max(q[c] least[c], q[c] largest[c])
+    sum over c of max(q[c] * least[c], q[c] * largest[c])
 
-In each layer but the first two, which attend to all keys, a kv head takes the pages with the largest such sums, added
-up over the query heads that share it; of equals the earlier page. The latest keys, which fill no page or are of
-drafts, are always attended to. Together they are at most `num_keys`, unless not even one page fits: one is taken.
+The first two layers attend to all keys. In each other layer, a kv head selects the pages with the largest bounds,
+summed over the query heads that share it; of equal bounds, the earlier page. The latest keys, which do not fill a page
+or belong to drafts, are always selected. Together they are at most `num_keys`, except that at least one page is
+selected.
 
-The pages' values are kept from round to round. They take a sixteenth of their KV's bytes, which are not counted as the
-view's memory, because the view serves only for comparison.
+The pages' values are kept from round to round. They use a sixteenth of the bytes of their KV, which are not counted as
+the view's memory, because the view serves only for comparison.
 
-Engine's thread. L layers, B rows of one new token, N heads, G kv heads, H head dim, P pages, I = 16 keys of a page.
+Used on the engine's thread. L layers, B sequences with one new token, N heads, G kv heads, H head dim, P pages, I = 16
+keys of a page.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,19 +38,19 @@ PAGE_KEYS = 16
 
 
 class Pages:
-    """The least and largest values of one row's pages, in the layers that choose."""
+    """Smallest and largest values of one sequence's pages, in the selective layers."""
 
     def __init__(self, layout: KvLayout, max_tokens: int) -> None:
         """Allocate room for the pages of a sequence of `max_tokens` tokens."""
         num_layers = max(layout.num_layers - NUM_WHOLE_LAYERS, 0)
         shape = (num_layers, max_tokens // PAGE_KEYS, 2, layout.num_kv_heads, layout.head_dim)
         self.num = 0
-        """Pages that are filled."""
+        """Number of filled pages."""
         self.data_LP2GH = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
-        """The least values, then the largest."""
+        """Smallest values at index 0 and largest values at index 1 of dimension 2."""
 
     def follow(self, residency: DeviceResidency, slot: SlotId, num_tokens: int) -> None:
-        """Add the pages that a row's first `num_tokens` tokens have filled, except those added before."""
+        """Add the pages filled by the sequence's first `num_tokens` tokens, except those added before."""
         pages = slice(self.num, num_tokens // PAGE_KEYS)
         if pages.start == pages.stop:
             return
@@ -61,19 +63,19 @@ class Pages:
 
 
 class QuestView:
-    """A DraftView of the pages that could score highest, in the rows' own KV."""
+    """DraftView of the pages with the highest possible scores, in the sequences' own KV."""
 
     def __init__(self, residency: DeviceResidency, layout: KvLayout, num_keys: int) -> None:
-        """`num_keys`: keys of each kv head, the latest included."""
+        """`num_keys`: number of keys per kv head, including the latest."""
         self._residency = residency
         self._layout = layout
         self._num_keys = num_keys
         self._pages: dict[Row, Pages] = {}
         self._pages_of: dict[SlotId, Pages] = {}
-        """Pages of the round's rows."""
+        """Pages of the sequences of the round, by slot."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Take in the rows' new pages."""
+        """Add the new pages of the sequences."""
         for row in rows:
             if row not in self._pages:
                 self._pages[row] = Pages(self._layout, row.capacity_tokens)
@@ -82,7 +84,7 @@ class QuestView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward whose rows choose in each layer but the first two."""
+        """Prepare a forward pass that selects keys in each layer except the first two."""
 
         def choose(layer: int, q_BNH: Tensor) -> Picks | None:
             if layer < NUM_WHOLE_LAYERS:
@@ -93,11 +95,11 @@ class QuestView:
             yield DraftStep(step.spans, ChoosingTurns(choose))
 
     def forget(self, row: Row) -> None:
-        """Drop the row's pages."""
+        """Delete the pages of the sequence."""
         self._pages.pop(row, None)
 
     def _best(self, layer: int, q_NH: Tensor, slot: SlotId, tokens: TokenRange) -> Tensor:
-        """Return a row's keys in a layer, int32 `[G, K]`."""
+        """Return the keys that a sequence selects in a layer, int32 `[G, K]`."""
         pages = self._pages_of[slot]
         latest_K = torch.arange(pages.num * PAGE_KEYS, tokens.end, dtype=torch.int32)
         num_pages = min(max((self._num_keys - len(latest_K)) // PAGE_KEYS, 1), pages.num)
@@ -107,8 +109,9 @@ class QuestView:
 
 
 def page_scores(q_NH: Tensor, pages_P2GH: Tensor) -> Tensor:
-    """Return each page's sum, fp32 `[G, P]`. A channel's larger product is with the largest value where the query is
-    positive, else with the least; so queries are added up over heads by their sign, before they are multiplied."""
+    """Return the bound of each page, summed over query heads, fp32 `[G, P]`. For a channel, the larger product is with
+    the largest value if the query is positive, else with the smallest. So the positive and the negative parts of the
+    queries are each summed over heads before they are multiplied."""
     least_GHP, largest_GHP = pages_P2GH.float().permute(1, 2, 3, 0)
     q_GJH = by_kv_head(q_NH.unsqueeze(0), len(least_GHP)).squeeze(2)
     below_G1H, above_G1H = (part.sum(1, keepdim=True) for part in (q_GJH.clamp(max=0), q_GJH.clamp(min=0)))

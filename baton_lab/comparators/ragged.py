@@ -1,6 +1,6 @@
-"""Picks of rows that attend to different numbers of keys.
+"""Selections in which sequences attend to different numbers of keys.
 
-B rows of one new token, G kv heads, K picks at most.
+B sequences with one new token, G kv heads, K maximum number of selected keys.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from baton.modeling.forward.selection import Picks
 
 
 def picks_of(rows: Sequence[Tensor]) -> Picks:
-    """Return the picks of rows that attend to these keys, each int32 `[G, K]` with a K of its own."""
+    """Return one Picks for several sequences. `rows`: the selected keys of each sequence, int32 `[G, K]`; K may
+    differ."""
     num_heads, most = len(rows[0]), max(keys_GK.shape[1] for keys_GK in rows)
     keys_BGK = torch.zeros(len(rows), num_heads, most, dtype=torch.int32)
     for row, keys_GK in enumerate(rows):

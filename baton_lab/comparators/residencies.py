@@ -20,10 +20,10 @@ from generate_workers.residency.port import KvShape, Residency
 
 @dataclass(frozen=True)
 class BudgetSource(SelectionSource):
-    """A SelectionSource with a budget of its own, so that `h2o` needs no prepared selection."""
+    """SelectionSource with its own budget, so that `h2o` needs no prepared selection."""
 
     budget: float | None = None
-    """Share of a row's keys to attend to. None: the prepared selection's largest share."""
+    """Fraction of a sequence's keys to attend to. None: the prepared selection's largest fraction."""
 
 
 def _window(shape: KvShape, source: SelectionSource) -> Residency:

@@ -1,10 +1,11 @@
-"""A draft view of the keys with the largest true attention, chosen in each step: a comparator, never fast.
+"""Draft view of the keys with the largest true attention, selected in each step: a comparator that saves no time.
 
-It shows the limit that other views could reach with perfect guesses. Each draft step scores all keys of its sequences,
-so that it reads half of their KV in addition to the KV that it attends to. A kv head takes the keys with the largest
-softmax weights, summed over the query heads that share it, the new token's own key always among them.
+It shows the limit that other views could reach with perfect predictions. Each draft step scores all keys of its
+sequences, so it reads all keys (half of the KV) in addition to the KV that it attends to. A kv head selects the keys
+with the largest softmax weights, summed over the query heads that share it, and always the new token's own key.
 
-Engine's thread. B rows of one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a row.
+Used on the engine's thread. B sequences with one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a
+sequence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,19 +25,19 @@ from generate_workers.speculation.self_drafts import DraftStep
 
 
 class TopKeysView:
-    """A DraftView of the keys with the largest true attention, in the rows' own KV."""
+    """DraftView of the keys with the largest true attention, in the sequences' own KV."""
 
     def __init__(self, residency: DeviceResidency, num_keys: int) -> None:
-        """`num_keys`: keys of each kv head, the new token's own included."""
+        """`num_keys`: number of keys per kv head, including the new token's own key."""
         self._residency = residency
         self._num_keys = num_keys
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Do nothing: keys are scored in place."""
+        """Do nothing: keys are read from the sequences' own KV."""
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward whose rows choose in each layer."""
+        """Prepare a forward pass that selects keys in each layer."""
 
         def choose(layer: int, q_BNH: Tensor) -> Picks:
             return picks_of([self._best(layer, q_NH, *row) for q_NH, row in zip(q_BNH, rows, strict=True)])
@@ -45,10 +46,10 @@ class TopKeysView:
             yield DraftStep(step.spans, ChoosingTurns(choose))
 
     def forget(self, row: Row) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: the view stores nothing."""
 
     def _best(self, layer: int, q_NH: Tensor, slot: SlotId, tokens: TokenRange) -> Tensor:
-        """Return a row's keys in a layer, int32 `[G, K]`."""
+        """Return the keys that a sequence selects in a layer, int32 `[G, K]`."""
         k_SGH = self._residency.kv(slot, layer, TokenRange(0, tokens.end))[:, 0]
         weights_GS = attention_weights(q_NH, k_SGH)
         weights_GS[:, -1] = torch.inf

@@ -1,4 +1,4 @@
-"""Traits of all residency policies that a study can name: the product's, then the comparators'.
+"""Traits of all residency policies that a study can name: the product's and the comparators'.
 
 Needs no torch, like `generate_workers.residency.traits`. `residencies` makes the policies.
 """

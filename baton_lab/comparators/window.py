@@ -1,11 +1,11 @@
 """Residency `window`: attends to the first and the latest keys (StreamingLLM; Xiao et al., 2024).
 
-A Residency for `engine.step_runner`, to compare InfiniGen with: it never looks at the keys that it leaves out. The
-prepared selection sets its size: the number of latest keys is the number that others choose by score, and the first
-keys are added. Keys keep their positions in the text, because all keys are still stored. The paper's cache renumbers
-them.
+A Residency for `engine.step_runner`, to compare InfiniGen with: it never reads the keys outside its window. The
+prepared selection sets its size: the number of latest keys equals the number that other policies select by score, and
+the first keys are added. Keys keep their positions in the text, because all keys are still stored. The paper's cache
+renumbers them.
 
-B rows of one new token, N heads, G kv heads, H head dim, K picks at most.
+B sequences with one new token, N heads, G kv heads, H head dim, K maximum number of selected keys.
 """
 
 from collections.abc import Sequence
@@ -23,35 +23,37 @@ from generate_workers.residency.steps import RowResidency
 
 
 class WindowStep(SelectiveStep[SelectiveRow]):
-    """A step whose picks are the same in all layers."""
+    """Step that selects the same keys in all layers."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[SelectiveRow, TokenRange]], selection: Selection) -> None:
         super().__init__(layout, rows)
         self._picks = first_and_last(self.lengths_B, selection, layout.num_kv_heads) if self.choosing else None
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        assert self._picks is not None, "nobody chooses"
+        assert self._picks is not None, "no sequence selects keys"
         return self._picks
 
 
 class WindowResidency(RowResidency[SelectiveRow]):
-    """A Residency whose rows attend to their first and latest keys."""
+    """Residency that attends to the first and the latest keys of each sequence."""
 
     traits = WINDOW
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
+        """Raises the errors in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
         rows = [SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: WindowStep(shape.layout, rows, selection))
 
 
 def num_latest(num_tokens: int, selection: Selection) -> int:
-    """Return the number of latest keys that a sequence of `num_tokens` tokens attends to. May exceed `num_tokens`."""
+    """Return the number of latest keys that a sequence of `num_tokens` tokens attends to. It may exceed
+    `num_tokens`."""
     return max(selection.most_by_score(num_tokens), selection.num_last)
 
 
 def first_and_last(lengths_B: Tensor, selection: Selection, num_kv_heads: int) -> Picks:
-    """Return picks of each row's first and latest keys, equal for all kv heads; `lengths_B`: int32."""
+    """Return each sequence's first and latest keys, the same for all kv heads. `lengths_B`: lengths of the sequences,
+    int32."""
     latest_B = torch.tensor([num_latest(length, selection) for length in lengths_B.tolist()], dtype=torch.int32)
     num_B = (latest_B + selection.num_first).minimum(lengths_B)
     at_K = torch.arange(int(num_B.max()), dtype=torch.int32)

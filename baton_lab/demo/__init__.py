@@ -1,1 +1,1 @@
-"""Shows a cluster at work (`make demo`)."""
+"""Demonstration of a running cluster (`make demo`)."""

@@ -1,4 +1,4 @@
-"""The demo's scenes: requests whose text appears as it comes, many as rows of a table that fills, and the groups."""
+"""Scenes of the demo: requests with streamed text, a table of several running requests, and the state of the groups."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -27,8 +27,8 @@ QUESTIONS = (
     "What does a dentist do? Answer in one sentence.",
     "Why is water important? Answer in two sentences.",
 )
-"""Questions that are sent at the same time. A small model answers these sensibly, also in bf16, where a logit may be
-0.3 off."""
+"""Questions that are sent at the same time. A small model gives sensible answers to them, even in bf16, where logits
+have errors of up to 0.3."""
 _CHAT = (
     "One question to a small model. Its answer appears as it is made; the line below it says how long the request took "
     "and how much of that went by before the first token."
@@ -47,40 +47,40 @@ _PASSAGE_TOKENS = 64
 _SHORT_TOKENS = 48
 _DEADLINE_S = 120.0
 _SHOWN_OF_PASSAGE = 240
-"""Characters of the passage's end that are shown before its continuation."""
+"""Number of characters from the end of the passage that are shown before its continuation."""
 _IDLE_LOOKS = 30
-"""Number of checks after which a cluster that still holds something is shown as it is."""
+"""Number of checks after which a cluster that is still not idle is shown as it is."""
 _LOOK_S = 0.5
 """Seconds between two checks."""
 _REFRESHES_A_SECOND = 8
 _TAIL = 60
-"""Characters at the end of a running text that are shown, where there is room."""
+"""Number of characters from the end of a running text that are shown."""
 
 
 class DemoRequest:
-    """A running request of the demo. Followed by one task; drawn from any thread."""
+    """A running request of the demo. One task reads its stream; any thread may display it."""
 
     def __init__(self, asked: str, stream: AsyncStream) -> None:
         self.asked = asked
         self.text = ""
         self._stream = stream
         self.token_ns: list[int] = []
-        """When each token was made, by the server's clock, in unix nanoseconds."""
+        """Time at which each token was made, by the server's clock, in unix nanoseconds."""
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens received so far."""
+        """Number of output tokens received so far."""
         return len(self.token_ns)
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until the first token, by the server's clock; 0 before the end."""
+        """Seconds until the first token, by the server's clock; 0 until the request has ended."""
         timings = self._stream.timings
         return (timings.time_to_first_token_s or 0.0) if timings is not None else 0.0
 
     @property
     def pace(self) -> str:
-        """Readable number of tokens, and the rate at which they came after the first."""
+        """Readable number of tokens, and the rate of the tokens after the first."""
         num_after_first = len(self.token_ns) - 1
         if num_after_first < 1:
             return f"{self.num_tokens} tokens"
@@ -89,7 +89,7 @@ class DemoRequest:
         )
 
     async def follow(self) -> AsyncIterator[str]:
-        """Yield the text, piece by piece, as it comes."""
+        """Yield the text in pieces, as it arrives."""
         async for event in self._stream:
             if event.token is not None:
                 self.token_ns.append(event.unix_ns)
@@ -97,26 +97,26 @@ class DemoRequest:
             yield event.text
 
     async def finish(self) -> None:
-        """Follow the request to its end."""
+        """Read the stream to its end."""
         async for _ in self.follow():
             pass
 
     async def show(self, console: Console) -> None:
-        """Print the text as it comes, then the request's timings."""
+        """Print the text as it arrives, then the request's timings."""
         async for text in self.follow():
             console.print(text, end="", markup=False, soft_wrap=True)
         console.print()
         console.print(describe(self._stream.output), style="dim")
 
     def draw_timeline(self, console: Console) -> None:
-        """Draw the request's timeline, after its end."""
+        """Draw the timeline of the request, which must have ended."""
         output = self._stream.output
         assert output.finish is not None and output.usage is not None and output.timings is not None
         draw_timeline(output.timings, output.usage, (output.finish,), self.token_ns, console)
 
 
 def announce(console: Console, title: str, text: str) -> None:
-    """Print a scene's title, what it shows and what to look at."""
+    """Print the title and the explanation of a scene."""
     console.rule(title, align="left")
     console.print(text, style="italic")
 
@@ -153,7 +153,7 @@ async def show_all_at_once(client: AsyncClient, console: Console) -> None:
 
 
 async def show_state(client: AsyncClient, console: Console) -> None:
-    """Show what the cluster holds when no request runs. Raises BatonError for leaked slots or jobs."""
+    """Show the slots and leaks of the cluster when no request runs. Raises BatonError for leaked slots or jobs."""
     announce(console, "What the cluster holds now", _STATE)
     state = await _idle_state(client)
     console.print(_group_table(state))
@@ -162,8 +162,8 @@ async def show_state(client: AsyncClient, console: Console) -> None:
 
 
 async def _idle_state(client: AsyncClient) -> ClusterState:
-    """Return the cluster's state once every engine says that it holds nothing, or after some seconds: answers are
-    stored after their last tokens."""
+    """Return the cluster's state as soon as every engine reports that all its slots are free, or after `_IDLE_LOOKS`
+    checks. Slots stay in use after the last token, because answers are stored first."""
     state = await client.cluster_state()
     for _ in range(_IDLE_LOOKS):
         engines = [group.generation for group in state.groups if group.role == "generate"]
@@ -175,8 +175,8 @@ async def _idle_state(client: AsyncClient) -> ClusterState:
 
 
 async def _follow_all(requests: Sequence[DemoRequest], console: Console) -> None:
-    """Follow all requests to their ends and then print them; a terminal meanwhile shows the end of each text. The first
-    failure ends the other requests and is raised."""
+    """Read all streams to their ends, then print the texts. Meanwhile, a terminal shows the end of each text. The first
+    failure cancels the other requests and is raised."""
     tasks = [asyncio.create_task(request.finish()) for request in requests]
     rate, table = _REFRESHES_A_SECOND, partial(_running_table, requests)
     with Live(console=console, refresh_per_second=rate, transient=True, get_renderable=table):
@@ -197,7 +197,7 @@ async def _follow_all(requests: Sequence[DemoRequest], console: Console) -> None
 
 
 def _group_table(state: ClusterState) -> Table:
-    """Return the table of groups, one row a group."""
+    """Return a table of the groups, one line per group."""
     table = Table("group", "ready", "slots", "free", "leaked", box=None)
     for group in state.groups:
         held = group.generation or GenerationStatus()
@@ -207,7 +207,8 @@ def _group_table(state: ClusterState) -> Table:
 
 
 def _running_table(requests: Sequence[DemoRequest]) -> Table:
-    """Return the table of running requests, one line a row, so that its height stays the same."""
+    """Return a table of the running requests. Each request is cut to one line, so that the table's height is
+    constant."""
     table = Table("asked", Column("tokens", justify="right"), Column("the latest", no_wrap=True), box=None)
     for request in requests:
         latest = " ".join(request.text.split())[-_TAIL:]

@@ -1,10 +1,10 @@
-"""`make demo`: shows a cluster of its own that streams a chat, a long passage and eight answers at once.
+"""`make demo`: starts its own cluster, which streams a chat, a long passage and eight answers at once.
 
-Each scene begins with what it shows and what to look at.
+Each scene begins with an explanation.
 
-Run as `python -m baton_lab.demo.show PASSAGE`. The show goes to standard output, which may be a file; the reason of a
-failure, one line, to standard error. Ctrl-C ends the show at any point, with all processes that it started. Runs on a
-loop of its own.
+Run as `python -m baton_lab.demo.show PASSAGE`. The demo is printed to standard output, which may be a file; the reason
+of a failure is printed to standard error, in one line. Ctrl-C ends the demo at any point, with all processes that it
+started. Runs on its own event loop.
 """
 
 import argparse
@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert_model(args: argparse.Namespace, console: Console) -> None:
-    """Announce the demo, and convert the model unless that was done before. It is converted here, where the progress
-    bar is visible: `baton serve` writes to a pipe."""
+    """Print the demo's introduction, and convert the model unless it is converted already. `baton serve` would convert
+    it too, but writes to a pipe, where its progress bar is not visible."""
     from deploy.config.file import load_config
     from deploy.machine.model_folder import resolve_folder
 
@@ -78,7 +78,7 @@ def _convert_model(args: argparse.Namespace, console: Console) -> None:
 
 
 async def _run(args: argparse.Namespace, passage: str, console: Console) -> int:
-    """Run the whole show and return 0. Raises BatonError for a failure; nothing is left then either."""
+    """Run all scenes and return 0. Raises BatonError for a failure. The cluster is shut down in either case."""
     from baton_lab.demo.requests import show_all_at_once, show_chat, show_passage, show_state
 
     async with _cluster(args, console) as client:
@@ -93,7 +93,7 @@ async def _run(args: argparse.Namespace, passage: str, console: Console) -> int:
 
 @asynccontextmanager
 async def _cluster(args: argparse.Namespace, console: Console) -> "AsyncIterator[AsyncClient]":
-    """Yield a client of a cluster of the demo's own, which is gone afterwards."""
+    """Start a cluster for the demo, and yield a client of it. The cluster is shut down afterwards."""
     from baton.client import AsyncClient
     from baton_lab.demo.requests import announce
     from baton_lab.served_child import own_cluster

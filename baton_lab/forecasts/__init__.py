@@ -1,1 +1,1 @@
-"""Predicts steps and prefills, also for hardware that is not present (`baton plan`, `baton simulate`)."""
+"""Predicts the times of steps and prefills, also for hardware that is not present (`baton plan`, `baton simulate`)."""

@@ -1,8 +1,8 @@
-"""`baton plan --explain`: when prefill and generation on separate workers are faster than the same workers doing both.
+"""`baton plan --explain`: when disaggregated prefill and generation are faster than the same workers doing both.
 
-Uses the terms by which a cluster places requests (`baton.planning.terms`, by `baton_lab.study.break_even`). They are
-computed for a kind of rank from its rates (`baton.planning.hardware`) or, with `--hardware here`, by the planner that a
-cluster on this machine would have.
+Uses the terms by which a cluster places requests (`baton.planning.terms`, through `baton_lab.study.break_even`). They
+are computed for a kind of rank from its rates (`baton.planning.hardware`) or, with `--hardware here`, by the planner of
+a cluster on this machine.
 """
 
 import argparse
@@ -39,67 +39,70 @@ _EXPLAINED = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that `baton plan --explain` prints."""
+    """Results that `baton plan --explain` prints. "Apart" is disaggregated prefill, "together" is prefill by the
+    engines."""
 
     title: str
     demand: "Demand"
     pools: "Pools"
     num_together: float
-    """Engines that the same workers make when they are one pool."""
+    """Number of engines if all workers form one pool."""
     prompt_kv_bytes: float
-    """Bytes of a prompt's KV, which prefill apart has to transfer."""
+    """Number of bytes of a prompt's KV, which disaggregated prefill has to transfer."""
     apart: "Side | None"
-    """Prefill by chains; None when they do not carry the demand."""
+    """Prediction with prefill by chains; None if it cannot sustain the demand."""
     together: "Side | None"
-    """Prefill by the engines; None when they do not carry the demand."""
+    """Prediction with prefill by the engines; None if it cannot sustain the demand."""
     capacities: tuple[float, float]
-    """Highest rates that are carried, apart and together."""
+    """Highest sustained rates in requests per second: (apart, together)."""
     by_prompt: dict[str, tuple["Span", ...]]
-    """Which side is better by tokens of prompt: for the first token ("first token"), and the last ("whole answer")."""
+    """The better side by number of prompt tokens. Keys: "first token" compares times to first token, "whole answer"
+    times to the last token."""
     by_rate: dict[str, tuple["Span", ...]]
-    """Which side is better by requests a second: for the first token ("first token"), and the last ("whole answer")."""
+    """The better side by requests per second. Keys: "first token" compares times to first token, "whole answer" times
+    to the last token."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the explanation to the parser of `baton plan`."""
+    """Add the options of --explain to the parser of `baton plan`."""
     group = parser.add_argument_group("break-even of disaggregation")
     group.add_argument(
         "--explain",
         action="store_true",
-        help="compare separate workers for prefill with the same workers that do both, and show where it turns;"
+        help="compare disaggregated prefill with the same workers doing both, and show the break-even points;"
         f" --hardware is then one of {', '.join(HARDWARE)}, or here (default: {DEFAULT_HARDWARE})",
     )
     for name, metavar, text in (
-        ("prompt", "N", "tokens of a prompt"),
-        ("output", "N", "tokens of an answer"),
-        ("rate", "X", "requests a second, at the whole cluster"),
-        ("ranks", "N", "ranks of a prefill group"),
-        ("groups", "N", "prefill groups"),
-        ("engines", "N", "generation engines"),
-        ("slots", "N", "requests that an engine holds at a time"),
+        ("prompt", "N", "number of tokens of a prompt"),
+        ("output", "N", "number of tokens of an answer"),
+        ("rate", "X", "requests per second of the whole cluster"),
+        ("ranks", "N", "number of ranks of a prefill group"),
+        ("groups", "N", "number of prefill groups"),
+        ("engines", "N", "number of generation engines"),
+        ("slots", "N", "number of requests that an engine holds at a time"),
     ):
         group.add_argument(f"--{name}", metavar=metavar, help=f"{text} (default: {_DEFAULTS[name]})")
     group.add_argument("--link-gb-s", metavar="X", help="bandwidth of every link, in place of the hardware's")
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError for options that need --explain if it is absent, or exclude it if it is given."""
+    """Raise InvalidArgumentError for options that need --explain but were given without it, or that exclude it."""
     for name in (*_DEFAULTS, "link_gb_s"):
         if getattr(args, name) is not None and not args.explain:
             option = f"--{name.replace('_', '-')}"
-            raise InvalidArgumentError(f"{option} is of the break-even: add --explain, or leave it out")
+            raise InvalidArgumentError(f"{option} is an option of --explain: add --explain, or leave it out")
     if not args.explain:
         return
     for option, given in (("--speculation", args.speculation), ("--plot", args.plot), ("--kv", args.kv)):
         if given:
-            raise InvalidArgumentError(f"{option} is of another forecast: leave out either it or --explain")
+            raise InvalidArgumentError(f"{option} is not supported with --explain: leave out one of them")
     if args.chips != "1":
         raise InvalidArgumentError("--chips: every worker of a break-even is one device: use --ranks and --engines")
 
 
 def make_explanation(args: argparse.Namespace) -> Explanation:
-    """Make the explanation that the options describe. Blocks while partitions are searched. Raises what `find_model`
-    raises, and InvalidArgumentError for a number that is out of range."""
+    """Make the explanation that the options describe. Blocks while it searches partitions. Raises the errors of
+    `find_model`, and InvalidArgumentError for a number that is out of range."""
     from baton_lab.study.break_even import BreakEven, Demand
 
     demand = Demand(
@@ -128,7 +131,7 @@ def make_explanation(args: argparse.Namespace) -> Explanation:
 
 
 def show(found: Explanation, console: "Console") -> None:
-    """Print both sides, and the ranges in which each is better."""
+    """Print the predictions of both sides, and the ranges in which each is better."""
     demand, pools = found.demand, found.pools
     console.print(f"[bold]{found.title}[/]", soft_wrap=True)
     console.print(
@@ -202,7 +205,7 @@ def _by_key(
 
 
 def _named(args: argparse.Namespace, demand: "Demand", pools: "Pools") -> tuple[str, "ChainPlanner"]:
-    """Return title and planner for the model and the kind of rank that the options name."""
+    """Return the title and the planner for the model and the kind of rank that the options name."""
     from baton.planning.calibration import nominal
     from baton.planning.local_prefill import LocalPrefill
     from baton.planning.planner import ChainPlanner
@@ -227,7 +230,7 @@ def _named(args: argparse.Namespace, demand: "Demand", pools: "Pools") -> tuple[
 
 
 def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"]:
-    """Return title and planner of a cluster of these pools on this machine, as `baton serve` makes it."""
+    """Return the title and the planner of a cluster with these pools on this machine, as `baton serve` makes it."""
     if args.link_gb_s is not None or args.shape or args.params:
         raise InvalidArgumentError("--hardware here predicts by this machine's calibration: give MODEL, and no link")
     from rich.console import Console

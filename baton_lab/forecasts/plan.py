@@ -1,7 +1,7 @@
-"""`baton plan`: how long a generation step must take, how many tokens a second that is, and what fits into memory.
+"""`baton plan`: predicts the time of a generation step, tokens per second, and the batch that fits into memory.
 
-It needs no cluster and no weights: it uses the roofline (`baton_lab.study.roofline`). With `--hardware here` this
-machine is measured first (`deploy.machine.probe`). torch is needed only for that, and for a MODEL that is a folder.
+It needs no cluster and no weights, because it uses the roofline (`baton_lab.study.roofline`). With `--hardware here` it
+first measures this machine (`deploy.machine.probe`). torch is needed only for that, and if MODEL is a folder.
 """
 
 import argparse
@@ -28,18 +28,18 @@ MAX_TOKENS = 2**24
 _MARKS = {"kv": "k", "weights": "w", "compute": "c", "calls": "o"}
 
 _DESCRIPTION = """\
-Predicts generation: the time of one step (one token for each row of the batch), tokens a second, and what fits. After
-the roofline of "How To Scale Your Model", part 7:
+Predicts generation: the time of one step (one token for each sequence of the batch), tokens per second, and the batch
+that fits into memory, by the roofline of "How To Scale Your Model", part 7:
 
   step = batch * KV bytes / bandwidth + max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
 
-By an accelerator's data sheet that is a lower bound. --hardware here measures this machine with the decoder itself, a
-few seconds, and predicts what its steps take. Baton runs on CPUs only; other hardware is for comparison.
+With the rates of an accelerator's data sheet, this is a lower bound. --hardware here measures this machine with the
+decoder in a few seconds, and predicts its step times. Baton runs on CPUs only; other hardware is for comparison.
 
-With --speculation: what rounds of drafts gain over plain steps, and from which context on (MagicDec, figures 2 to 4;
-docs/speculation.md). An upper bound, on all hardware.
+With --speculation: the speedup of speculative decoding, and the context length from which it pays (MagicDec, figures 2
+to 4; docs/speculation.md). An upper bound, on all hardware.
 
-With --explain: when separate workers for prefill pay, compared with the same workers doing both, by prompt and by rate
+With --explain: when disaggregated prefill pays, compared with the same workers doing both, by prompt length and rate
 (docs/deployment.md).
 
 MODEL is a name (smollm2-135m, llama-3.1-8b, llama-13b, ...), a Hugging Face folder (config.json is enough), or a GGUF
@@ -57,12 +57,16 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `plan` command to the command line."""
-    text = "predict generation: step time, tokens a second, and what fits, by batch and context"
+    text = "predict generation: step time, tokens per second, and memory, by batch size and context"
     parser = add_command(commands, "plan", text, _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="name, folder, or GGUF file")
     batches, contexts = "1,8,16,32,64,256", "1k,4k,8k,32k"
-    parser.add_argument("--batch", default=batches, metavar="N,N,...", help="rows of a step (default: %(default)s)")
-    parser.add_argument("--context", default=contexts, metavar="N,N,...", help="tokens of a row (default: %(default)s)")
+    parser.add_argument(
+        "--batch", default=batches, metavar="N,N,...", help="batch sizes, in sequences (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--context", default=contexts, metavar="N,N,...", help="context lengths, in tokens (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps as a PNG; needs the extra 'lab'")
     model = parser.add_argument_group("model")
@@ -75,8 +79,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="a model by its shape: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab; and gated=0,"
         " tied=1 (one matrix for embedding and head), experts=16, active_experts=2",
     )
-    model.add_argument("--params", metavar="N", help="a model by its size: parameters; with --kv-per-token")
-    model.add_argument("--kv-per-token", metavar="N", help="bytes of keys and values of a token, in all layers")
+    model.add_argument("--params", metavar="N", help="number of parameters of a model; with --kv-per-token")
+    model.add_argument(
+        "--kv-per-token", metavar="N", help="number of bytes of keys and values of a token, in all layers"
+    )
     hardware = parser.add_argument_group("hardware")
     known = f"{', '.join(CHIPS)}, or here: this machine, measured (default: {DEFAULT_CHIP})"
     hardware.add_argument("--hardware", metavar="NAME", help=known)
@@ -93,7 +99,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Run `baton plan`; return the exit status."""
-    # Imported here and below, so that --help and mistyped options are answered at once.
+    # Imported here and below, so that --help and invalid options are answered at once.
     from rich.console import Console
 
     plan = make_plan(args)
@@ -123,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> StepForecast | SpeculationForecast | explain.Explanation:
-    """Make the plan that the options describe. Blocks to measure hardware `here`. Raises what `find_model` raises."""
+    """Make the plan that the options describe. Blocks while it measures with `--hardware here`. Raises the errors of
+    `find_model`."""
     speculation.check_options(args)
     explain.check_options(args)
     if args.explain:
@@ -166,7 +173,7 @@ def _cell(model: ServedModel, chip: Chip, num_chips: int, size: tuple[int, int])
 
 
 def summary(plan: StepForecast) -> "Table":
-    """Return the table of the values that do not depend on batch and context."""
+    """Return a table of the values that do not depend on batch size and context length."""
     from rich.table import Table
 
     model = plan.model
@@ -183,7 +190,7 @@ def summary(plan: StepForecast) -> "Table":
 
 
 def cells_table(plan: StepForecast, title: str, show: Callable[[StepCell], str]) -> "Table":
-    """Return a table with a line for each context length and a column for each batch."""
+    """Return a table with one line per context length and one column per batch size."""
     from deploy.options.screen import number_table
 
     batches = dict.fromkeys(str(cell.batch) for cell in plan.cells)

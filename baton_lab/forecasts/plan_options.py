@@ -17,18 +17,19 @@ DEFAULT_CHIP = "h100"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model as the options name it, and its formats."""
+    """Model that the options name, with its formats."""
 
     name: str
     formats: str
     """Formats of weights and KV, as readable text."""
     model: ServedModel
     shape: ModelShape | None
-    """Shape of the model; None when only its size was given."""
+    """Shape of the model; None if only its size was given."""
 
 
 def find_model(args: argparse.Namespace) -> NamedModel:
-    """Return the model that exactly one of the options names. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Return the model, which exactly one of the options must name. Raises InvalidArgumentError, ConfigError or
+    ModelError."""
     ways = {"MODEL": args.model, "--shape": args.shape, "--params": args.params}
     given = [name for name, value in ways.items() if value]
     if len(given) != 1:
@@ -42,12 +43,12 @@ def find_model(args: argparse.Namespace) -> NamedModel:
 
 
 def find_chip(args: argparse.Namespace, shape: ModelShape | None) -> tuple[str, Chip]:
-    """Return the hardware's name and rates, measured for `here`. Raises InvalidArgumentError, ConfigError."""
+    """Return the name and the rates of the hardware; `here` is measured. Raises InvalidArgumentError or ConfigError."""
     name = (args.hardware or DEFAULT_CHIP).lower()
     if name == HERE:
         return _measured(args, shape)
     if args.threads is not None:
-        raise InvalidArgumentError("--threads is of this machine: add --hardware here, or leave it out")
+        raise InvalidArgumentError("--threads applies to this machine only: add --hardware here, or leave it out")
     chip = chip_of(name)
     if args.dtype != "bfloat16":
         raise InvalidArgumentError(
@@ -101,7 +102,7 @@ def _named(args: argparse.Namespace) -> NamedModel:
 
     if not Path(args.model).expanduser().exists() and not is_hub_name(args.model):
         remedy = f"give a folder with config.json, a .gguf file, a name on a hub, or one of {', '.join(SHAPES)}"
-        raise InvalidArgumentError(f"MODEL = {args.model!r} is neither there nor known: {remedy}")
+        raise InvalidArgumentError(f"MODEL = {args.model!r} neither exists nor is known: {remedy}")
     from rich.console import Console
 
     from baton.modeling.checkpoints.weights import load_config
@@ -125,5 +126,5 @@ def _serve(
 
 
 def _bytes(args: argparse.Namespace, what: str) -> int:
-    """Return the bytes of an element: 1 for int8, the only format other than the dtype's."""
+    """Return the number of bytes per element: 1 for int8, else that of the dtype."""
     return 1 if getattr(args, what) else DTYPE_BYTES[args.dtype]

@@ -1,4 +1,4 @@
-"""The plots of `baton plan`: steps and tokens a second, or rounds of drafts, by context for each batch and reversed."""
+"""Plots of `baton plan`: predictions of steps or of speculation, over context length and over batch size."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ Cell = TypeVar("Cell", StepCell, RoundCell)
 
 
 def draw(plan: StepForecast, path: Path) -> None:
-    """Draw the plan as a PNG. Raises what `require_plots` and `write_plot` raise."""
+    """Draw the plan as a PNG. Raises the errors of `require_plots` and `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 
@@ -40,7 +40,7 @@ def draw(plan: StepForecast, path: Path) -> None:
 
 
 def draw_speculation(plan: SpeculationForecast, path: Path) -> None:
-    """Draw what speculation gains as a PNG. Raises what `require_plots` and `write_plot` raise."""
+    """Draw the predicted gain of speculation as a PNG. Raises the errors of `require_plots` and `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 
@@ -71,7 +71,8 @@ def draw_speculation(plan: SpeculationForecast, path: Path) -> None:
 
 
 def _curves(panel: "Axes", cells: Sequence[Cell], along: str, each: str, value: Callable[[Cell], float]) -> None:
-    """Draw a curve for each value of the field `each`, along the field `along`; dotted where it does not fit."""
+    """Draw `value` over the field `along`, one curve per value of the field `each`; dotted where the model does not fit
+    in memory."""
     for at, number in enumerate(sorted({getattr(cell, each) for cell in cells})):
         curve = [cell for cell in cells if getattr(cell, each) == number]
         fitting = [cell for cell in curve if cell.fits]

@@ -8,7 +8,7 @@ from baton_lab.study.roofline import ServedModel
 
 @dataclass(frozen=True)
 class StepCell:
-    """The prediction for one batch at one context length."""
+    """Prediction for one batch size at one context length."""
 
     batch: int
     context: int
@@ -21,14 +21,14 @@ class StepCell:
     linear_s: float
     other_s: float
     bound: str
-    """The largest part of the step: kv, weights, compute, or calls."""
+    """Name of the largest component of the step's time: kv, weights, compute or calls."""
     tokens_s: float
-    """Tokens a second of all rows together."""
+    """Tokens per second of all sequences together."""
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Everything that `baton plan` prints."""
+    """Results that `baton plan` prints."""
 
     title: str
     model: ServedModel
@@ -36,25 +36,25 @@ class StepForecast:
     num_chips: int
     critical_batch: float
     largest_batch: dict[int, int]
-    """Rows that fit into memory, by context length."""
+    """Number of sequences that fit into memory, by context length."""
     cells: tuple[StepCell, ...]
 
 
 @dataclass(frozen=True)
 class RoundCell:
-    """The prediction of speculation for one batch at one context length."""
+    """Prediction of speculation for one batch size at one context length."""
 
     batch: int
     context: int
     fits: bool
-    """True if weights and KV fit into memory, those of a draft model included."""
+    """True if weights and KV fit into memory, including those of a draft model."""
     kv_share: float
-    """Part of a plain step's time that goes into reading KV."""
+    """Fraction of a plain step's time that is spent on reading KV."""
     num_drafts: int
-    """Drafts of each row; 0: plain steps are best."""
+    """Number of drafts per sequence; 0: plain steps are best."""
     draft_keys: int
     num_tokens: float
-    """Tokens that each row gets from a round, on average."""
+    """Mean number of tokens that a round yields per sequence."""
     plain_s: float
     """Seconds of a plain step."""
     draft_s: float
@@ -62,27 +62,27 @@ class RoundCell:
     verify_s: float
     """Seconds of the step that verifies the drafts."""
     draft_ratio: float
-    """Time of a draft step as a part of a plain step's."""
+    """Time of a draft step divided by the time of a plain step."""
     verify_ratio: float
-    """Time of the step that verifies as a multiple of a plain step's."""
+    """Time of the verification step divided by the time of a plain step."""
     speedup: float
-    """Tokens a second as a multiple of those of plain steps."""
+    """Tokens per second divided by those of plain steps."""
     tokens_s: float
-    """Tokens a second of all rows together."""
+    """Tokens per second of all sequences together."""
 
 
 @dataclass(frozen=True)
 class SpeculationForecast:
-    """Everything that `baton plan --speculation` prints."""
+    """Results that `baton plan --speculation` prints."""
 
     title: str
     model: ServedModel
     draft_model: ServedModel | None
-    """The model that drafts; None: the model itself."""
+    """Draft model. None: the served model drafts for itself."""
     chip: Chip
     num_chips: int
     acceptances: dict[int, float]
-    """Probability that a draft is accepted, by the keys that a draft step attends to."""
+    """Probability that a draft is accepted, by the number of keys that a draft step attends to."""
     pays_from: dict[int, int | None]
-    """Least tokens of context at which drafts pay, by batch; None: at no length up to the longest requested."""
+    """Smallest context length in tokens at which drafts pay, by batch size; None: at no length up to the maximum."""
     cells: tuple[RoundCell, ...]

@@ -1,4 +1,4 @@
-"""`baton simulate`: predicts the time to the first token with more ranks, other links or another model.
+"""`baton simulate`: predicts the time to first token for other numbers of ranks, links or models.
 
 It needs no cluster, no model and no torch: it uses the cost model (`planning`), which docs/kv_runahead.md explains and
 benchmarks.simulate_paper checks against the KV-Runahead paper.
@@ -29,7 +29,7 @@ _ENOUGH_MARGIN = 0.03
 
 _DESCRIPTION = """\
 Predicts the time to the first token of one prompt on an idle prefill group, for several context lengths and numbers of
-ranks, and what other ways to divide a prompt would take on the same ranks. A prediction, not a measurement; Baton
+ranks, and the times of other schemes to divide a prompt over the same ranks. A prediction, not a measurement; Baton
 itself runs on CPUs only.
 
   KVR-E, -S, -P   a KV-Runahead chain with even, searched, and interpolated chunks
@@ -50,15 +50,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the `simulate` command to the command line."""
     text = "predict the time to the first token for other ranks, links, models and hardware"
     parser = add_command(commands, "simulate", text, _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--ranks", default="2,4,8", metavar="N,N,...", help="ranks of the group (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", default="2,4,8", metavar="N,N,...", help="numbers of ranks of the group (default: %(default)s)"
+    )
     parser.add_argument(
         "--contexts",
         default="1k,2k,4k,8k,16k,32k",
         metavar="N,N,...",
-        help="uncached prompt tokens; k is 1024 (default: 1k to 32k)",
+        help="numbers of uncached prompt tokens; k is 1024 (default: 1k to 32k)",
     )
-    parser.add_argument("--cached", default="0", metavar="N", help="tokens before them that are cached (default: 0)")
-    protocols = f"how the chain works: {', '.join(PROTOCOLS)} (default: baton, what Baton does)"
+    parser.add_argument("--cached", default="0", metavar="N", help="number of cached tokens before them (default: 0)")
+    protocols = f"protocol of the chain: {', '.join(PROTOCOLS)} (default: baton, as implemented)"
     parser.add_argument("--protocol", default="baton", metavar="NAME", help=protocols)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as a PNG; needs the extra 'lab'")
     group = parser.add_argument_group("model and machine")
@@ -66,7 +68,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group.add_argument(
         "--shape",
         metavar="FIELD=N,...",
-        help="a model by its numbers: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab;"
+        help="a model by its shape: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab;"
         " and gated=0 for a plain feed-forward part, dtype_bytes (default: 2)",
     )
     group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE})")
@@ -86,7 +88,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Run `baton simulate`; return the exit status."""
-    # Imported here and below, so that --help and mistyped options are answered without numpy.
+    # Imported here and below, so that --help and invalid options are answered without numpy.
     from rich.console import Console
 
     from baton_lab.study.comparison import compare
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
-    """Return the model and hardware that the options name: a line of text, and the costs."""
+    """Return a title and the cost model for the model and hardware that the options name."""
     _refuse_both(args, "calibration", ("model", "shape", "hardware", "linear_tflop_s", "attention_tflop_s"))
     _refuse_both(args, "shape", ("model",))
     name, cost = _calibrated(args.calibration) if args.calibration else _derived(args)
@@ -129,7 +131,7 @@ def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
 
 
 def times_table(title: str, rows: "list[Comparison]") -> "Table":
-    """Return a table with one line a context length; the fastest of the real schemes is marked."""
+    """Return a table with one line per context length; the fastest of the real schemes is highlighted."""
     from deploy.options.screen import number_table
 
     headings = "tokens|1 rank|KVR-E|KVR-S|KVR-P|TSP\ndense|TSP\ncausal|zigzag|bound|TTFT*"
@@ -142,7 +144,8 @@ def times_table(title: str, rows: "list[Comparison]") -> "Table":
 
 
 def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
-    """Return a table of KVR-S by number of ranks, how many ranks are enough, and each rank's part of the prompt."""
+    """Return a table of KVR-S times by number of ranks, with the number of ranks that is enough and each rank's
+    percentage of the prompt."""
     from baton_lab.study.comparison import enough_ranks
     from deploy.options.screen import number_table
 
@@ -157,7 +160,7 @@ def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
 
 
 def _shares(row: "Comparison") -> str:
-    """Return each rank's part of the prompt in percent, in rank order."""
+    """Return each rank's percentage of the prompt, in rank order."""
     shares = [100 * chunk / row.num_tokens for chunk in row.chunks]
     return " ".join(f"{share:.0f}" if share >= 1 else "<1" for share in shares)
 
@@ -184,7 +187,8 @@ def _derived(args: argparse.Namespace) -> tuple[str, CostModel]:
 
 
 def _refuse_both(args: argparse.Namespace, option: str, others: tuple[str, ...]) -> None:
-    """Raise InvalidArgumentError for two options that exclude each other, so that none is silently ignored."""
+    """Raise InvalidArgumentError if two options that exclude each other are given, so that neither is silently
+    ignored."""
     for other in others:
         if getattr(args, option) is not None and getattr(args, other) is not None:
             raise InvalidArgumentError(f"--{option} and --{other.replace('_', '-')} say the same: leave one out")

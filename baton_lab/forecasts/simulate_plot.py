@@ -1,5 +1,5 @@
-"""The plot of `baton simulate`: time to the first token over context length, a column for each number of ranks; above
-in seconds, below as multiples of KVR-S."""
+"""Plot of `baton simulate`: time to first token over context length, one column per number of ranks. The upper row is
+in seconds, the lower row relative to KVR-S."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ _CURVES = (
 
 
 def draw(title: str, by_ranks: Mapping[int, Sequence[Comparison]], path: Path) -> None:
-    """Draw the comparisons as a PNG. Raises what `require_plots` and `write_plot` raise."""
+    """Draw the comparisons as a PNG. Raises the errors of `require_plots` and `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 

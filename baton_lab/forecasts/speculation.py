@@ -1,6 +1,7 @@
-"""`baton plan --speculation`: gain from speculative decoding by batch and context, and the least context that pays.
+"""`baton plan --speculation`: speedup of speculative decoding by batch size and context, and the shortest context that
+pays.
 
-The curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4, for any model and chip
+Predicts the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4, for any model and chip
 (`baton_lab.study.speculation`).
 """
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 ACCEPTANCE, DRAFT_KEYS = "0.8", "512"
 LONGEST = 2**24
-"""Tokens of context up to which drafts are tried."""
+"""Maximum context length in tokens for which speculation is predicted."""
 _OPTIONS = ("acceptance", "draft_keys", "drafts", "draft_model")
 
 
@@ -32,35 +33,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of speculation to the parser of `baton plan`."""
     group = parser.add_argument_group("speculation")
     group.add_argument(
-        "--speculation", action="store_true", help="predict rounds of drafts instead: what they gain over plain steps"
+        "--speculation",
+        action="store_true",
+        help="predict the speedup of speculative decoding over plain steps instead",
     )
     group.add_argument(
         "--acceptance",
         metavar="A,A,...",
-        help="part of the drafts that are accepted when all before them were, for each of --draft-keys"
+        help="probability that a draft is accepted if all drafts before it were, for each of --draft-keys"
         f" (default: {ACCEPTANCE})",
     )
     group.add_argument(
-        "--draft-keys", metavar="N,N,...", help=f"keys that a draft attends to: the best of these ({DRAFT_KEYS})"
+        "--draft-keys",
+        metavar="N,N,...",
+        help=f"numbers of keys that a draft attends to, of which the best is used ({DRAFT_KEYS})",
     )
     group.add_argument(
-        "--drafts", metavar="N,N,...", help=f"drafts of a row: the best of these (default: 0 to {MOST_DRAFTS})"
+        "--drafts",
+        metavar="N,N,...",
+        help=f"numbers of drafts per sequence, of which the best is used (default: 0 to {MOST_DRAFTS})",
     )
-    group.add_argument("--draft-model", metavar="MODEL", help="model that drafts (default: the model itself)")
+    group.add_argument(
+        "--draft-model", metavar="MODEL", help="draft model (default: the served model drafts for itself)"
+    )
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError for an option of speculation without --speculation."""
+    """Raise InvalidArgumentError if an option of speculation was given without --speculation."""
     for name in _OPTIONS:
         if getattr(args, name) is not None and not args.speculation:
             option = f"--{name.replace('_', '-')}"
-            raise InvalidArgumentError(f"{option} is of speculation: add --speculation, or leave it out")
+            raise InvalidArgumentError(f"{option} is an option of --speculation: add --speculation, or leave it out")
 
 
 def make_forecast(
     args: argparse.Namespace, batches: Sequence[int], contexts: Sequence[int], num_chips: int
 ) -> SpeculationForecast:
-    """Make the forecast that the options describe. Blocks to measure hardware `here`. Raises what `find_model` does."""
+    """Make the forecast that the options describe. Blocks while it measures with `--hardware here`. Raises the errors
+    of `find_model`."""
     acceptances = _acceptances(args)
     numbers = range(MOST_DRAFTS + 1) if args.drafts is None else _numbers(args.drafts)
     named = find_model(args)
@@ -87,7 +97,7 @@ def make_forecast(
 
 
 def _acceptances(args: argparse.Namespace) -> dict[int, float]:
-    """Return the rates of acceptance by draft keys, in the order of both options."""
+    """Return the acceptance probabilities by number of draft keys, paired in the order of both options."""
     texts = (DRAFT_KEYS if args.draft_keys is None else args.draft_keys).split(",")
     accepted: str = ACCEPTANCE if args.acceptance is None else args.acceptance
     keys = [option_values.count("--draft-keys", text, LONGEST) for text in texts]
@@ -104,7 +114,7 @@ def _numbers(text: str) -> Sequence[int]:
 
 
 def _draft_model(args: argparse.Namespace) -> NamedModel:
-    """Return the model that drafts, in the formats of the other one. Raises what `find_model` raises."""
+    """Return the draft model, in the formats of the served model. Raises the errors of `find_model`."""
     drafting = copy.copy(args)
     drafting.model, drafting.shape, drafting.params, drafting.kv_per_token = args.draft_model, None, None, None
     try:
@@ -160,7 +170,7 @@ def show(forecast: SpeculationForecast, console: "Console") -> None:
 
 
 def cells_table(forecast: SpeculationForecast, title: str, text: Callable[[RoundCell], str]) -> "Table":
-    """Return a table with a line for each context length and a column for each batch."""
+    """Return a table with one line per context length and one column per batch size."""
     from deploy.options.screen import number_table
 
     table = number_table(title, ("context", *map(str, forecast.pays_from)))

@@ -1,1 +1,1 @@
-"""Measures what sparse residencies cost in quality (`baton evaluate`)."""
+"""Measures the loss of quality by sparse residencies (`baton evaluate`)."""

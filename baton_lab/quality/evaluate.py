@@ -1,6 +1,6 @@
-"""`baton evaluate`: measures what residency policies cost in quality, and what they save.
+"""`baton evaluate`: measures the quality that residency policies lose, and the memory and bandwidth that they save.
 
-It needs no cluster: one process reads natural text through each policy, as a generation group would
+It needs no cluster: one process runs natural text through each policy, as a generation group would
 (`baton_lab.quality.reading`).
 """
 
@@ -29,23 +29,23 @@ MAX_TOKENS = 2**24
 MAX_ROWS = 2**10
 
 _DESCRIPTION = """\
-Reads natural text through residency policies and compares each with full attention (device) on the same tokens. A row
-is a passage of a text: its context is prefilled once, by full attention, and pushed to each policy; what follows is fed
-token by token, all rows in one batch, and each step predicts the token that truly comes next.
+Runs natural text through residency policies and compares each with full attention (device) on the same tokens. A row
+is one passage: its context is prefilled once, with full attention, and pushed to each policy. The text after it is fed
+token by token, all rows in one batch, and each step predicts the next token of the text.
 
-  perplexity    of the true tokens; cost: by what part it is above full attention's, with its standard error
-  same choice   part of the steps whose likeliest token is full attention's
-  keys          mean part of a row's keys attended to, in layers that choose
-  KV read       bytes of KV that attention reads, as a part of full attention's
-  home          bytes of KV stored between steps, as a part of full attention's
+  perplexity    of the true tokens; cost: its relative increase over full attention's, with the standard error
+  same choice   fraction of the steps whose likeliest token equals full attention's
+  keys          mean fraction of a row's keys attended to, in selective layers
+  KV read       bytes of KV that attention reads, relative to full attention
+  home          bytes of KV stored between steps, relative to full attention
   link, device  counted, as with a device: KV that crosses to it, and its memory, the data for choosing keys included;
                 here all of it is the CPU's memory, unless --device emulated has memory of its own
-  mass          true attention's weight on the keys attended to (--mass)
+  mass          weight of true attention on the keys attended to (--mass)
   needles       facts stated early in the context, queried after --steps tokens of other text (--needles)
 
-Policies that choose keys go by what `baton prepare` found for the model; --budget and --alpha vary how many, and
-NAME:BUDGET in --policies one policy's alone: to compare policies at the same bytes. With --pool, infinigen is read as
-well with so large a part of each row's tokens kept, by each way to evict the others."""
+Policies that select keys use the file of `baton prepare` for the model. --budget and --alpha vary the number of keys;
+NAME:BUDGET in --policies varies one policy's only, to compare policies at equal bytes. With --pool, infinigen also runs
+with that fraction of each row's tokens kept, once per eviction policy."""
 
 _EXAMPLES = """\
 examples:
@@ -71,15 +71,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG; needs the extra 'lab'")
     read = parser.add_argument_group("what is read")
-    read.add_argument("--context", default="4096", metavar="N,N,...", help="tokens (default: %(default)s)")
-    read.add_argument("--rows", default="6", metavar="N", help="passages in a batch (default: %(default)s)")
-    read.add_argument("--steps", default="512", metavar="N", help="tokens to predict (default: %(default)s)")
-    read.add_argument("--mass", default="0", metavar="N", help="weigh the keys attended to at every Nth step; slow")
-    read.add_argument("--needles", action="store_true", help="also test recall of facts, in a second reading")
+    read.add_argument(
+        "--context", default="4096", metavar="N,N,...", help="numbers of context tokens (default: %(default)s)"
+    )
+    read.add_argument("--rows", default="6", metavar="N", help="number of passages in a batch (default: %(default)s)")
+    read.add_argument("--steps", default="512", metavar="N", help="number of tokens to predict (default: %(default)s)")
+    read.add_argument(
+        "--mass", default="0", metavar="N", help="measure true attention on the selected keys at every Nth step; slow"
+    )
+    read.add_argument("--needles", action="store_true", help="also test recall of facts, in a second pass")
     keys = parser.add_argument_group("how keys are chosen")
-    keys.add_argument("--budget", metavar="X,X,...", help="fraction of a row's keys that is attended to, exactly")
-    keys.add_argument("--alpha", metavar="X,X,...", help="keys that come this close to the best score, up to the cap")
-    keys.add_argument("--pool", metavar="X,X,...", help=f"fraction of a row's tokens that is kept ({POOLED})")
+    keys.add_argument("--budget", metavar="X,X,...", help="exact fraction of a sequence's keys that is attended to")
+    keys.add_argument("--alpha", metavar="X,X,...", help="maximum distance of a key's score from the best score")
+    keys.add_argument("--pool", metavar="X,X,...", help=f"fraction of a sequence's tokens that is kept ({POOLED})")
     keys.add_argument(
         "--selection",
         nargs="+",
@@ -93,7 +97,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where policies compute."""
+    """Add the options for the device that policies compute on."""
     group = parser.add_argument_group("device")
     where = "where policies compute: cpu, or emulated, with memory of its own (docs/devices.md)"
     group.add_argument("--device", default="cpu", choices=("cpu", "emulated"), help=f"{where} (default: %(default)s)")
@@ -103,7 +107,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run `baton evaluate`; return the exit status."""
     size, settings, rate = find_size(args), find_settings(args), find_rate(args)
-    # Imported here, because it imports torch: --help and mistyped options are answered at once.
+    # Imported late because it imports torch: --help and invalid options are answered at once.
     from rich.console import Console
 
     from baton_lab.quality.plots import draw
@@ -125,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_size(args: argparse.Namespace) -> Size:
-    """Return how much is to be read. Raises InvalidArgumentError for an option that is out of range."""
+    """Return the amount of text that the options give. Raises InvalidArgumentError for an option that is out of
+    range."""
     option_values.check_threads(args.threads)
     return Size(
         contexts=option_values.counts("--context", args.context, MAX_TOKENS),
@@ -137,20 +142,20 @@ def find_size(args: argparse.Namespace) -> Size:
 
 
 def find_rate(args: argparse.Namespace) -> float:
-    """Return the bytes a second of the emulated device's link. Raises InvalidArgumentError for options that are wrong
-    or mean nothing."""
+    """Return the rate of the emulated device's link in bytes per second. Raises InvalidArgumentError for options that
+    are wrong or have no effect."""
     if args.device == "emulated" and args.mass != "0":
         raise InvalidArgumentError("--mass needs the keys in host memory: leave --device emulated out")
     if args.link is None:
         return float("inf")
     if args.device != "emulated":
-        raise InvalidArgumentError("--link means nothing without --device emulated: leave it out")
+        raise InvalidArgumentError("--link has no effect without --device emulated: leave it out")
     return option_values.rate("--link", args.link)
 
 
 def find_settings(args: argparse.Namespace) -> list[Setting]:
-    """Return the settings to compare: each policy with its own budget if it has one, else with every size that applies
-    to it, or once if none does. Raises InvalidArgumentError, and ConfigError for an unknown policy."""
+    """Return the settings to compare. A policy with its own budget is run once with it; any other with each size that
+    applies to it, or once if no size applies. Raises InvalidArgumentError, and ConfigError for an unknown policy."""
     from generate_workers.config import EVICTIONS  # imports pydantic
 
     named = [name.strip().partition(":") for name in args.policies.split(",")]
@@ -163,7 +168,7 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
     files: list[Path | None] = list(args.selection or [None])
     pools = option_values.ascending("--pool", args.pool, option_values.part) if args.pool is not None else ()
     if pools and not any(policy.has_pool for policy, _, _ in policies):
-        raise InvalidArgumentError(f"--pool means nothing without {POOLED}: name it in --policies")
+        raise InvalidArgumentError(f"--pool has no effect without {POOLED}: name it in --policies")
     settings = []
     for policy, has_own, own in policies:
         meant = [size for size in sizes if set(size) <= set(policy.sizes)] or [{}]
@@ -186,7 +191,7 @@ def _own_budget(policy: PolicyTraits, text: str) -> float:
 
 
 def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
-    """Return a table with one line a cell: its cost in quality."""
+    """Return a table of the quality of each cell, one line per cell."""
     from deploy.options.screen import number_table
 
     headings = ("context", "policy", "perplexity", "cost, %", "same choice", "mass", "needles")
@@ -206,7 +211,7 @@ def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
 
 
 def bytes_table(cells: Sequence[Cell]) -> "Table":
-    """Return a table with one line a cell: what it reads and holds."""
+    """Return a table of the KV that each cell reads and stores, one line per cell."""
     from deploy.options.screen import number_table
 
     headings = ("context", "policy", "keys", "KV read", "link", "home", "device", "step, ms")

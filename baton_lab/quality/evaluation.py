@@ -1,4 +1,4 @@
-"""Settings and results of `baton evaluate`, for its reading, its tables and its plot."""
+"""Settings and results of `baton evaluate`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """A policy, and the number of keys that it chooses if this differs from the prepared one."""
+    """Policy, with the number of keys that it selects if this differs from the prepared selection."""
 
     policy: str
     budget: float | None = None
-    """Fraction of a sequence's tokens that is chosen, regardless of their keys' scores; None: as prepared."""
+    """Fraction of a sequence's tokens that is selected, regardless of the keys' scores; None: as prepared."""
     alpha: float | None = None
-    """How close to the best score a chosen key must come; None: as prepared."""
+    """Maximum distance of a selected key's score from the best score; None: as prepared."""
     selection: Path | None = None
-    """File that `baton prepare` wrote; None: the file that it wrote for the model."""
+    """Selection file of `baton prepare`; None: the one stored for the model."""
     pool: float | None = None
-    """Fraction of a row's tokens that is kept; None: all are."""
+    """Fraction of a sequence's tokens that is kept; None: all tokens are kept."""
     eviction: str | None = None
-    """Way to evict tokens from a pool; None without a pool."""
+    """Eviction policy of the pool; None without a pool."""
 
     def __str__(self) -> str:
         parts = [self.policy]
@@ -35,13 +35,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Size:
-    """How much text is read."""
+    """Amount of text to read."""
 
     contexts: tuple[int, ...]
     num_rows: int
     num_steps: int
     mass_every: int
-    """Number of steps between two weighings of the keys; 0: keys are never weighed."""
+    """Interval, in steps, at which the true attention on the selected keys is measured; 0: never."""
     has_needles: bool
 
 
@@ -52,7 +52,7 @@ class Cell:
     context: int
     policy: str
     setting: str
-    """Name of the setting, the policy's included."""
+    """Name of the setting, including the policy."""
     budget: float | None
     alpha: float | None
     selection: str | None
@@ -61,35 +61,36 @@ class Cell:
     is_exact: bool
     perplexity: float
     cost: float
-    """Relative rise of perplexity above full attention's."""
+    """Relative increase of the perplexity over full attention's."""
     cost_error: float | None
-    """Standard error of `cost` over rows; None for one row."""
+    """Standard error of `cost` over passages; None for one passage."""
     same_choice: float
-    """Fraction of the steps whose likeliest token is full attention's."""
+    """Fraction of the steps whose likeliest token equals full attention's."""
     picked_share: float | None
-    """Fraction of a row's tokens that is attended to, in layers that choose; None where none does."""
+    """Fraction of a sequence's tokens that is attended to, in selective layers; None without selective layers."""
     kv_share: float
-    """KV bytes that attention read, as a fraction of full attention's."""
+    """KV bytes that attention reads, relative to full attention."""
     link_share: float
-    """KV bytes that cross between host and device, copied or (where keys are read in place) counted, as a fraction of
-    the bytes that full attention reads."""
+    """KV bytes that cross between host and device, relative to the bytes that full attention reads. Where keys are read
+    in place, the bytes are counted but not copied."""
     home_share: float
-    """Bytes that store KV between steps, as a fraction of what full attention stores."""
+    """Bytes of KV stored between steps, relative to full attention."""
     device_share: float
-    """Memory that counts as the device's, what keys are chosen by included, as a fraction of full attention's."""
+    """Bytes that count as device memory, including the data for selecting keys, relative to the bytes that full
+    attention stores."""
     mass: float | None
-    """Weight of true attention on the keys attended to; None where it was not requested."""
+    """Weight of true attention on the keys attended to; None if it was not requested."""
     num_found: int | None
-    """Number of needles found; None where they were not requested."""
+    """Number of needles found; None if they were not requested."""
     step_ms: float
-    """Median milliseconds of a step."""
+    """Median duration of a step in milliseconds."""
     chunks: tuple[float, ...]
-    """Perplexity of consecutive parts of the steps."""
+    """Perplexities of consecutive groups of steps."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that `baton evaluate` prints."""
+    """Results that `baton evaluate` prints."""
 
     title: str
     num_rows: int

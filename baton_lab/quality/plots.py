@@ -1,8 +1,8 @@
-"""The plot of `baton evaluate`, a column for each context length, after the InfiniGen paper (Lee et al., OSDI 2024).
+"""Plot of `baton evaluate`, one column per context length, after the InfiniGen paper (Lee et al., OSDI 2024).
 
-From top to bottom: the cost in quality against the KV that is read (the paper's figures 11 and 19), how often the
-choice equals full attention's, and how perplexity develops along the text (figure 12), each policy at about the same
-size. If true attention was weighed, the last row shows its share on the keys that are read.
+The rows show, from top to bottom: the cost in quality over the KV read (the paper's figures 11 and 19), the fraction of
+steps with the same choice as full attention, and the perplexity along the text (figure 12), each policy at a similar
+amount of KV read. If true attention was measured, the last row shows its weight on the keys that are read.
 """
 
 import textwrap
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 _ROW_INCHES = 3.4
 _TITLE_CHARACTERS = 70
-"""Characters in a line of the title, for each column."""
+"""Number of characters in a line of the title, per column."""
 _PERCENTS = (5, 10, 20, 50, 100)
 _Curves = dict[str, list[Cell]]
-"""Cells of one policy and file, ascending by the KV that they read, by the curve's label."""
+"""Cells of each curve, ascending by the KV that they read. The key is the curve's label, which names the policy and
+file."""
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
-    """Draw the evaluation as a PNG. Raises what `require_plots` and `write_plot` raise."""
+    """Draw the evaluation as a PNG. Raises the errors of `require_plots` and `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 
@@ -43,7 +44,7 @@ def draw(evaluation: Evaluation, path: Path) -> None:
             _over_bytes(panels[3, column], curves, lambda cell: cell.mass)
         panels[0, column].set_title(f"{context} tokens of context")
         panels[0, column].axhline(0, color="0.6", linewidth=0.8)
-    names = ("perplexity above full attention's, %", "part of steps that choose alike", "perplexity")
+    names = ("perplexity above full attention's, %", "fraction of steps with the same choice", "perplexity")
     for panel, name in zip(panels[:, 0], (*names, "true attention on the keys read"), strict=False):
         panel.set_ylabel(name)
     panels[0, -1].legend(fontsize="small")
@@ -60,7 +61,7 @@ def _curves(cells: Sequence[Cell]) -> _Curves:
 
 
 def _over_bytes(panel: "Axes", curves: _Curves, value: Callable[[Cell], float | None]) -> None:
-    """Draw a curve for each policy over the KV that it reads; a policy without values has none."""
+    """Draw a curve of `value` over the KV read for each policy; none for a policy without values."""
     for at, (label, cells) in enumerate(curves.items()):
         points = [(100 * cell.kv_share, number) for cell in cells if (number := value(cell)) is not None]
         if points:
@@ -71,13 +72,13 @@ def _over_bytes(panel: "Axes", curves: _Curves, value: Callable[[Cell], float | 
 
 
 def _over_text(panel: "Axes", curves: _Curves, num_steps: int) -> None:
-    """Draw each policy's perplexity along the text, for the cell that reads about as much KV as the first inexact
-    one."""
+    """Draw each policy's perplexity along the text. Each policy is represented by the cell whose KV read is closest to
+    that of the first inexact policy."""
     approximate = [cells[0].kv_share for cells in curves.values() if not cells[0].is_exact]
     target = approximate[0] if approximate else 1.0
     for at, (label, cells) in enumerate(curves.items()):
         cell = min(cells, key=lambda cell: abs(cell.kv_share - target))
         ends = [num_steps * (chunk + 1) / len(cell.chunks) for chunk in range(len(cell.chunks))]
         panel.plot(ends, cell.chunks, marker=".", color=f"C{at % 10}", label=f"{label}, {100 * cell.kv_share:.0f} %")
-    panel.set(xlabel="tokens behind the context")
+    panel.set(xlabel="tokens after the context")
     panel.legend(fontsize="x-small", title="KV read", title_fontsize="x-small")

@@ -1,4 +1,4 @@
-"""The work of `baton evaluate`: every setting reads the same passages, in this process. Blocks for minutes."""
+"""Runs the settings of `baton evaluate` on the same passages, in this process. Blocks for minutes."""
 
 import argparse
 import dataclasses
@@ -32,21 +32,21 @@ from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 
 _FULL = Setting("device")
-"""Full attention, to which all settings are compared."""
+"""Full attention, which all settings are compared with."""
 _NUM_CHUNKS = 8
-"""Number of consecutive parts of the steps whose perplexities are reported."""
+"""Number of consecutive groups of steps whose perplexities are reported."""
 _NEEDLE_TOKENS = 64
-"""Tokens that a fact, its question and its answer take at most."""
+"""Maximum number of tokens of a fact, its question and its answer together."""
 
 
 @dataclass(frozen=True)
 class VariedSource(BudgetSource):
-    """The prepared selection, with another number of keys to choose."""
+    """The prepared selection, with another number of keys to select."""
 
     alpha: float | None = None
 
     def load(self) -> PreparedSelection:
-        """Load the selection and change how many keys it chooses. Raises ModelError when none was prepared."""
+        """Load the selection, and apply `budget` and `alpha` to it. Raises ModelError if none was prepared."""
         prepared = super().load()
         selection = prepared.selection
         if self.budget is not None:
@@ -58,18 +58,18 @@ class VariedSource(BudgetSource):
 
 @dataclass(frozen=True)
 class Material:
-    """The texts that are read at one context length."""
+    """Texts of one context length."""
 
     plain: list[Context]
     facts: list[Context]
-    """Passages with needles; empty where they are not requested."""
+    """Passages with needles; empty if they were not requested."""
     answers: list[int]
     """Number of tokens of each needle's answer."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """Results of one setting for all texts of one length."""
+    """Results of one setting for all texts of one context length."""
 
     plain: Reading
     is_exact: bool
@@ -79,8 +79,8 @@ class Readings:
 def evaluate(
     args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console, bytes_per_s: float = math.inf
 ) -> Evaluation:
-    """Read everything, and return what is printed. `bytes_per_s`: rate of an emulated device's link. Raises
-    InvalidArgumentError, ConfigError, ModelError."""
+    """Run all settings on all texts, and return the results. `bytes_per_s`: rate of an emulated device's link. Raises
+    InvalidArgumentError, ConfigError or ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     num_threads = use_threads(args.threads)
@@ -111,7 +111,8 @@ def evaluate(
 
 
 def gather(decoder: Decoder, texts: Texts, context: int, size: Size, console: Console) -> Material:
-    """Prefill all contexts of one length. Raises InvalidArgumentError for short texts, ConfigError without memory."""
+    """Prefill all contexts of one length. Raises InvalidArgumentError if the texts are too short, ConfigError if memory
+    is insufficient."""
     passages = texts.passages(context, size.num_steps)
     needles = texts.needles(context, size.num_steps) if size.has_needles else []
     wanted = [*passages, *(needle.passage for needle in needles)]
@@ -120,7 +121,7 @@ def gather(decoder: Decoder, texts: Texts, context: int, size: Size, console: Co
 
 
 def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size, console: Console) -> Readings:
-    """Read the passages as one batch, then the passages with needles as another."""
+    """Run the passages as one batch, then the passages with needles as another."""
     plain, is_exact = _read(decoder, setting, material.plain, size.mass_every, console)
     if not material.facts:
         return Readings(plain, is_exact, None)
@@ -129,7 +130,7 @@ def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size,
 
 
 def num_found(choices_BM: Tensor, material: Material) -> int:
-    """Return the number of needles whose whole answer was chosen."""
+    """Return the number of needles whose whole answer was predicted."""
     answers = zip(choices_BM.tolist(), material.facts, material.answers, strict=True)
     return sum(choices[-length:] == list(fact.passage.token_ids[-length:]) for choices, fact, length in answers)
 
@@ -137,7 +138,7 @@ def num_found(choices_BM: Tensor, material: Material) -> int:
 def _read(
     decoder: Decoder, setting: Setting, contexts: Sequence[Context], mass_every: int, console: Console
 ) -> tuple[Reading, bool]:
-    """Read the contexts through one policy. Return the reading, and whether the policy is exact."""
+    """Run the contexts through one policy. Return the results, and whether the policy is exact."""
     shape = shape_for(decoder, [context.passage for context in contexts])
     with (
         closing(_residency(decoder, setting, shape)) as residency,
@@ -187,7 +188,7 @@ def _cell(context: int, setting: Setting, found: Readings, full: Reading) -> Cel
 
 
 def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
-    """Refuse at once what would fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Raise InvalidArgumentError, ConfigError or ModelError for settings that would fail only after minutes."""
     needed, limit = size.contexts[-1] + size.num_steps + 1, decoder.config.max_position
     needed += _NEEDLE_TOKENS if size.has_needles else 0
     if needed > limit:

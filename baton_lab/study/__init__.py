@@ -1,1 +1,1 @@
-"""Compares schemes and hardware by calculation alone."""
+"""Compares schemes and hardware by calculation, without running them."""

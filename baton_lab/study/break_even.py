@@ -1,16 +1,19 @@
-"""When separate prefill pays: one cluster's workers as two pools, or all of them as engines that prefill themselves.
+"""When disaggregated prefill pays: compares two pools of workers with one pool of engines that prefill themselves.
 
 Both sides have the same workers, and serve requests of one kind that arrive at one rate:
 
-  apart     chains prefill, KV is pushed, engines decode undisturbed. A prompt takes the fastest width of its chain.
-  together  every worker is an engine (as much faster or slower as engines are than ranks), prefills its own prompts in
-            chunks between decode steps, and has fewer rows, because there are more engines.
+    apart     disaggregated: chains prefill, KV is pushed, engines decode without prefills. A prompt is prefilled on
+              the number of ranks that is fastest for it.
+    together  colocated: every worker is an engine (scaled by the speed of a rank relative to an engine), prefills its
+              own prompts in chunks between decode steps, and has fewer sequences, because there are more engines.
 
-Predictions are those of service: `baton.planning.terms` for the time to the first token, the planner's step times for
-all further ones. How many rows an engine runs follows from the rate (Little's law): requests a second, times the tokens
-that steps make of each, times the seconds of a token. An engine that prefills for a part p of the time has 1 - p of it
-left for steps. Waits behind other requests are not counted: a side carries a rate while no pool is full, and is left
-out beyond. Pure.
+Predictions are those of the serving code: `baton.planning.terms` for the time to first token, and the planner's step
+times for all later tokens. The mean number of sequences in an engine follows from Little's law:
+
+    sequences = requests per second * decode tokens per request * seconds per token
+
+An engine that spends a fraction p of its time on prefill has 1 - p left for decode steps. Waiting for other requests is
+not modeled. A side sustains a rate as long as no pool is full, and has no prediction above it. Pure.
 """
 
 import math
@@ -38,11 +41,11 @@ class Pools:
     num_groups: int = 1
     """Number of prefill groups."""
     num_ranks: int = 2
-    """Ranks of each prefill group."""
+    """Number of ranks of each prefill group."""
     num_engines: int = 1
     """Number of generation engines."""
     num_slots: int = 16
-    """Requests that an engine holds at a time, including those whose KV has not arrived."""
+    """Number of requests that an engine holds at a time, including those whose KV has not arrived."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "num_ranks", "num_engines", "num_slots"):
@@ -52,7 +55,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Demand:
-    """Requests of one kind: tokens of prompt and output, and how many arrive a second, at the whole cluster."""
+    """Requests of one kind: numbers of prompt and output tokens, and requests per second of the whole cluster."""
 
     prompt_tokens: int
     output_tokens: int
@@ -67,22 +70,22 @@ class Demand:
 
 @dataclass(frozen=True)
 class Side:
-    """Predictions for one side under a demand that it carries."""
+    """Predictions for one side under a demand that it sustains."""
 
     terms: PlacementTerms
     """Terms of the time to the first token."""
     num_ranks: int
-    """Ranks of a prompt's chain; 0: the engine prefills."""
+    """Number of ranks of a prompt's chain; 0: the engine prefills."""
     step_s: float
     """Seconds of a decode step without prefill."""
     longest_step_s: float
-    """Seconds of a step during which another prompt is prefilled; `step_s` where none is."""
+    """Seconds of a step during which another prompt is prefilled; `step_s` if engines do not prefill."""
     token_s: float
     """Mean seconds from one token of a request to the next."""
     num_rows: float
-    """Mean rows that an engine decodes."""
+    """Mean number of sequences that an engine decodes."""
     prefill_load: float
-    """Part of the time during which a prefill group, or an engine, has a prompt under way."""
+    """Fraction of the time during which a prefill group, or an engine, is processing a prompt."""
     answer_s: float
     """Seconds from a request's placement to its last token."""
 
@@ -93,25 +96,26 @@ class Side:
 
 
 Sides = tuple[Side | None, Side | None]
-"""The predictions with prefill apart and together; None for a side that does not carry the demand."""
+"""Predictions for (apart, together); None for a side that cannot sustain the demand."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A range of prompt lengths, or of rates, and which side is better in all of it."""
+    """Range of prompt lengths or of rates, with the side that is better throughout."""
 
     first: float
     last: float
     better: str
-    """apart or together. If only one side carries the demand: only apart or only together. If neither does: neither."""
+    """"apart" or "together". "only apart" or "only together" if only one side sustains the demand. "neither" if none
+    does."""
 
 
 class BreakEven:
     """Compares the two sides, for one planner and one set of workers."""
 
     def __init__(self, planner: ChainPlanner, pools: Pools) -> None:
-        """Make a comparison by that planner's predictions. Raises InvalidArgumentError for a planner without step times
-        or local prefill, or one that plans fewer ranks than the pools have."""
+        """Make a comparison with the planner's predictions. Raises InvalidArgumentError if the planner has no step
+        times, no local prefill, or fewer ranks than the pools."""
         if planner.local is None or planner.steps is None:
             raise InvalidArgumentError("the planner has no step times, or no local prefill: give it both")
         if planner.max_ranks < pools.num_ranks:
@@ -121,19 +125,19 @@ class BreakEven:
         self._local: LocalPrefill = planner.local
         self._steps: StepTimes = planner.steps
         self.num_together = pools.num_engines + pools.num_groups * pools.num_ranks / planner.local.speed
-        """Engines that the same workers make when they are one pool; a fraction where ranks are smaller."""
+        """Number of engines if all workers form one pool; a fraction if ranks are slower than engines."""
         self._sides: dict[Demand, Sides] = {}
         self._chains: dict[int, tuple[int, float, float]] = {}
-        """Predictions so far, by demand and by tokens of prompt."""
+        """Fastest chain by number of prompt tokens, as `_chain` returns it."""
 
     def sides(self, demand: Demand) -> Sides:
-        """Return the predictions for both sides. Each demand is predicted once."""
+        """Return the predictions for both sides. They are cached by demand."""
         if demand not in self._sides:
             self._sides[demand] = self.apart(demand), self.together(demand)
         return self._sides[demand]
 
     def apart(self, demand: Demand) -> Side | None:
-        """Return the prediction with prefill by chains; None when a pool would be full."""
+        """Return the prediction with prefill by chains; None if a pool would be full."""
         pools = self._pools
         num_ranks, prefill_s, busy_s = self._chain(demand.prompt_tokens)
         load = demand.rate / pools.num_groups * busy_s * num_ranks / pools.num_ranks
@@ -149,7 +153,7 @@ class BreakEven:
         return _side(demand, terms, step_s, step_s, (num_ranks, num_rows, load, step_s))
 
     def together(self, demand: Demand) -> Side | None:
-        """Return the prediction with prefill by the engines; None when they would be full."""
+        """Return the prediction with prefill by the engines; None if they would be full."""
         tokens, rate = TokenRange(0, demand.prompt_tokens), demand.rate / self.num_together
         alone = local_terms(self._planner, tokens, (0.0, 0.0))
         assert alone is not None  # the planner knows how engines prefill
@@ -168,11 +172,12 @@ class BreakEven:
         return _side(demand, terms, step_s, step_s + chunk_s, (0, num_rows, load, step_s / (1 - part)))
 
     def capacities(self, demand: Demand) -> tuple[float, float]:
-        """Return the highest rates that prefill apart and together carry, for requests of that kind; 0 for none."""
+        """Return the highest sustained rates in requests per second, (apart, together), for the demand's prompt and
+        output lengths. A rate is 0 if no rate can be sustained."""
         return self._capacity(self.apart, demand), self._capacity(self.together, demand)
 
     def by_prompt(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
-        """Return which side is better (less by `key`), by tokens of prompt, up to the planner's longest."""
+        """Return the side with the smaller `key` for each range of prompt lengths, up to the planner's maximum."""
         longest = self._planner.max_tokens
         num_points = int(_POINTS_A_DOUBLING * math.log2(max(longest / _LEAST_PROMPT, 2)))
         ratio = (longest / _LEAST_PROMPT) ** (1 / num_points)
@@ -184,8 +189,8 @@ class BreakEven:
         return _spans(points, better, 1)
 
     def by_rate(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
-        """Return which side is better (less by `key`), by requests a second, from a thousandth of the highest rate that
-        a side carries up to that; empty when none carries any."""
+        """Return the side with the smaller `key` for each range of requests per second, from 1/1000 of the highest rate
+        that a side sustains to that rate. Empty if no rate can be sustained."""
         most = max(self.capacities(demand))
         if not most:
             return ()
@@ -197,7 +202,8 @@ class BreakEven:
         return _spans(points, better, most / 1e5)
 
     def _chain(self, prompt_tokens: int) -> tuple[int, float, float]:
-        """Return the fastest chain of a prompt: ranks, seconds, and the seconds of its busiest rank."""
+        """Return the fastest chain for a prompt: number of ranks, seconds to the first token, and seconds of its
+        busiest rank."""
         if prompt_tokens not in self._chains:
             prompt, most = TokenRange(0, prompt_tokens), self._pools.num_ranks
             widths = [width for width in (*_powers(most), most) if width <= prompt_tokens]
@@ -207,8 +213,9 @@ class BreakEven:
         return self._chains[prompt_tokens]
 
     def _rows(self, demand: Demand, rate: float, part: float = 0.0) -> float | None:
-        """Return the mean number of sequences of an engine that gets `rate` requests a second and spends `part` of its
-        time on prefill: the least number at which it makes the required tokens. None when they exceed its slots."""
+        """Return the mean number of sequences of an engine that gets `rate` requests per second and spends the fraction
+        `part` of its time on prefill: the smallest number at which it makes the required tokens. None if this exceeds
+        its slots."""
         tokens_s, context = rate * (demand.output_tokens - 1), _context(demand)
 
         def lacking(num_rows: float) -> bool:
@@ -250,12 +257,12 @@ def _side(
 
 
 def _context(demand: Demand) -> float:
-    """Return the mean tokens of a row, from its first output token to its last."""
+    """Return the mean number of tokens of a sequence between its first and last output token."""
     return demand.prompt_tokens + demand.output_tokens / 2
 
 
 def _powers(most: int) -> list[int]:
-    """Return the powers of two below a number."""
+    """Return the powers of two below `most`."""
     return [1 << power for power in range(most.bit_length()) if 1 << power < most]
 
 
@@ -269,13 +276,13 @@ def _better(sides: Sides, key: Callable[[Side], float]) -> str:
 
 
 def _spans(points: Sequence[float], better: Callable[[float], str], width: float) -> tuple[Span, ...]:
-    """Return the spans in which `better` gives the same answer, as seen at the points. The ends of spans are within
-    `width` of the change."""
+    """Return the ranges in which `better` returns the same side, sampled at the points. The ends of a range are
+    accurate to `width`."""
     spans: list[Span] = []
     first, before, word = points[0], points[0], better(points[0])
     for point in points[1:]:
         following = better(point)
-        while following != word:  # it may turn several times before the next point
+        while following != word:  # the result may change several times before the next point
             low, high = before, point
             while high - low > width:
                 middle = (low + high) // 2 if width == 1 else (low + high) / 2

@@ -1,6 +1,6 @@
-"""One prompt on n ranks: the predicted times to first token of every scheme, side by side.
+"""Predicted times to first token of one prompt on n ranks, for all schemes.
 
-Used by `baton simulate` and benchmarks. Pure; a case takes some tens of milliseconds, most of them for the search.
+Used by `baton simulate` and benchmarks. Pure; a comparison takes tens of milliseconds, most of them for the search.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from baton.types import TokenRange
 from baton_lab.study.peers import bound, paper_bound, single, tsp, zigzag_ring
 
 KNOT_SPACING = 4096
-"""Tokens between the knots that KVR-P interpolates, as in the paper."""
+"""Distance in tokens of the interpolation points of KVR-P, as in the paper."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted seconds to the first token of `num_tokens` uncached tokens on `num_ranks` ranks, by scheme."""
+    """Predicted seconds to the first token, by scheme, for a prompt of `num_tokens` uncached tokens on `num_ranks`
+    ranks."""
 
     num_tokens: int
     num_ranks: int
@@ -30,8 +31,8 @@ class Comparison:
     kvr_s: float
     """Seconds of a chain with searched chunks (KVR-S)."""
     kvr_p: float
-    """Seconds of a chain with chunks interpolated between the searched neighbours at multiples of KNOT_SPACING, this
-    length itself left out (KVR-P)."""
+    """Seconds of a chain with interpolated chunks (KVR-P). The chunks are interpolated between the searched chunks of
+    the neighbouring multiples of KNOT_SPACING, excluding `num_tokens` itself."""
     tsp_dense: float
     tsp_causal: float
     zigzag_ring: float
@@ -40,11 +41,12 @@ class Comparison:
     paper_bound: float
     """Lower bound in seconds, TTFT*(p), equation 3 of the KV-Runahead paper."""
     chunks: tuple[int, ...]
-    """Chunks that KVR-S found, in tokens."""
+    """Chunk lengths that KVR-S found, in tokens."""
 
 
 def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol, *, cached: int = 0) -> Comparison:
-    """Predict all schemes' times for one prompt after `cached` tokens; only chains include a push of KV."""
+    """Predict the times of all schemes for a prompt of `num_tokens` tokens after `cached` tokens. Only the times of
+    chains include the push of KV."""
     width = min(num_ranks, num_tokens)
     tokens = TokenRange(cached, cached + num_tokens)
 
@@ -72,7 +74,8 @@ def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol
 
 
 def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
-    """Return the fewest ranks, 1 included, whose KVR-S time is within the fraction `margin` of one prompt's least."""
+    """Return the smallest number of ranks, including 1, whose time is at most (1 + margin) times the shortest.
+    `comparisons`: one prompt with different numbers of ranks; KVR-S times are used."""
     times = {1: comparisons[0].single} | {each.num_ranks: each.kvr_s for each in comparisons}
     return min(ranks for ranks, ttft_s in times.items() if ttft_s <= min(times.values()) * (1 + margin))
 

@@ -1,14 +1,15 @@
-"""How long a generation step must take: the roofline of inference ("How To Scale Your Model", part 7). Pure.
+"""Minimum duration of a generation step, by the roofline of inference ("How To Scale Your Model", part 7). Pure.
 
-  step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
-         attention: reads                     matrices: read, or compute from the critical batch on
+    step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
+           attention: reads                     matrices: read, or compute from the critical batch on
 
-A step of q tokens a row, as one that verifies drafts, computes q times as much and reads the same; its attention takes
-the longer of reading KV and comparing queries with keys. With one token a row that is reading on every known chip.
+A step with q tokens per sequence, such as one that verifies drafts, computes q times as much and reads the same. Its
+attention takes max(time to read KV, time to compare queries with keys). With one token per sequence, reading is the
+longer on every known chip.
 
-On n chips all rates and the memory are n times those of one chip: weights and KV are assumed to be spread evenly, and
-communication between chips to take no time. A measured machine adds what a roofline leaves out
-(`baton.planning.chips.Chip`): a rate of attention's own, imperfect overlap in matrices, and each layer's other time.
+On n chips, all rates and the memory are n times those of one chip: weights and KV are assumed to be spread evenly, and
+communication between chips to take no time. A measured machine adds terms that a roofline omits
+(`baton.planning.chips.Chip`): a separate rate of attention, imperfect overlap in matrices, and other time per layer.
 """
 
 import math
@@ -21,23 +22,25 @@ from baton.planning.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Bytes that a generation step reads of a model, and its operations, in the formats in which it is served."""
+    """Bytes and operations of a model in a generation step, in the formats in which it is served."""
 
     num_params: float
-    """All parameters, including both embeddings if they are separate, although a step reads only a few rows of one."""
+    """Number of all parameters, including both embeddings if they are separate, although a step reads only a few rows
+    of one."""
     kv_token_bytes: float
     """Bytes of K and V of one token in all layers."""
     weight_bytes: float = 2
     """Bytes of one parameter: 2 for bf16, 1 for int8."""
     num_layers: int = 1
     windows: tuple[int | None, ...] = ()
-    """Each layer's sliding window in tokens, None for full attention; empty: full attention in all layers."""
+    """Sliding window of each layer in tokens; None for a layer with full attention. Empty: full attention in all
+    layers."""
     active_params: float | None = None
-    """Parameters that one token passes through; None: all."""
+    """Number of parameters used for one token; None: all."""
     experts_per_active: float = 1
-    """In a mixture of experts, all experts divided by those that a token passes through."""
+    """Number of experts divided by the number of experts used for a token."""
     pair_flops: float = 0
-    """FLOPs of comparing one query with one key in all layers; 0: attention's arithmetic does not count."""
+    """FLOPs of one query-key pair in all layers; 0: the arithmetic of attention is ignored."""
 
     def __post_init__(self) -> None:
         for name in ("num_params", "kv_token_bytes", "weight_bytes", "num_layers", "experts_per_active"):
@@ -48,31 +51,32 @@ class ServedModel:
 
     @property
     def all_weight_bytes(self) -> float:
-        """Bytes of all parameters together."""
+        """Total number of bytes of all parameters."""
         return self.num_params * self.weight_bytes
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of one token's way through the matrices."""
+        """FLOPs of one token in the matrices."""
         return 2 * (self.active_params or self.num_params)
 
     def kv_bytes(self, context: int) -> float:
-        """Return the bytes of KV that a sequence of `context` tokens keeps."""
+        """Return the number of KV bytes that a sequence of `context` tokens stores."""
         return self.kv_token_bytes * context
 
     def kv_read_bytes(self, context: int) -> float:
-        """Return the bytes of KV that a step reads of a sequence of `context` tokens: windows hide the rest."""
+        """Return the number of KV bytes that a step reads for a sequence of `context` tokens. Keys outside of sliding
+        windows are not read."""
         return self.kv_token_bytes * self.keys_seen(context)
 
     def keys_seen(self, context: int) -> float:
-        """Return how many of `context` keys a token attends to, in the mean of all layers."""
+        """Return the number of keys that a token attends to at `context` tokens, averaged over all layers."""
         seen = [context if window is None else min(context, window) for window in self.windows]
         return sum(seen) / self.num_layers if seen else context
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts: each layer has several feed-forward parts, and a token passes through some of them."""
+    """Mixture of experts: each layer has `num_experts` feed-forward networks, of which a token uses `num_active`."""
 
     num_experts: int = 1
     num_active: int = 1
@@ -87,9 +91,9 @@ class Mixture:
 def served(
     shape: ModelShape, *, tied: bool, weight_bytes: float, kv_bytes: float, mixture: Mixture | None = None
 ) -> ServedModel:
-    """Return a model of this shape as served. `tied`: its head is its embedding. `weight_bytes` of a parameter and
-    `kv_bytes` of an element of K or V replace the shape's; `mixture`, if given, its experts. Biases, norms and routers
-    do not count."""
+    """Return the ServedModel for a shape. `tied`: the head is the embedding. `weight_bytes` per parameter, `kv_bytes`
+    per element of K or V, and `mixture`, if given, replace those of the shape. Biases, norms and routers are
+    ignored."""
     mixture, ffn = mixture or Mixture(shape.num_experts, shape.num_active_experts), shape.ffn_weights
     others = shape.num_layers * (shape.layer_weights - shape.num_active_experts * ffn)
     others += (1 if tied else 2) * shape.vocab * shape.hidden
@@ -106,17 +110,17 @@ def served(
 
 @dataclass(frozen=True)
 class StepTime:
-    """The parts of one generation step, in seconds."""
+    """Components of the duration of a generation step, in seconds."""
 
     attention_s: float
     read_s: float
     """Seconds to read all weights."""
     compute_s: float
-    """Seconds of the matrices' arithmetic."""
+    """Seconds of the arithmetic of the matrices."""
     linear_s: float
-    """Seconds of reading and computing together, as far as they overlap."""
+    """Seconds of reading and computing the matrices, with their overlap."""
     other_s: float
-    """Seconds that a roofline leaves out."""
+    """Seconds of work that a roofline omits."""
 
     @property
     def total_s(self) -> float:
@@ -125,7 +129,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Name of the largest part: kv, weights, compute or calls."""
+        """Name of the largest component: kv, weights, compute or calls."""
         parts = {"kv": self.attention_s, "weights": self.read_s, "compute": self.compute_s, "calls": self.other_s}
         return max(parts, key=lambda name: parts[name])
 
@@ -133,8 +137,9 @@ class StepTime:
 def step_time(
     model: ServedModel, chip: Chip, *, batch: int, context: int, num_chips: int = 1, num_queries: int = 1
 ) -> StepTime:
-    """Return the parts of a step of `batch` rows with `context` tokens, which reads all experts of a mixture.
-    `num_queries`: tokens of each row that the step computes, all of which attend to the whole context."""
+    """Return the components of a step for `batch` sequences of `context` tokens. The step reads all experts of a
+    mixture. `num_queries`: number of tokens per sequence that the step computes, all of which attend to the whole
+    context."""
     read_s = model.all_weight_bytes / (chip.memory_bandwidth * num_chips)
     compute_s = batch * num_queries * model.token_flops / (chip.flops * num_chips)
     shorter, longer = sorted((read_s, compute_s))
@@ -150,12 +155,13 @@ def step_time(
 
 
 def critical_batch(model: ServedModel, chip: Chip) -> float:
-    """Return the batch size above which the matrices are bound by compute, for any number of chips. In a mixture, this
-    holds for the matrices of its experts. It is the source's beta * C / W, with activations of two bytes."""
+    """Return the batch size above which the matrices are bound by compute, for any number of chips. For a mixture, this
+    is the value for its experts. In the notation of the source it is beta * C / W, with activations of two bytes."""
     return chip.flops / chip.memory_bandwidth * model.weight_bytes / 2 * model.experts_per_active
 
 
 def largest_batch(model: ServedModel, chip: Chip, context: int, num_chips: int = 1) -> int:
-    """Return how many sequences of `context` tokens fit in memory next to the weights; 0 if the weights do not fit."""
+    """Return the number of sequences of `context` tokens that fit in memory together with the weights; 0 if the weights
+    do not fit."""
     free = chip.memory_bytes * num_chips - model.all_weight_bytes
     return max(0, int(free // model.kv_bytes(context)))

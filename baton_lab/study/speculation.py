@@ -1,11 +1,15 @@
-"""Gain from speculative decoding by the roofline: the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4.
+"""Speedup of speculative decoding by the roofline: the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4.
 
-With T(B, K, q) a step of B rows that attend to K keys with q tokens each (`baton_lab.study.roofline`), a round of g
-drafts with K keys at S tokens of context takes g T(B, K, 1) + T(B, S, g + 1) and brings each row
-`baton.planning.speculation.expected_tokens` tokens; a plain step takes T(B, S, 1) and brings one.
+T(B, K, q) is the duration of a step in which B sequences attend to K keys with q tokens each
+(`baton_lab.study.roofline`). At a context of S tokens, a round of g drafts that attend to K keys each takes
 
-This is an upper bound: choosing keys, sampling and starting steps take no time in it. Rounds that are served are
-planned by costs learnt from steps (`baton.planning.speculation`). Used by `baton plan`. Pure.
+    g * T(B, K, 1) + T(B, S, g + 1)
+
+and yields `baton.planning.speculation.expected_tokens` tokens per sequence. A plain step takes T(B, S, 1) and yields
+one token per sequence.
+
+This is an upper bound: selecting keys, sampling and launching steps take no time in it. In service, rounds are planned
+with costs learnt from measured steps (`baton.planning.speculation`). Used by `baton plan`. Pure.
 """
 
 from bisect import bisect_left
@@ -21,14 +25,15 @@ from baton_lab.study.roofline import ServedModel, step_time
 
 @dataclass(frozen=True)
 class Drafting:
-    """A method of drafting, and the options of a round."""
+    """Draft method, and the options for a round."""
 
     acceptances: Mapping[int, float]
-    """By the keys that a draft step attends to: the probability that a draft is accepted when all before it were."""
+    """Probability that a draft is accepted if all drafts before it were, by the number of keys that a draft step
+    attends to."""
     numbers: Sequence[int] = range(MOST_DRAFTS + 1)
-    """Numbers of drafts of each row from which the best is taken; 0: a plain step."""
+    """Numbers of drafts per sequence, of which the best is used; 0: a plain step."""
     model: ServedModel | None = None
-    """The model that drafts; None: the model itself."""
+    """Draft model. None: the served model drafts for itself."""
 
     def __post_init__(self) -> None:
         if not self.acceptances or not self.numbers:
@@ -45,7 +50,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class DraftRound:
-    """A round of drafts for each sequence of a batch, and the plain step that it is compared with."""
+    """A round of drafts for each sequence of a batch, with the plain step that it is compared with."""
 
     num_drafts: int
     draft_keys: int
@@ -56,24 +61,24 @@ class DraftRound:
     verify_s: float
     """Seconds of the step that verifies the drafts."""
     num_tokens: float
-    """Tokens that each row gets from the round, on average."""
+    """Mean number of tokens that the round yields per sequence."""
 
     @property
     def round_s(self) -> float:
-        """Seconds of all draft steps and the step that verifies."""
+        """Seconds of all draft steps and the verification step."""
         return self.num_drafts * self.draft_s + self.verify_s
 
     @property
     def speedup(self) -> float:
-        """Tokens a second as a multiple of those of plain steps."""
+        """Tokens per second divided by those of plain steps."""
         return self.num_tokens * self.plain_s / self.round_s
 
 
 def best_round(
     model: ServedModel, chip: Chip, drafting: Drafting, *, batch: int, context: int, num_chips: int = 1
 ) -> DraftRound:
-    """Return the round with the largest speedup for `batch` rows of `context` tokens; of equal ones that with the
-    fewest drafts, then with the fewest keys."""
+    """Return the round with the largest speedup for `batch` sequences of `context` tokens. Among equal speedups, it has
+    the fewest drafts, then the fewest keys."""
     target = partial(step_time, model, chip, batch=batch, context=context, num_chips=num_chips)
     plain_s = target().total_s
     verify_s = {num: target(num_queries=num + 1).total_s for num in sorted(drafting.numbers)}
@@ -89,8 +94,8 @@ def best_round(
 def pays_from(
     model: ServedModel, chip: Chip, drafting: Drafting, *, batch: int, longest: int, num_chips: int = 1
 ) -> int | None:
-    """Return the fewest tokens of context at which a round makes more tokens a second than plain steps, the paper's
-    inflection length for this batch; None if none of up to `longest` tokens does."""
+    """Return the smallest context length in tokens at which a round yields more tokens per second than plain steps (the
+    paper's inflection length for this batch); None if there is none up to `longest`."""
 
     def pays(context: int) -> bool:
         found = best_round(model, chip, drafting, batch=batch, context=context, num_chips=num_chips)

@@ -1,1 +1,1 @@
-"""Whole traffic on paper: traces, a discrete-event simulator of a cluster, and scaling policies compared in it."""
+"""Traffic simulation: traces, a discrete-event cluster simulator, and a comparison of scaling policies."""

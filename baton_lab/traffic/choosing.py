@@ -1,7 +1,8 @@
-"""Places simulated requests by the orchestrator's whole chooser, as it serves.
+"""Places simulated requests with the complete production chooser.
 
-The chooser (`orchestrator.placement.chooser`) looks at every group, which takes milliseconds for hundreds of them;
-`baton_lab.traffic.placing` compares only the groups that can win, and is tested against this. Pure.
+The chooser (`orchestrator.placement.chooser`) examines every group, which takes milliseconds for hundreds of groups.
+`baton_lab.traffic.placing` compares only the groups that can be chosen, and its results are tested against this module.
+Pure.
 """
 
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from orchestrator.requests.states import RequestMove
 
 @dataclass(frozen=True)
 class _Placed:
-    """A request that has groups: its record, and what its attempt holds."""
+    """Record of a placed request, and the resources that its attempt holds."""
 
     record: RequestRecord
     held: ExitStack
@@ -41,12 +42,12 @@ class WholeChooser:
         self._chooser = Chooser(self._members, planner, clock, config)
         self._placed: dict[int, _Placed] = {}
         self.prefill_queues = self._members.prefill_queues
-        """Production's book of the jobs that prefill groups have before them."""
+        """Queues of jobs of the prefill groups, as in production."""
         self.num_cached_tokens = 0
-        """Prompt tokens that no chain computed, because they were cached."""
+        """Number of prompt tokens that were cached instead of computed."""
 
     def place(self, asked: Asked) -> Spot | None:
-        """Return where a request is served now; None while no group of either role has room."""
+        """Return the groups that serve the request; None if no prefill or no generation group is available now."""
         prefill = {each.prefill_view.name: each for each in self._fleet.of(Role.PREFILL, State.READY)}
         generation = {each.generation_view.name: each for each in self._fleet.of(Role.GENERATE, State.READY)}
         self._members.present = ClusterView(
@@ -74,7 +75,7 @@ class WholeChooser:
         record.see_token(self._clock.now_s())
 
     def ended(self, number: int) -> None:
-        """Record that a request has ended, and release what it held."""
+        """Record that a request has ended, and release its resources."""
         placed = self._placed.pop(number)
         placed.record.end_open(FinishReason.LENGTH, self._clock.unix_ns())
         placed.record.finish(self._clock.unix_ns())
@@ -82,7 +83,8 @@ class WholeChooser:
 
 
 def _request(asked: Asked) -> Request:
-    """Return a production request whose prompt has one token id a block, so that equal blocks get equal names."""
+    """Return a production request whose prompt repeats one token id for each block, so that equal blocks get equal
+    names."""
     ids = (block + 1 for block in asked.blocks for _ in range(asked.block_tokens))
     known = tuple(islice(ids, asked.num_tokens))
     prompt_ids = known + (0,) * (asked.num_tokens - len(known))

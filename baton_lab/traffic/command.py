@@ -1,7 +1,7 @@
-"""`baton simulate-traffic`: replays whole traffic against groups that do not exist, and compares scaling policies.
+"""`baton simulate-traffic`: replays a trace against a simulated cluster, and compares scaling policies.
 
 It needs no cluster, no model and no torch: the production policies run under the simulator's clock
-(`baton_lab.traffic.simulation`), and the cost model says how long everything takes.
+(`baton_lab.traffic.simulation`), and the cost model predicts all durations.
 """
 
 import argparse
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from baton_lab.traffic.results import Results
 
 _DESCRIPTION = """\
-Replays a trace of requests, generated or from a file, against a cluster on paper: admission, placement and the
-autoscaler are those that serve, and times come from the cost model. Prints latencies, goodput (requests a second within
-both targets) and cost, by policy. A prediction, not a measurement.
+Replays a trace of requests, generated or from a file, against a simulated cluster: admission, placement and the
+autoscaler are the production code, and times come from the cost model. Prints latencies, goodput (requests per second
+within both targets) and cost, by policy. A prediction, not a measurement.
 
-  static        the groups of --groups, for ever
-  best-static   the best of all divisions of --max groups, found by trying each
+  static        the groups of --groups, without changes
+  best-static   the best fixed division of --max groups, found by simulating each
   autoscale     Baton's autoscaler: forecasts, cost model and queueing, role flips
   queue         a threshold on queues
   load          load regression without queueing"""
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_json(path: Path, runs: "dict[str, Results]", on: "Setting") -> None:
-    """Write all runs' numbers. Raises ConfigError for a path that cannot be written to."""
+    """Write the results of all runs. Raises ConfigError if the path cannot be written to."""
     numbers = {name: results.summary(on.targets) for name, results in runs.items()}
     try:
         path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")

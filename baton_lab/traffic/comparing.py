@@ -1,4 +1,5 @@
-"""Runs one trace under several policies with the same budget of groups, and finds the rate that it carries. Pure."""
+"""Runs one trace under several policies with the same budget of groups, and finds the rate that the budget sustains.
+Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,37 +21,38 @@ from orchestrator.autoscaling.traffic import TrafficClass, TrafficForecast
 from orchestrator.requests.config import AutoscalingConfig
 
 POLICIES = ("static", "autoscale", "queue", "load", "best-static")
-"""Policies that a trace can be run under: a fixed allocation, three that scale, and the best of all fixed ones."""
+"""Policies for a trace: a fixed allocation, three scaling policies, and the best fixed allocation."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The cluster that policies are compared on."""
+    """Cluster that policies are compared on."""
 
     planner: RecallingPlanner
     sizes: GroupSizes
     config: AutoscalingConfig
     """Targets and budget of scaling policies; the best fixed allocation has `max` groups."""
     start: tuple[int, int]
-    """Prefill and generation groups at the beginning."""
+    """Initial numbers of (prefill, generation) groups."""
     max_blocks: int = 0
-    """Blocks of earlier prompts' KV that each prefill group keeps; 0: none."""
+    """Number of KV blocks of earlier prompts that each prefill group caches; 0: no cache."""
 
     whole_chooser: bool = False
-    """True: the orchestrator's chooser compares all groups, not only those that can win."""
+    """True: the orchestrator's chooser compares all groups. False: only the groups that can be chosen are compared."""
 
     @property
     def service(self) -> ServiceModel:
-        """Return the model of the groups that the autoscaler predicts by."""
+        """Return the model of the groups by which the autoscaler predicts."""
         return ServiceModel(self.planner, self.sizes.num_ranks, self.sizes.num_slots)
 
     @property
     def targets(self) -> Targets:
-        """Return the latencies below which a request counts as good."""
+        """Return the maximum latencies of a good request."""
         return Targets(self.config.ttft_p95_s, self.config.itl_p95_s)
 
     def run(self, trace: Trace, policy: str) -> tuple[str, Results]:
-        """Run a trace under one of POLICIES; return the policy's name, with the allocation if it is fixed, and results.
+        """Run a trace under one of POLICIES. Return the name of the policy, including a fixed allocation, and the
+        results.
 
         Raises InvalidArgumentError for an unknown policy.
         """
@@ -63,7 +65,7 @@ class Setting:
         return policy, self.replay(trace, self.start, self.scaler(policy))
 
     def replay(self, trace: Trace, start: tuple[int, int], scaler: Scaler | None = None) -> Results:
-        """Return the results of a trace that begins with `start` groups."""
+        """Return the results of a trace that begins with `start` = (prefill, generation) groups."""
         return Simulation(
             trace,
             self.planner,
@@ -75,7 +77,7 @@ class Setting:
         ).run()
 
     def scaler(self, policy: str) -> Scaler:
-        """Return a new scaling policy of that name. Raises InvalidArgumentError for an unknown one."""
+        """Return a new scaling policy by name. Raises InvalidArgumentError for an unknown name."""
         made: dict[str, Callable[[], Scaler]] = {
             "autoscale": lambda: AutoscalePolicy(
                 self.config, self.service, LeadTimes(self.sizes.cold_start_s, self.sizes.flip_s)
@@ -92,8 +94,8 @@ class Setting:
         return [(num_prefill, self.config.max - num_prefill) for num_prefill in range(1, self.config.max)]
 
     def predicted_rate(self, lengths: Lengths, share: float = 0.95) -> float:
-        """Return the highest rate of Poisson traffic with these mean lengths of which the best division of the budget
-        is predicted to serve a `share` within the targets."""
+        """Return the highest predicted rate of Poisson traffic, in requests per second, at which the best division of
+        the budget serves the fraction `share` of requests within the targets. `lengths`: mean numbers of tokens."""
         generator = np.random.default_rng(0)
         drawn = [
             tuple(np.maximum(generator.gamma(4, mean / 4, 64), 1).astype(int).tolist())

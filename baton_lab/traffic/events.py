@@ -1,4 +1,4 @@
-"""The simulator's time: actions ordered by their instants, and the clock that production policies read. Pure."""
+"""Time in the simulator: actions ordered by time, and the clock that production policies read. Pure."""
 
 import heapq
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from itertools import count
 
 
 class Timeline:
-    """Runs actions in the order of their instants, and is the clock meanwhile (`baton.process.clock.Clock`)."""
+    """Runs actions in the order of their times, and is the clock for them (`baton.process.clock.Clock`)."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -22,11 +22,12 @@ class Timeline:
         return round(self._now_s * 1e9)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Run `action` at that instant; at once, after the actions of the present instant, if that has passed."""
+        """Schedule `action` for `time_s`. If that time has passed, the action runs after those already scheduled for
+        the current time."""
         heapq.heappush(self._actions, (max(time_s, self._now_s), next(self._numbers), action))
 
     def run(self) -> None:
-        """Run actions, and those that they add, until none is left."""
+        """Run all actions, including those that they add, until none is left."""
         actions = self._actions
         while actions:
             self._now_s, _, action = heapq.heappop(actions)

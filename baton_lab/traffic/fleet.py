@@ -1,7 +1,7 @@
-"""The groups of the simulated cluster: which are ready, what each has to do, and what they cost.
+"""Groups of the simulated cluster: which are ready, the work of each, and their cost.
 
-A group starts (cold, or from the other role), serves, is drained, and leaves or takes the other role once it is idle,
-as `baton drain` does it: no work is ended. A group's seconds count from its start to its leave. Owned by
+A group starts (cold, or from the other role), serves, is drained, and when idle leaves or changes its role, as with
+`baton drain`: work is never aborted. A group costs its seconds from its start until it leaves. Owned by
 `baton_lab.traffic.simulation`. Pure.
 """
 
@@ -24,7 +24,7 @@ from orchestrator.membership.view import GenerationGroup, PrefillGroup
 
 
 class Role(Enum):
-    """The two roles that a group may have."""
+    """Role of a group."""
 
     PREFILL = "prefill"
     GENERATE = "generate"
@@ -45,31 +45,31 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Member:
-    """One group, in one role."""
+    """One group in its current role."""
 
     number: int
     role: Role
     state: State
     since_s: float
-    """Instant from which the group is paid for."""
+    """Time from which the group's cost counts."""
     flips: bool = False
-    """True: the group takes the other role once it is drained."""
+    """True: the group changes to the other role once it is drained."""
     num_held: int = 0
-    """Requests that the group has before it: jobs of a prefill group, slots of a generation group."""
+    """Number of requests of the group: jobs of a prefill group, used slots of a generation group."""
     free_at_s: float = 0.0
-    """Estimated instant at which a prefill group has done all its jobs."""
+    """Estimated time at which a prefill group will have finished all its jobs."""
     num_flips: int = 0
-    """Changes of the group's role so far; each begins a new incarnation."""
+    """Number of role changes so far. Each begins a new incarnation."""
     version: int = 0
-    """Number of the latest event set for the group; earlier ones are void."""
+    """Number of the latest event scheduled for the group. Earlier events are ignored."""
     chain: PrefillWork = field(init=False)
     """Work of a prefill group."""
     batch: Batch = field(init=False)
-    """Rows of a generation group."""
+    """Batch of a generation group."""
     prefill_view: PrefillGroup = field(init=False)
-    """The group as production policies see it, in the role of prefill."""
+    """The group as production policies see it in the prefill role."""
     generation_view: GenerationGroup = field(init=False)
-    """The group as production policies see it, in the role of generation."""
+    """The group as production policies see it in the generation role."""
 
 
 class Fleet:
@@ -79,9 +79,9 @@ class Fleet:
         self, sizes: GroupSizes, cost: CostModel, lines: StepLines, timeline: Timeline, gaps: GapHistogram
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever the set of ready groups has changed."""
+        """Callback for each change of the set of ready groups."""
         self.on_row_end: Callable[[int, float], None] = lambda number, end_s: None
-        """Called with a request's number and the instant of its last token."""
+        """Callback that receives a request's number and the time of its last token."""
         self._sizes = sizes
         self._cost = cost
         self._lines = lines
@@ -89,29 +89,29 @@ class Fleet:
         self._gaps = gaps
         self._numbers = count()
         self.members: dict[int, Member] = {}
-        """All groups that are paid for, by number."""
+        """All groups that have started and not left, by number."""
         self.num_ready = {Role.PREFILL: 0, Role.GENERATE: 0}
-        """Number of groups of each role that take new work."""
+        """Number of groups per role that accept new work."""
         self._spent_s = 0.0
         self._by_work: list[tuple[float, int]] = []
-        """Ready prefill groups by the estimated end of their work; entries that no longer hold are skipped."""
+        """Heap of (estimated end of work, number) of ready prefill groups. Outdated entries are skipped."""
         self._by_room: list[dict[int, None]] = [{} for _ in range(sizes.num_slots + 1)]
-        """Ready generation groups by the number of slots that are held."""
+        """Ready generation groups, by the number of used slots."""
 
     def of(self, role: Role, *states: State) -> list[Member]:
-        """Return the groups of a role in one of these states; in any state, if none is given."""
+        """Return the groups of a role that are in one of the states; without `states`, all groups of the role."""
         return [each for each in self.members.values() if each.role is role and (not states or each.state in states)]
 
     def serves_prompts(self, member: Member) -> bool:
-        """Return whether a group takes new prompts."""
+        """Return whether a group accepts new prompts."""
         return member.role is Role.PREFILL and member.state is State.READY
 
     def group_s(self, now_s: float) -> float:
-        """Return the seconds of all groups together until now, from each one's start to its leave."""
+        """Return the total seconds of all groups so far, each from its start until it left."""
         return self._spent_s + sum(now_s - each.since_s for each in self.members.values())
 
     def start(self, role: Role, *, after_s: float | None = None) -> None:
-        """Start a new group, which serves after the cold start, or after `after_s`."""
+        """Start a new group. It serves after the cold start, or after `after_s` seconds if given."""
         now_s = self._timeline.now_s()
         member = Member(next(self._numbers), role, State.STARTING, now_s)
         self.members[member.number] = member
@@ -122,8 +122,8 @@ class Fleet:
             self._ready(member)
 
     def drain(self, member: Member, *, flips: bool = False) -> None:
-        """Give a ready group no new work; once idle, it leaves, or takes the other role if `flips`. A group that is
-        still starting leaves at once."""
+        """Stop giving new work to a ready group. Once idle, it changes its role if `flips` is true, else it leaves. A
+        group that is still starting leaves at once."""
         if member.state is State.STARTING:
             self._leave(member)
             return
@@ -136,7 +136,7 @@ class Fleet:
         self.on_change()
 
     def when_idle(self, member: Member) -> None:
-        """End the draining of a group that has no work left: it changes its role or leaves."""
+        """If the group is draining and has no work left, change its role or let it leave."""
         if member.state is not State.DRAINING or member.num_held:
             return
         if member.flips:
@@ -147,25 +147,26 @@ class Fleet:
             self._leave(member)
 
     def keep(self, member: Member) -> None:
-        """Undo the drain of a group that has not left."""
+        """Cancel the drain of a group that has not left."""
         assert member.state is State.DRAINING
         member.flips = False
         self._serve(member)
 
     def hold(self, member: Member, change: int) -> None:
-        """Count a request in or out of a group's work."""
+        """Add `change` (1 or -1) to the number of requests of a group."""
         before, member.num_held = member.num_held, member.num_held + change
         if member.role is Role.GENERATE and member.state is State.READY:
             del self._by_room[before][member.number]
             self._by_room[member.num_held][member.number] = None
 
     def work(self, member: Member, seconds: float) -> None:
-        """Add a job's seconds, divided among the ranks, to the estimate of when a prefill group is free."""
+        """Add a job to the estimated end of a prefill group's work. `seconds`: the job's work divided by the number of
+        ranks."""
         member.free_at_s = max(member.free_at_s, self._timeline.now_s()) + seconds
         heapq.heappush(self._by_work, (member.free_at_s, member.number))
 
     def least_work(self, num_groups: int) -> list[Member]:
-        """Return the ready prefill groups that are free first, at most `num_groups`."""
+        """Return the ready prefill groups with the earliest estimated end of work, at most `num_groups`."""
         found: dict[int, tuple[float, Member]] = {}
         while self._by_work and len(found) < num_groups:
             free_at_s, number = heapq.heappop(self._by_work)
@@ -178,7 +179,8 @@ class Fleet:
         return [member for _, member in found.values()]
 
     def most_room(self, num_groups: int) -> Iterator[Member]:
-        """Yield the ready generation groups with most free slots, at most `num_groups`, none without a free slot."""
+        """Yield at most `num_groups` ready generation groups, those with the most free slots first. Groups without a
+        free slot are excluded."""
         left = num_groups
         for held in islice(self._by_room, self._sizes.num_slots):
             for number in held:

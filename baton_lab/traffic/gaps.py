@@ -1,4 +1,4 @@
-"""A histogram of the gaps between tokens, in bins that are a few percent wide. Pure."""
+"""Histogram of the gaps between tokens, with bins 1.5 % wide. Pure."""
 
 import math
 
@@ -9,7 +9,7 @@ _LEAST_S = 1e-6
 
 
 class GapHistogram:
-    """Seconds between consecutive tokens of streams, counted in bins 1.5 % wide."""
+    """Histogram of the seconds between consecutive tokens of streams, with bins 1.5 % wide."""
 
     def __init__(self) -> None:
         self._counts = [0] * (_BINS_A_DOUBLING * 40)
@@ -23,7 +23,8 @@ class GapHistogram:
         self.num_gaps += num_gaps
 
     def percentile(self, percent: float) -> float:
-        """Return the gap that `percent` of all gaps do not exceed, within a bin's width; nan without any."""
+        """Return the given percentile of the gaps in seconds, accurate to one bin width. Return NaN if there are no
+        gaps."""
         if not self.num_gaps:
             return math.nan
         reached = np.cumsum(np.array(self._counts, dtype=np.float64))

@@ -1,4 +1,4 @@
-"""Reads the options of `baton simulate-traffic`: the trace, the machines, the groups and the targets."""
+"""Parses the options of `baton simulate-traffic`: the trace, the machines, the groups and the targets."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,8 @@ _MAX_REQUESTS = 10_000_000
 
 
 def setting(args: argparse.Namespace) -> Setting:
-    """Return the cluster that the options describe. Raises InvalidArgumentError or ConfigError that names an option."""
+    """Return the cluster that the options describe. Raises InvalidArgumentError or ConfigError, which names the invalid
+    option."""
     start = _pair(args.groups)
     most = sum(start) if args.max is None else option_values.count("--max", args.max, MAX_GROUPS, least=2)
     least = 2 if args.min is None else option_values.count("--min", args.min, most, least=0)

@@ -1,10 +1,10 @@
-"""Placement of simulated requests: the production comparison, over the groups that can win it.
+"""Placement of simulated requests: the production comparison, restricted to the groups that can be chosen.
 
-The production chooser looks at every group, which takes milliseconds for hundreds of them, and a simulation places
-millions of requests. All groups of a role are alike here, so the cheapest way uses one of the prefill groups that are
-free first, or the one that has computed the prompt's beginning before, and one of the generation groups with most free
-slots. Only these are planned (`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`).
-Pure.
+The production chooser examines every group, which takes milliseconds for hundreds of groups, and a simulation places
+millions of requests. Here all groups of a role have the same hardware. So the cheapest placement uses a prefill group
+that is free first, or the one that has computed the longest prefix of the prompt, and a generation group with the most
+free slots. Only these are planned (`orchestrator.placement.chain_width`) and compared
+(`orchestrator.placement.comparison`). Pure.
 """
 
 from collections.abc import Sequence
@@ -23,33 +23,33 @@ from orchestrator.placement.comparison import ChainWay, cheapest_chain, cheapest
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _NO_BATCH: Batch = (0.0, 0.0)
-"""Load of the generation group when chains are compared: none, because the group is chosen separately."""
+"""Load of the generation group for the comparison of chains: 0, because the group is chosen separately."""
 SHORTLIST = 2
-"""Groups of each role that are compared."""
+"""Maximum number of groups of each role that are compared."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that is to be placed."""
+    """A request to place."""
 
     number: int
     num_tokens: int
-    """Tokens of the request's prompt."""
+    """Number of prompt tokens."""
     num_output_tokens: int
     blocks: Sequence[int] = ()
-    """Ids of the prompt's blocks; empty: it shares nothing."""
+    """Ids of the prompt's blocks; empty: the prompt shares no prefix."""
     block_tokens: int = 512
 
 
 @dataclass(frozen=True)
 class Spot:
-    """The groups that serve a request, and the plan of its chain."""
+    """Groups chosen for a request, and the plan of its chain."""
 
     prefill: Member
     generation: Member
     plan: ChainPlan
     transfer_s: float
-    """Predicted seconds from the chain's end until the generation group has all KV."""
+    """Predicted seconds from the end of the chain until the generation group has all KV."""
 
 
 class Placer(Protocol):
@@ -59,7 +59,7 @@ class Placer(Protocol):
     num_cached_tokens: int
 
     def place(self, asked: Asked) -> Spot | None:
-        """Return where a request is served now; None while no group of either role has room."""
+        """Return the groups that serve the request; None if no prefill or no generation group is available now."""
 
     def sent(self, number: int) -> None:
         """Record that a request's first token has been sent."""
@@ -69,12 +69,12 @@ class Placer(Protocol):
 
 
 class Placing:
-    """Compares a shortlist of groups. Implements `Placer`, without use for `sent` and `ended`."""
+    """Placer that compares a shortlist of groups. Implements `Placer`; `sent` and `ended` have no effect."""
 
     def __init__(
         self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, clock: Clock, *, max_blocks: int = 0
     ) -> None:
-        """`max_blocks`: blocks of KV that each prefill group keeps of earlier prompts; 0: none."""
+        """`max_blocks`: number of KV blocks of earlier prompts that each prefill group caches; 0: no cache."""
         self._fleet = fleet
         self._planner = planner
         self._policy = policy
@@ -82,20 +82,20 @@ class Placing:
         self._max_blocks = max_blocks
         self._prefixes = PrefixIndex(max_blocks or 1)
         self._computed_by: dict[int, int] = {}
-        """Number of the prefill group that computed a block last, by the block."""
+        """Number of the prefill group that computed each block last."""
         self.prefill_queues = PrefillQueues()
-        """Production's book of the jobs that prefill groups have before them."""
+        """Queues of jobs of the prefill groups, as in production."""
         self.num_cached_tokens = 0
-        """Prompt tokens that no chain computed, because they were cached."""
+        """Number of prompt tokens that were cached instead of computed."""
 
     def sent(self, number: int) -> None:
-        """Do nothing: the fleet keeps account of what groups hold."""
+        """Do nothing: the fleet records the requests of each group."""
 
     def ended(self, number: int) -> None:
-        """Do nothing: the fleet keeps account of what groups hold."""
+        """Do nothing: the fleet records the requests of each group."""
 
     def place(self, asked: Asked) -> Spot | None:
-        """Return where a request is served now; None while no group of either role has room."""
+        """Return the groups that serve the request; None if no prefill or no generation group is available now."""
         roomy = list(self._fleet.most_room(SHORTLIST))
         prefill = self._fleet.least_work(SHORTLIST)
         if not roomy or not prefill:
@@ -105,7 +105,7 @@ class Placing:
         blocks, now_s = asked.blocks, self._clock.now_s()
         names = [str(block) for block in blocks] if self._max_blocks else []
         if not len(prefill[0].chain):
-            del prefill[1:]  # none is free sooner than an idle group
+            del prefill[1:]  # no other group is free earlier than an idle one
         prefill += self._owners(prefill, blocks)
         ways = [self._way(member, asked, names, chains, now_s) for member in prefill]
         way = cheapest_chain(ways)
@@ -142,7 +142,8 @@ class Placing:
         return ChainWay(member.prefill_view, chain, terms)
 
     def _owners(self, known: list[Member], blocks: Sequence[int]) -> list[Member]:
-        """Return the prefill group that has computed the longest beginning of the prompt, unless it is known."""
+        """Return the prefill group that has computed the longest prefix of the prompt; empty if there is none, or if it
+        is in `known`."""
         if not self._max_blocks:
             return []
         for block in reversed(blocks):

@@ -1,4 +1,4 @@
-"""The plot of `baton simulate-traffic`: by time, what comes, how long the first token takes, and how many are good."""
+"""Plot of `baton simulate-traffic` over time: arriving tokens, time to first token, and percentage of good requests."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ _BINS = 120
 
 
 def draw(trace: Trace, runs: Mapping[str, Results], targets: Targets, path: Path) -> None:
-    """Draw the runs as a PNG. Raises what `require_plots` and `write_plot` raise."""
+    """Draw the runs as a PNG. Raises the errors of `require_plots` and `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 

@@ -1,10 +1,10 @@
-"""Scaling policies in the simulator: the production autoscaler, and two simpler ones to compare it with.
+"""Scaling policies in the simulator: the production autoscaler, and two simpler policies to compare it with.
 
     autoscale     `orchestrator.autoscaling`: forecasts, cost model and queueing
-    queue         a threshold on queues: one more group for the role with more requests waiting for each group
-    load          load regression, as other planners do it: mean rates by the throughput of a group, without queueing
+    queue         a threshold on queues: adds a group to the role with the longer queue per group
+    load          load regression, as in other planners: mean rates divided by a group's throughput, without queueing
 
-The latter two may flip roles as well, and drain as the autoscaler does, so that only the decision differs. Pure.
+Queue and load also flip roles and drain groups as the autoscaler does, so that only the decisions differ. Pure.
 """
 
 import math
@@ -21,16 +21,16 @@ from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.requests.config import AutoscalingConfig
 
 _WINDOW_S = 30.0
-"""Seconds over which the load regression takes its means."""
+"""Seconds over which the load regression averages."""
 _FULL = 0.9
-"""Utilisation for which the load regression sizes groups."""
+"""Target utilisation of the load regression."""
 _FLIPS = {Move.FLIP_TO_PREFILL: Role.GENERATE, Move.FLIP_TO_GENERATE: Role.PREFILL}
 _STARTS = {Move.START_PREFILL: Role.PREFILL, Move.START_GENERATE: Role.GENERATE}
 _DRAINS = {Move.DRAIN_PREFILL: Role.PREFILL, Move.DRAIN_GENERATE: Role.GENERATE}
 
 
 def target_of(fleet: Fleet) -> Allocation:
-    """Return the number of groups of each role after all changes under way."""
+    """Return the number of groups of each role after all changes in progress."""
     counts = dict.fromkeys(Role, 0)
     for member in fleet.members.values():
         if member.state is not State.DRAINING:
@@ -41,7 +41,7 @@ def target_of(fleet: Fleet) -> Allocation:
 
 
 def carry_out(fleet: Fleet, actions: Iterable[Action]) -> None:
-    """Start, drain and flip groups. Groups with least work leave first, and those that are still starting at once."""
+    """Start, drain and flip groups. Groups that are still starting leave first, then those with the least work."""
     for action in actions:
         for _ in range(action.num_groups):
             if action.move in _STARTS:
@@ -53,7 +53,7 @@ def carry_out(fleet: Fleet, actions: Iterable[Action]) -> None:
 
 
 def _start(fleet: Fleet, role: Role) -> None:
-    """Take a draining group back if there is one of that role, else start a new one."""
+    """Cancel the drain of a group of that role, if one is draining; else start a new group."""
     leaving = [each for each in fleet.of(role, State.DRAINING) if not each.flips]
     if leaving:
         fleet.keep(max(leaving, key=lambda each: each.num_held))
@@ -74,7 +74,7 @@ def _drain(fleet: Fleet, role: Role, *, flips: bool) -> None:
 
 
 def between(before: Allocation, after: Allocation) -> tuple[Action, ...]:
-    """Return the changes from one allocation to another, with as many role changes as possible."""
+    """Return the actions that change one allocation into another, with as many role changes as possible."""
     return actions_between(FleetState(before), after, LeadTimes(cold_start_s=math.inf, flip_s=0.0), before.total)
 
 
@@ -88,7 +88,7 @@ class AutoscalePolicy:
         self._clear_s = times.cold_start_s
         self._autoscaler = Autoscaler(config, service, times)
         self._advised: Allocation | None = None
-        """Allocation that was advised last, where decisions are not carried out."""
+        """Allocation advised last, in the mode that does not carry out decisions."""
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
         """Notify the autoscaler of a request that has arrived."""
@@ -99,7 +99,7 @@ class AutoscalePolicy:
         self._autoscaler.window.ended(num_prompt_tokens, num_output_tokens)
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Carry out the autoscaler's decision, unless it only advises."""
+        """Carry out the autoscaler's decision, unless its mode is to advise only."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         state = self._state(simulation, now_s)
         decision = self._autoscaler.decide(now_s, state)
@@ -132,7 +132,7 @@ class AutoscalePolicy:
 
 
 class QueuePolicy:
-    """A threshold on queues: what autoscalers of stateless services do."""
+    """Threshold on queues, as autoscalers of stateless services use it."""
 
     def __init__(self, config: AutoscalingConfig) -> None:
         self.interval_s = config.interval_s
@@ -141,13 +141,13 @@ class QueuePolicy:
         self._changed_s = -math.inf
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Do nothing: only queues count."""
+        """Do nothing: the policy uses queues only."""
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Do nothing: only queues count."""
+        """Do nothing: the policy uses queues only."""
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Add a group to the role with the longer queue; remove one after a quiet cool-down."""
+        """Add a group to the role with the longer queue. Remove a group after a cool-down period with short queues."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         before = target_of(fleet)
         queued = simulation.counts.num_prefilling / max(before.num_prefill, 1)
@@ -183,7 +183,8 @@ class QueuePolicy:
 
 
 class LoadPolicy:
-    """Load regression without queueing: the mean load of each role, by the throughput of a group at its targets."""
+    """Load regression without queueing: the mean load of each role divided by the throughput of a group at its
+    targets."""
 
     def __init__(self, config: AutoscalingConfig, service: ServiceModel) -> None:
         self.interval_s = config.interval_s
@@ -202,7 +203,8 @@ class LoadPolicy:
         self._outputs.append((now_s, num_prompt_tokens, num_output_tokens))
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Size both roles by mean loads; leave groups that are not needed after a cool-down."""
+        """Size both roles by their mean loads. Groups that are no longer needed are removed after a cool-down
+        period."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         while self._arrivals and self._arrivals[0][0] < now_s - _WINDOW_S:
             self._arrivals.popleft()
@@ -232,7 +234,7 @@ class LoadPolicy:
         return _fit(max(prefill, 1e-9), max(generate, 1e-9), self._config)
 
     def _rows(self, context: float) -> int:
-        """Return the most rows of a batch whose step takes no longer than the target between tokens."""
+        """Return the largest batch whose step time does not exceed the target between tokens."""
         rows = self._service.num_slots
         while rows > 1 and self._service.planner.step_s(rows, context) > self._config.itl_p95_s:
             rows -= 1
@@ -240,7 +242,7 @@ class LoadPolicy:
 
 
 def _fit(prefill: float, generate: float, config: AutoscalingConfig) -> Allocation:
-    """Return whole numbers of groups for these loads, scaled down to the budget in proportion."""
+    """Return whole numbers of groups for these loads, reduced proportionally if they exceed the budget."""
     whole = Allocation(max(math.ceil(prefill), 1), max(math.ceil(generate), 1))
     if whole.total > config.max:
         num_prefill = min(max(round(config.max * prefill / (prefill + generate)), 1), config.max - 1)

@@ -10,7 +10,7 @@ from deploy.options.screen import number_table
 
 
 def table(trace: Trace, runs: Mapping[str, Results], targets: Targets) -> Table:
-    """Return a table with one line a policy: latencies in seconds, good requests, and cost."""
+    """Return a table with one line per policy: latencies in seconds, good requests, and cost."""
     title = (
         f"{trace.name}: {len(trace)} requests in {trace.duration_s:.0f} s; good: first token within "
         f"{targets.ttft_s:g} s, mean gap within {targets.itl_s * 1e3:g} ms"
@@ -34,7 +34,7 @@ def table(trace: Trace, runs: Mapping[str, Results], targets: Targets) -> Table:
 
 
 def decisions(name: str, results: Results) -> str:
-    """Return what a scaling policy did, one line a decision."""
+    """Return the decisions of a scaling policy, one line per decision."""
     lines = [f"  {event.time_s:8.1f} s  {event.why}" for event in results.scaler_events]
     return "\n".join([f"{name}: {len(lines)} changes", *lines])
 

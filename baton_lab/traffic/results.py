@@ -1,4 +1,4 @@
-"""Results of a trace: latencies, goodput, cost, and the actions of a scaling policy. Pure."""
+"""Results of a simulated trace: latencies, goodput, cost, and the actions of a scaling policy. Pure."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,12 +14,12 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True)
 class Targets:
-    """Latencies that a request must have to count as good."""
+    """Maximum latencies of a good request."""
 
     ttft_s: float = 2.0
-    """Seconds to the first token, at most."""
+    """Maximum seconds to the first token."""
     itl_s: float = 0.05
-    """Seconds between tokens, the mean of the request's answer, at most."""
+    """Maximum of the mean seconds between the tokens of a request."""
 
 
 @dataclass(frozen=True)
@@ -28,52 +28,53 @@ class ScalerEvent:
 
     time_s: float
     what: str
-    """Change of prefill:generation groups, like 2:2 -> 2:3."""
+    """Change of prefill:generation groups, for example 2:2 -> 2:3."""
     why: str
     """The change, its reason and its terms in one line."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """One run: times by request, nan where a request was refused."""
+    """Results of one run. Times are arrays with one entry per request, NaN if the request was refused."""
 
     trace: Trace
     first_s: NDArray[np.float64]
-    """Instants of first tokens."""
+    """Times of first tokens, in seconds since the start of the trace."""
     end_s: NDArray[np.float64]
-    """Instants of last tokens."""
+    """Times of last tokens, in seconds since the start of the trace."""
     gaps: GapHistogram
     group_s: float
-    """Seconds of all groups together that were paid for."""
+    """Total seconds that all groups existed."""
     num_events: int
     num_cached_tokens: int
     scaler_events: tuple[ScalerEvent, ...] = ()
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
-        """Return the seconds from arrival to first token, by request; nan where it was refused."""
+        """Return the seconds from arrival to first token of each request; NaN if it was refused."""
         return self.first_s - self.trace.arrivals_s
 
     @property
     def itl_s(self) -> NDArray[np.float64]:
-        """Return the mean seconds between tokens, by request; 0 for answers of one token, nan where it was refused."""
+        """Return the mean seconds between the tokens of each request; 0 for answers of one token, NaN for refused
+        requests."""
         return (self.end_s - self.first_s) / np.maximum(self.trace.output_tokens - 1, 1)
 
     @property
     def makespan_s(self) -> float:
-        """Return the seconds until the last request has ended."""
+        """Return the seconds from the start of the trace to the end of the last request."""
         return float(np.nanmax(self.end_s)) if not np.all(np.isnan(self.end_s)) else 0.0
 
     def is_good(self, targets: Targets) -> NDArray[np.bool_]:
-        """Return whether each request met both targets; a refused one did not."""
+        """Return for each request whether it met both targets; False for refused requests."""
         return (self.ttft_s <= targets.ttft_s) & (self.itl_s <= targets.itl_s)
 
     def goodput(self, targets: Targets) -> float:
-        """Return the good requests a second, over the time in which requests arrive."""
+        """Return the number of good requests per second of the trace's duration."""
         return float(self.is_good(targets).sum()) / max(self.trace.duration_s, 1e-9)
 
     def summary(self, targets: Targets) -> dict[str, Any]:
-        """Return the run's numbers as plain values, for tables and JSON."""
+        """Return the results as plain values, for tables and JSON."""
         ttft_s = self.ttft_s[~np.isnan(self.ttft_s)]
         good = self.is_good(targets)
         return {

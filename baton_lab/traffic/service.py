@@ -1,7 +1,7 @@
-"""Parts of the simulated cluster: one cost model, and the sizes of groups.
+"""Cost model and group sizes of the simulated cluster.
 
-`RecallingPlanner` is the production planner that keeps its answers, because a trace queries the same lengths again and
-again. Pure.
+`RecallingPlanner` is the production planner with cached results, because a trace queries the same lengths many times.
+Pure.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ Chunks = tuple[TokenRange, ...]
 
 
 class RecallingPlanner(ChainPlanner):
-    """A planner whose costs never change, so that each prediction is made once."""
+    """Planner with constant costs, so that each prediction is computed once."""
 
     def __init__(self, calibration: Calibration, *, max_ranks: int, max_tokens: int, steps: StepTimes) -> None:
-        """Search knots as the planner does. Generation groups do not prefill by themselves."""
+        """See ChainPlanner. Generation groups do not prefill locally."""
         super().__init__(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps)
         self._known_chunks: dict[tuple[int, int, int], Chunks] = {}
         self._known_ttft_s: dict[Chunks, float] = {}
@@ -54,16 +54,16 @@ class RecallingPlanner(ChainPlanner):
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """The sizes of groups, and the seconds in which they begin to serve. Raises InvalidArgumentError on a bad field."""
+    """Sizes of groups, and the seconds until they serve. Raises InvalidArgumentError for an invalid field."""
 
     num_ranks: int = 1
-    """Ranks of a prefill group."""
+    """Number of ranks of a prefill group."""
     num_slots: int = 32
-    """Slots of a generation group."""
+    """Number of slots of a generation group."""
     cold_start_s: float = 30.0
-    """Seconds from the order for a new group until it serves: process, weights, warming up."""
+    """Seconds from the request for a new group until it serves: process start, weights, warm-up."""
     flip_s: float = 2.0
-    """Seconds in which an idle group takes the other role, its weights loaded."""
+    """Seconds in which an idle group changes its role. Its weights stay loaded."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_ranks", 1), ("num_slots", 1), ("cold_start_s", 0), ("flip_s", 0)):

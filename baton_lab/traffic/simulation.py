@@ -4,12 +4,12 @@
     placement    `baton_lab.traffic.placing`, by the production comparison
     prefill      `baton_lab.traffic.work.chain_queue`, `chain_turns`: ranks with their jobs in production's order
     transfer     the planner's seconds until the generation group has the KV
-    generation   `baton_lab.traffic.work.batch`: rows in a batch whose steps take what the planner predicts; between two
-                 steps a row joins, and its first token is sent
+    generation   `baton_lab.traffic.work.batch`: a batch of sequences, with step times from the planner; a sequence
+                 joins between two steps, and its first token is sent then
 
 A slot is held from the placement to the last token, as in production. A scaling policy is called regularly and changes
-the fleet. Not simulated: failures, speculation, prefill by generation groups, links that several transfers share.
-Deterministic. Pure.
+the fleet. Not simulated: failures, speculation, prefill by generation groups, contention of several transfers on a
+link. Deterministic. Pure.
 """
 
 from collections import deque
@@ -38,12 +38,12 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 UNBOUNDED = OrchestratorConfig(max_queued_requests=2**31, max_queued_tokens=2**62, max_running=2**31)
-"""An orchestrator that refuses no request, for traffic whose waits are to be seen."""
+"""Configuration of an orchestrator that refuses no request, for studies of waiting times."""
 
 
 @dataclass(frozen=True)
 class SimulatedClaim:
-    """Claim of a simulated request at the gate (`orchestrator.admission.gate.Claim`)."""
+    """Claim of a simulated request in admission (`orchestrator.admission.gate.Claim`)."""
 
     num_tokens: int
     num_slots: int = 1
@@ -62,7 +62,7 @@ class _Job:
 
 
 class Scaler(Protocol):
-    """A scaling policy in the simulator: changes the fleet when it is called, every `interval_s` seconds."""
+    """Scaling policy in the simulator: changes the fleet when it is called, every `interval_s` seconds."""
 
     interval_s: float
 
@@ -70,24 +70,24 @@ class Scaler(Protocol):
         """Record a request that has arrived."""
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Record a request that has got its last token."""
+        """Record a request that has received its last token."""
 
     def scale(self, simulation: "Simulation") -> list[ScalerEvent]:
-        """Change the simulation's fleet, and return what was done and why."""
+        """Change the simulation's fleet, and return the changes with their reasons."""
 
 
 @dataclass
 class Counts:
-    """Requests and tokens under way at one moment."""
+    """Numbers of requests in progress, by stage."""
 
     num_prefilling: int = 0
     num_unpulled: int = 0
-    """Requests whose KV is computed and not yet in its slot."""
+    """Number of requests whose KV is computed but not yet in its slot."""
     num_generating: int = 0
 
 
 class Simulation:
-    """One run of one trace. Make it, `run` it once."""
+    """One run of one trace. `run` may be called once."""
 
     def __init__(
         self,
@@ -101,11 +101,9 @@ class Simulation:
         max_blocks: int = 0,
         whole_chooser: bool = False,
     ) -> None:
-        """Begin with `allocation` = (prefill groups, generation groups), all ready. `planner` has step times.
-
-        `max_blocks`: blocks of earlier prompts' KV that each prefill group keeps. `whole_chooser`: whether the
-        orchestrator's chooser compares all groups, in place of those that can win.
-        """
+        """Begin with `allocation` = (prefill groups, generation groups), all ready. `planner` must have step times.
+        `max_blocks`: number of KV blocks of earlier prompts that each prefill group caches. `whole_chooser`: True to
+        let the orchestrator's chooser compare all groups, not only those that can be chosen."""
         assert planner.steps is not None
         self.trace, self.planner, self.sizes = trace, planner, sizes
         self.timeline, self.counts = Timeline(), Counts()
@@ -134,12 +132,13 @@ class Simulation:
 
     @property
     def num_queued(self) -> int:
-        """Return the number of requests that wait, at the gate or for a group."""
+        """Return the number of requests that wait for admission or for a group."""
         return self._admission.num_queued + len(self._unplaced)
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Return the number of requests that wait, at the gate or for a group, and their prompt tokens."""
+        """Return the number of requests that wait for admission or for a group, and their total number of prompt
+        tokens."""
         num_tokens = sum(self._prompts[job.number] for job in self._unplaced)
         return self.num_queued, self._admission.num_queued_tokens + num_tokens
 
@@ -181,7 +180,7 @@ class Simulation:
             self._place(job)
 
     def _turn(self, job: _Job) -> None:
-        """Place a request that has left the queue, or drop one that was refused, once the gate is done."""
+        """Schedule a request that has left the admission queue: place it if it was admitted, else drop it."""
         assert job.entry is not None
         self.timeline.at(0.0, partial(self._forget if job.entry.started_s is None else self._place, job))
 
@@ -211,7 +210,7 @@ class Simulation:
             self._unplaced.popleft()
 
     def _watch(self, member: Member, time_s: float, advance: Callable[[Member], None]) -> None:
-        """Call `advance` for a group at that instant, and void the event that was set for it before."""
+        """Call `advance` for a group at `time_s`, and invalidate the event scheduled for it before."""
         member.version += 1
         if time_s < float("inf"):
             self.timeline.at(time_s, partial(self._if_current, member, member.version, advance))
@@ -235,7 +234,7 @@ class Simulation:
 
     def _pulled(self, number: int) -> None:
         """Add a request whose KV has arrived to the batch at the next step boundary, and send its first token, which
-        came with the KV."""
+        arrived with the KV."""
         now_s, spot = self.timeline.now_s(), self._jobs[number].spot
         assert spot is not None
         self.counts.num_unpulled -= 1
@@ -277,7 +276,7 @@ class Simulation:
             self._admission.leave(job.entry)
 
     def _refit(self) -> None:
-        """Set the gate's number of slots, and place requests that wait for a group."""
+        """Update the number of slots in admission, and place requests that wait for a group."""
         self._admission.resize(self.fleet.num_ready[Role.GENERATE] * self.sizes.num_slots)
         self._place_waiting()
 

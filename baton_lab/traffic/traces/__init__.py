@@ -1,1 +1,1 @@
-"""Traces of requests: made, read from files, and cut."""
+"""Traces of requests: generation, file formats, and transformations."""

@@ -1,7 +1,7 @@
-"""Traces made from a seed: steady, bursty, diurnal, bimodal and shifting traffic.
+"""Traces generated from a seed: steady, bursty, diurnal, bimodal and shifting traffic.
 
-Arrivals are Poisson at a rate that may change with time, or come with gaps of a gamma distribution (bursty). Lengths
-are gamma distributed around their means. Equal arguments give an equal trace on every machine. Pure.
+Arrivals are Poisson with a rate that may change over time, or have gamma distributed gaps (bursty). Lengths are gamma
+distributed around their means. Equal arguments give the same trace on every machine. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from baton_lab.traffic.traces.arrivals import gamma_arrivals_until, poisson
 from baton_lab.traffic.traces.trace import MAX_TOKENS, Trace
 
 BURSTINESS = 8.0
-"""Squared coefficient of variation of the gaps of bursty traffic; 1 for Poisson arrivals."""
+"""Squared coefficient of variation of the gaps of bursty traffic; 1 would be Poisson arrivals."""
 SWING = 0.6
-"""Part of the mean rate by which diurnal traffic rises and falls."""
+"""Amplitude of diurnal traffic, as a fraction of the mean rate."""
 _SPREAD = 0.5
-"""Coefficient of variation of lengths around their means."""
+"""Coefficient of variation of prompt and output lengths."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of prompts and answers of one kind of request."""
+    """Mean numbers of prompt and output tokens of one kind of request."""
 
     prompt: float
     output: float
@@ -42,22 +42,22 @@ MIXED = Lengths(1500, 200)
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of traffic with one rate and one kind of request."""
+    """Period of traffic with one rate and one kind of request."""
 
     seconds: float
     rate: float
-    """Requests that arrive a second."""
+    """Mean number of requests per second."""
     lengths: Lengths
 
 
 def steady(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> Trace:
-    """Return Poisson arrivals at a constant rate."""
+    """Return a trace with Poisson arrivals at a constant rate."""
     return shifting([Phase(seconds, rate, lengths)], seed, name="steady")
 
 
 def bursty(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> Trace:
-    """Return arrivals whose gaps have a squared coefficient of variation of `BURSTINESS`, as many a second as steady
-    ones."""
+    """Return a trace at the same mean rate as `steady`, whose gaps have a squared coefficient of variation of
+    `BURSTINESS`."""
     _check(rate, seconds)
     generator = np.random.default_rng(seed)
     arrivals = gamma_arrivals_until(seconds, rate, 1 / BURSTINESS, generator)
@@ -65,7 +65,8 @@ def bursty(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> 
 
 
 def diurnal(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> Trace:
-    """Return Poisson arrivals whose rate is one period of a sine around `rate`, from its lowest to its lowest point."""
+    """Return a trace with Poisson arrivals whose rate follows one period of a sine around `rate`, from minimum to
+    minimum."""
     _check(rate, seconds)
     generator = np.random.default_rng(seed)
     most = rate * (1 + SWING)
@@ -82,7 +83,7 @@ def bimodal(
     kinds: tuple[Lengths, Lengths] = (PROMPT_HEAVY, OUTPUT_HEAVY),
     share: float = 0.3,
 ) -> Trace:
-    """Return Poisson arrivals of two kinds of request, a fraction `share` of them of the first kind."""
+    """Return a trace with Poisson arrivals of two kinds of request. The fraction `share` is of the first kind."""
     _check(rate, seconds)
     generator = np.random.default_rng(seed)
 
@@ -95,7 +96,7 @@ def bimodal(
 
 
 def shifting(phases: Sequence[Phase], seed: int, *, name: str = "shifting") -> Trace:
-    """Return Poisson arrivals whose rate and lengths change from phase to phase."""
+    """Return a trace with Poisson arrivals whose rate and lengths change from phase to phase."""
     generator = np.random.default_rng(seed)
     parts, begin_s = [], 0.0
     for phase in phases:

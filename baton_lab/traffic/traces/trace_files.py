@@ -4,8 +4,7 @@
     BurstGPT              CSV: Timestamp, Model, Request tokens, Response tokens, Total tokens, Log Type; seconds
     Mooncake              JSON lines: timestamp in ms, input_length, output_length, hash_ids of 512-token blocks
 
-Times count from the first request. Requests without an answer (BurstGPT has some, from failures) are left out. Blocks
-on the disk.
+Times are relative to the first request. Requests without an answer (BurstGPT contains failed ones) are omitted.
 """
 
 import csv
@@ -35,10 +34,10 @@ class _Line:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file of any of the three formats.
+    """Read a trace file in any of the three formats.
 
-    Raises InvalidArgumentError, with the file's name and the line, for a file that cannot be read, of another format,
-    or with a bad value.
+    Raises InvalidArgumentError, which names the file and the line, if the file cannot be read, has another format, or
+    has an invalid value.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -1,1 +1,1 @@
-"""Work of groups in the simulator: the rows of a batch, and the turns of a chain."""
+"""Work of groups in the simulator: the batch of a generation group, and the jobs of a prefill chain."""

@@ -1,12 +1,12 @@
-"""One generation group in the simulator: rows that join and leave a batch, advanced in closed form in between.
+"""Generation group in the simulator: a batch whose steps are computed in closed form between two changes.
 
-Between two changes of the batch, N rows of C tokens in all take a step in about A + B C seconds (A and B from the
-planner's step times, at this N and near this C), and every step adds N to C. So k steps take
+Between two changes of the batch, a step of N sequences with C tokens in total takes about A + B C seconds (A and B are
+from the planner's step times for N sequences, near C), and each step increases C by N. So k steps take
 
     k (A + B C) + B N k (k - 1) / 2
 
-and no step is simulated by itself. That is exact for nominal step times, and linear between measured ones. A row joins
-at the first step that begins after its arrival, as in the engine, and leaves after its last step. Pure.
+and steps are not simulated one by one. This is exact for nominal step times, and interpolates measured ones linearly. A
+sequence joins at the first step that begins after its arrival, as in the engine, and leaves after its last step. Pure.
 """
 
 import heapq
@@ -18,18 +18,18 @@ from baton.planning.step_times import StepTimes
 from baton_lab.traffic.gaps import GapHistogram
 
 _NEAR_TOKENS = 64
-"""Tokens a row over which the slope of measured step times is taken."""
+"""Length in tokens per sequence of the segments in which measured step times are approximated by a line."""
 
 
 class StepLines:
-    """Step times as straight lines over the batch's tokens, one for each number of rows. Shared by all groups."""
+    """Step times as linear functions of the batch's tokens, for each number of sequences. Shared by all groups."""
 
     def __init__(self, steps: StepTimes) -> None:
         self._steps = steps
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
 
     def line(self, num_rows: int, num_keys: float) -> tuple[float, float]:
-        """Return A and B of the step time A + B C for `num_rows` rows, near C = `num_keys` tokens in all."""
+        """Return A and B of the step time A + B C for `num_rows` sequences, near C = `num_keys` tokens in total."""
         place = int(num_keys / num_rows / _NEAR_TOKENS) if self._steps.is_measured else 0
         found = self._lines.get((num_rows, place))
         if found is None:
@@ -41,36 +41,36 @@ class StepLines:
 
 
 class Batch:
-    """The rows of one generation group. Its owner calls `advance` at the instants that `next_end_s` names."""
+    """Sequences of one generation group. Its owner calls `advance` at the time `next_end_s`."""
 
     def __init__(self, lines: StepLines, gaps: GapHistogram, on_end: Callable[[int, float], None]) -> None:
-        """`on_end` is called with a row's number and the instant of its last token, which may be up to one step in the
+        """`on_end` receives a sequence's number and the time of its last token, which may be up to one step in the
         future."""
         self._lines = lines
         self._gaps = gaps
         self._on_end = on_end
         self._ends: list[tuple[int, int, int, int]] = []
-        """Rows by the step after which they leave: (step, order, tokens by then, number)."""
+        """Heap of sequences by the step after which they leave: (step, order, final number of tokens, number)."""
         self._order = count()
         self._num_steps = 0
         self._at_s = 0.0
-        """Instant of the step boundary at which the state holds; up to one step ahead of the present."""
+        """Time of the step boundary that the state describes; up to one step in the future."""
         self.num_keys = 0
-        """Tokens of all rows together at the boundary."""
+        """Total number of tokens of all sequences at the boundary."""
         self._line = (0.0, 0.0)
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows in the batch."""
+        """Return the number of sequences in the batch."""
         return len(self._ends)
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of the next step; 0 without rows."""
+        """Return the seconds of the next step; 0 without sequences."""
         return self._line[0] + self._line[1] * self.num_keys if self._ends else 0.0
 
     def join(self, number: int, context: int, num_tokens: int, now_s: float) -> None:
-        """Add a row of `context` tokens that leaves after `num_tokens` (>= 1) further steps."""
+        """Add a sequence of `context` tokens that leaves after `num_tokens` (>= 1) further steps."""
         if not self._ends:
             self._at_s = max(now_s, self._at_s)
         elif now_s > self._at_s:
@@ -82,13 +82,13 @@ class Batch:
         self._relate()
 
     def boundary_s(self, now_s: float) -> float:
-        """Return the instant of the first step boundary that is not before `now_s`; `now_s` itself without rows."""
+        """Return the time of the first step boundary that is not before `now_s`; `now_s` itself without sequences."""
         if not self._ends or now_s <= self._at_s:
             return max(now_s, self._at_s)
         return self._at_s + self._seconds(self._steps_begun(now_s))
 
     def advance(self) -> None:
-        """Run all steps until the next row leaves, and let it leave, with all others that leave at that boundary."""
+        """Run all steps until the next sequence leaves, and remove all sequences that leave at that boundary."""
         if self._ends:
             self._settle(self._ends[0][0] - self._num_steps)
             self._leave()
@@ -96,13 +96,14 @@ class Batch:
 
     @property
     def next_end_s(self) -> float:
-        """Return the instant at which the next row leaves; infinite without rows."""
+        """Return the time at which the next sequence leaves; infinite without sequences."""
         if not self._ends:
             return math.inf
         return self._at_s + self._seconds(self._ends[0][0] - self._num_steps)
 
     def drain_s(self, now_s: float) -> float:
-        """Return the predicted seconds until the last row leaves, at the present step time, if no row joins."""
+        """Return the predicted seconds until the last sequence leaves, at the current step time, if no sequence
+        joins."""
         if not self._ends:
             return 0.0
         num_steps = max(end for end, _, _, _ in self._ends) - self._num_steps
@@ -118,7 +119,7 @@ class Batch:
         return num_steps * (base + slope * self.num_keys) + rising
 
     def _steps_begun(self, now_s: float) -> int:
-        """Return the number of steps that begin before an instant, at most those until the next row leaves."""
+        """Return the number of steps that begin before `now_s`, at most until the next sequence leaves."""
         base, slope = self._line
         half = slope * len(self._ends) / 2
         linear = base + slope * self.num_keys - half
@@ -131,7 +132,7 @@ class Batch:
         return min(math.ceil(guess - 1e-9), most)
 
     def _settle(self, num_steps: int) -> None:
-        """Advance the state by `num_steps` steps, none of which is beyond the next row's last."""
+        """Advance the state by `num_steps` steps, during which no sequence leaves except at the end."""
         if num_steps <= 0:
             return
         seconds = self._seconds(num_steps)

@@ -1,9 +1,8 @@
-"""Prefill groups in the simulator: the jobs that they have before them, and when these are done.
+"""Prefill groups in the simulator: their jobs, and the times at which jobs finish.
 
-The order and the predicted work of each job are those of the production book
-(`orchestrator.membership.prefill_queues`). A job that is due earlier preempts another between two layers, as in the
-engine. Here is a group of one rank, whose work is advanced in closed form; groups of several ranks are in
-`baton_lab.traffic.work.chain_turns`. Pure.
+The order and the predicted work of jobs are those of the production queues (`orchestrator.membership.prefill_queues`).
+A job that is due earlier preempts another between two layers, as in the engine. This module has groups of one rank,
+whose work is computed in closed form; groups of several ranks are in `baton_lab.traffic.work.chain_turns`. Pure.
 """
 
 import heapq
@@ -15,26 +14,28 @@ from baton.types import Rank
 from orchestrator.placement.chain_width import ChainPlan
 
 NOTHING_S = 1e-12
-"""Seconds treated as zero, because sums of times differ by rounding."""
+"""Seconds below which a time is treated as zero, because of rounding errors in sums."""
 
 Done = tuple[list[tuple[int, Rank]], list[tuple[int, float]]]
-"""Finished parts of jobs, as (job, rank), and finished jobs, each with the instant of its first token."""
+"""Finished work: (job, rank) for each rank that finished its chunk of a job, and (job, time of its first token) for
+each finished job."""
 
 
 class PrefillWork(Protocol):
-    """The jobs of one prefill group. Its owner calls `advance` at the instants that `next_turn_s` names."""
+    """Jobs of one prefill group. Its owner calls `advance` at the time `next_turn_s`."""
 
     def __len__(self) -> int: ...
 
     def add(self, number: int, plan: ChainPlan, now_s: float) -> None:
-        """Add a job to those that wait."""
+        """Add a job to the queue."""
 
     def advance(self, now_s: float) -> Done:
-        """Advance to `now_s`, and return what is done by then."""
+        """Advance to `now_s`, and return the work finished by then."""
 
     @property
     def next_turn_s(self) -> float:
-        """Return the instant at which a rank next ends a part of a job or resumes another; infinite without jobs."""
+        """Return the next time at which a rank finishes its chunk of a job or switches to another job; infinite without
+        jobs."""
 
 
 @dataclass
@@ -43,22 +44,22 @@ class _Part:
 
     left_s: float
     layer_s: float
-    """Seconds of a layer, between two of which another job may come first."""
+    """Seconds per layer. The job can be preempted between two layers."""
     lag_s: float
     """Seconds from the end of the rank's work to the first token."""
 
 
 class RankQueue:
-    """The jobs of a group of one rank. Implements PrefillWork."""
+    """Jobs of a group of one rank. Implements PrefillWork."""
 
     def __init__(self) -> None:
         self._parts: dict[int, _Part] = {}
-        """Jobs that are not done, by number."""
+        """Unfinished jobs, by number."""
         self._waiting: list[tuple[float, int]] = []
-        """(due, number) of the jobs that do not run, as a heap."""
+        """Heap of (due time, number) of the jobs that are not running."""
         self._running: tuple[float, int] | None = None
         self._at_s = 0.0
-        """Instant for which the running job's `left_s` holds."""
+        """Time for which the running job's `left_s` is valid."""
 
     def __len__(self) -> int:
         return len(self._parts)

@@ -1,9 +1,10 @@
-"""A prefill group of several ranks in the simulator, which takes its turns as `prefill_workers` does.
+"""Prefill group of several ranks in the simulator, whose ranks alternate between jobs as in `prefill_workers`.
 
-A turn on a job is the rest of one layer, for which the rank needs the earlier ranks' KV, and the beginning of the next
-layer: projections, after which its own KV leaves, and attention to its own tokens. Each rank gives its turns to the job
-that is due first among those that are ready. So a job whose KV has not arrived lets another one take a turn, and
-continues when that turn is over: long prompts delay the chains of short ones by a layer, again and again. Pure.
+A turn on a job has two halves. The first completes a layer, which needs the earlier ranks' KV. The second begins the
+next layer: it computes the projections, after which the rank sends its own KV, and attention to the rank's own tokens.
+Each rank gives its next turn to the ready job that is due first. A job whose KV has not arrived lets another job run
+for a turn, and continues after that turn. So long prompts can delay the chains of short ones by a layer, repeatedly.
+Pure.
 """
 
 import math
@@ -24,28 +25,28 @@ class _Turn:
     """One turn of a rank on a job."""
 
     until_projected_s: float | None
-    """Seconds until the layer that begins in the turn is projected; None if none begins."""
+    """Seconds until the layer that begins in the turn is projected; None if no layer begins."""
     seconds: float
 
 
 @dataclass
 class _Part:
-    """One rank's part of a job."""
+    """Work of one rank on a job."""
 
     due_s: float
     number: int
     turns: list[_Turn]
     hop_s: float
-    """Seconds that a layer's rows take from the rank before."""
+    """Seconds to transfer a layer's KV from the previous rank."""
     num_taken: int = 0
     is_first: bool = True
-    """True: no rank comes before in the chain."""
+    """True: the rank is the first of the chain."""
     behind: "_Part | None" = None
-    """The part of the rank that comes next in the chain."""
+    """Work of the next rank of the chain on the same job."""
     projected_s: list[float] = field(default_factory=list)
-    """Instants at which the rank's rows are final, by layer."""
+    """Time at which the rank's own KV is computed, by layer."""
     arrived_s: list[float] = field(default_factory=list)
-    """Instants at which all earlier rows have arrived, by layer; empty on the first rank."""
+    """Time at which the KV of all earlier ranks has arrived, by layer; empty on the first rank."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -53,18 +54,19 @@ class _Part:
 
     @property
     def ready_s(self) -> float:
-        """Instant from which the next turn can be taken; infinite while it is unknown."""
+        """Time from which the next turn can begin; infinite if it is not known yet."""
         if self.is_first or not self.num_taken:
             return -math.inf
         return self.arrived_s[self.num_taken - 1] if self.num_taken <= len(self.arrived_s) else math.inf
 
     def project(self, at_s: float) -> None:
-        """Note when the next layer's rows are final, and pass on what can be."""
+        """Record the time at which the next layer's own KV is computed, and update the later ranks."""
         self.projected_s.append(at_s)
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Pass to the ranks behind the instants at which they have the rows of the layers that are complete here."""
+        """For each layer whose KV is complete on this rank, compute when it arrives at the next rank, and so on down
+        the chain."""
         behind = self.behind
         if behind is None:
             return
@@ -76,7 +78,7 @@ class _Part:
 
 
 class _Rank:
-    """One rank: its parts of jobs, in the order in which they are due, and the turn that it takes."""
+    """One rank: its work on each job, ordered by due time, and its current turn."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []
@@ -85,11 +87,11 @@ class _Rank:
 
     @property
     def next_s(self) -> float:
-        """Instant at which the turn ends or, without one, a part can take one."""
+        """Time at which the current turn ends or, without one, at which the next turn can begin."""
         return self._turn_end_s if self.running else min((part.ready_s for part in self.parts), default=math.inf)
 
     def begin_turn(self, now_s: float) -> None:
-        """Give the next turn to the part due first that is ready, if any."""
+        """Give the next turn to the ready job that is due first, if any."""
         part = next((each for each in self.parts if each.ready_s <= now_s + NOTHING_S), None)
         self.running = part
         if part is not None:
@@ -99,7 +101,7 @@ class _Rank:
                 part.project(now_s + turn.until_projected_s)
 
     def end_turn(self) -> _Part | None:
-        """End the turn; return its part if that is done."""
+        """End the current turn. Return the rank's work on the job if it is finished, else None."""
         part, self.running = self.running, None
         assert part is not None
         part.num_taken += 1
@@ -110,7 +112,7 @@ class _Rank:
 
 
 class ChainTurns:
-    """The jobs of a group of several ranks. Implements PrefillWork."""
+    """Jobs of a group of several ranks. Implements PrefillWork."""
 
     def __init__(self, num_ranks: int, cost: CostModel) -> None:
         self._ranks = [_Rank() for _ in range(num_ranks)]
@@ -118,7 +120,7 @@ class ChainTurns:
         self._lag_s: dict[int, float] = {}
         """Seconds from the end of a job's last turn to its first token, by job."""
         self._open: dict[int, int] = {}
-        """Number of parts that are not done, by job."""
+        """Number of ranks that have not finished their work, by job."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -168,14 +170,14 @@ class ChainTurns:
 
 
 def _turns(plan: ChainPlan, cost: CostModel) -> list[list[_Turn]]:
-    """Return the turns of each rank of the chain."""
+    """Return the turns of each rank of the chain, in the order of the chain."""
     chunks = np.array([[len(chunk) for chunk in plan.chunks]], dtype=np.float64)
     work = work_of(chunks, cost, BATON, plan.chunks[0].start)
     return [_turns_of(work, place, cost, is_last=place + 1 == len(plan.chunks)) for place in range(len(plan.chunks))]
 
 
 def _turns_of(work: LayerTimes, place: int, cost: CostModel, *, is_last: bool) -> list[_Turn]:
-    """Return the turns of the rank at a place of the chain; only the last one computes beyond its last KV."""
+    """Return the turns of the rank at index `place` of the chain. Only the last rank computes beyond its last KV."""
     project, own, far, last_own, last_far = (
         float(each[0, place]) for each in (work.project, work.own, work.far, work.last_own, work.last_far)
     )

@@ -169,7 +169,7 @@ async def test_real_engines_serve_conversations(tmp_path: Path, baton: Baton) ->
         ("--rate 1 --seed -1", "--seed: '-1' is out of range"),
         ("--rate 1 --api-key-env BATON_TEST_NO_SUCH", "BATON_TEST_NO_SUCH is not set"),
         ("--trace nowhere.jsonl", "nowhere.jsonl: cannot be read"),
-        (f"--trace {TRACE} --turns 2", "--trace says how long requests are"),
+        (f"--trace {TRACE} --turns 2", "--trace sets the lengths of requests"),
     ],
 )
 def test_bad_options_are_refused(baton: Baton, arguments: str, complaint: str) -> None:

@@ -16,7 +16,7 @@ def test_targets_are_seconds_by_metric() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("latency=1s", "'latency=1s' names none of ttft, tpot, e2el"),
+        ("latency=1s", "'latency=1s' does not name one of ttft, tpot, e2el"),
         ("ttft", "ttft = '' is not a time"),
         ("ttft=500", "ttft = '500' is not a time"),
         ("ttft=-1s", "ttft = '-1s' is not a time"),

@@ -79,11 +79,11 @@ def test_the_documented_outputs_are_those_of_their_commands(baton: Baton) -> Non
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("llama-13b --prompt 1k", "--prompt is of the break-even: add --explain"),
+        ("llama-13b --prompt 1k", "--prompt is an option of --explain: add --explain"),
         ("llama-13b --explain --rate 0", "--rate = '0' is out of range"),
         ("llama-13b --explain --ranks 65", "--ranks: '65' is out of range: use whole numbers from 1 to 64"),
         ("llama-13b --explain --hardware tpu-v5e", "hardware = 'tpu-v5e' is unknown: use one of a100-eager"),
-        ("llama-13b --explain --speculation", "--speculation is of another forecast"),
+        ("llama-13b --explain --speculation", "--speculation is not supported with --explain"),
         ("llama-13b --explain --chips 8", "--chips: every worker of a break-even is one device"),
         ("--params 1e9 --kv-per-token 1e4 --explain", "--params: a break-even needs the model's shape"),
         ("smollm2-135m --explain --hardware here --link-gb-s 1", "--hardware here predicts by this machine's"),

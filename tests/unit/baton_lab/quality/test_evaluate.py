@@ -240,7 +240,7 @@ REFUSALS = {
     "--rows 5 --context 400": "has 400 tokens, and 411 are read: give longer texts",
     "--plot quality.pdf": "the plot is a PNG",
     "--mass -1": "--mass: '-1' is out of range",
-    "--link 4GBps": "--link means nothing without --device emulated",
+    "--link 4GBps": "--link has no effect without --device emulated",
     "--device emulated --link 4": "--link: '4' is not a rate",
     "--device emulated --link 0GBps": "--link: '0GBps' brings nothing",
     "--device emulated --mass 2": "--mass needs the keys in host memory",
