@@ -95,7 +95,7 @@ class _Child:
         finally:
             serving.cancel()
         if not self._serves.is_set():
-            await self._following  # raises an error of reading, if there was one
+            await self._following  # raises the error of the reader, if any
             raise self._failure(await self._process.wait())
         assert self._record is not None
         return self._record
@@ -110,7 +110,7 @@ class _Child:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-        await asyncio.wait({self._following}, timeout=_LAST_LINES_S)  # a process that is left may hold the pipe open
+        await asyncio.wait({self._following}, timeout=_LAST_LINES_S)  # a remaining process may hold the pipe open
         if self._record is not None:
             if self._record.ray_folder:
                 await asyncio.to_thread(kill_ray, self._record.ray_folder)

@@ -15,7 +15,7 @@ _ANSWER_S = 30.0
 
 
 class GrpcServer:
-    """A Baton server over gRPC. Make one with `connected`. Implements `baton_lab.bench.server.Server`."""
+    """Baton server over gRPC. Create with `connected`. Implements `baton_lab.bench.server.Server`."""
 
     def __init__(self, client: AsyncClient, about: About, style: Style) -> None:
         self.about = about

@@ -52,7 +52,7 @@ class Run:
     load: Load
     records: list[Record] = field(default_factory=list)
     num_unasked: int = 0
-    """Turns that were not sent because an earlier turn of their conversation failed."""
+    """Number of turns that were not sent because an earlier turn of their conversation failed."""
     seconds: float = 0.0
     """Seconds from the start of the load to the end of the last answer."""
     used_s: float = 0.0
@@ -60,7 +60,7 @@ class Run:
 
 
 class Generator:
-    """Sends loads to one server, one load after the other."""
+    """Sends loads to one server, one after the other."""
 
     def __init__(self, server: Server, clock: Clock, ended: Callable[[Record], None] = lambda record: None) -> None:
         """`ended`: callback that receives each record on the event loop; it must return quickly."""
@@ -148,7 +148,7 @@ class Generator:
 
 @dataclass(frozen=True)
 class _Place:
-    """Fields of a request's record that are known before it is sent."""
+    """Fields of a request's record that are known before the request is sent."""
 
     conversation: int
     turn: int

@@ -21,7 +21,7 @@ _DATA, _DONE = b"data:", b"[DONE]"
 
 
 class OpenAiServer:
-    """A server that speaks OpenAI's API. Make one with `connected`. Implements `baton_lab.bench.server.Server`."""
+    """Server with OpenAI's API. Create with `connected`. Implements `baton_lab.bench.server.Server`."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str, about: About, style: Style) -> None:
         self.about = about
@@ -45,7 +45,7 @@ class OpenAiServer:
             yield cls(session, base, await _about(session, base, model), style)
 
     async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
-        """Send one request, and read its answer to the end."""
+        """Send one request, and record its answer in `log` until it ends."""
         body = self._body(messages, max_tokens)
         try:
             async with self._session.post(self._url, json=body) as answer:

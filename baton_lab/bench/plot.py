@@ -18,7 +18,7 @@ Runs = Sequence[tuple[Run, Summary]]
 
 
 def draw(runs: Runs, targets: Mapping[str, float], title: str, path: Path) -> None:
-    """Draw the runs as a PNG. Raises ConfigError for a path that cannot be written to; needs matplotlib."""
+    """Draw the runs as a PNG. Needs matplotlib. Raises ConfigError if the path cannot be written to."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 7.0), layout="constrained")

@@ -36,7 +36,7 @@ class MessageLog:
         """Arrival times of messages with text or tokens."""
 
     def message(self, text: str) -> None:
-        """Record that a message with this text has just arrived."""
+        """Record a message with this text that has just arrived."""
         self.message_s.append(self.now_s())
         self._texts.append(text)
 
@@ -68,7 +68,7 @@ class Record:
     end_s: float
     """Time at which the answer ended or the request failed."""
     max_tokens: int
-    """Requested number of output tokens."""
+    """Number of output tokens that the request asks for."""
     message_s: tuple[float, ...] = ()
     """Arrival times of messages with text. A message holds the tokens of one step: with speculation, possibly
     several."""

@@ -44,7 +44,7 @@ class Summary:
     num_requests: int
     num_answered: int
     num_unasked: int
-    """Turns that were not sent because an earlier turn of their conversation failed."""
+    """Number of turns that were not sent because an earlier turn of their conversation failed."""
     num_short: int
     """Number of answers with fewer tokens than requested."""
     num_uncounted: int

@@ -27,7 +27,7 @@ def parse_targets(texts: Sequence[str]) -> Mapping[str, float]:
 
 
 def target_words(targets: Mapping[str, float]) -> str:
-    """Return the targets as readable text for titles."""
+    """Return the targets as readable text."""
     return ", ".join(f"{metric} <= {seconds * 1e3:g} ms" for metric, seconds in targets.items())
 
 

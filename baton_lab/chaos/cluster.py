@@ -41,13 +41,13 @@ class ChaosPlan:
     spawner: Spawner
     """Spawner of the workers, without the faulty networks."""
     chain: Sequence[WorkerConfig]
-    """Configurations of the ranks of the one prefill group."""
+    """Configurations of the ranks of the only prefill group."""
     engines: Sequence[WorkerConfig]
     """Configurations of the engines. Each engine is one generation group."""
     orchestrator: Callable[[str], OrchestratorPlan]
     """Function that makes the orchestrator's plan from the workers' KvLayout.fingerprint."""
     faults: SeededPlan
-    """Fault plan for all calls of workers and clients."""
+    """Plan of the faults of all calls by workers and clients."""
     heartbeat: Heartbeat
     num_slots: int
     """Number of slots of each engine."""
@@ -120,7 +120,8 @@ class ChaosCluster:
         return True
 
     async def until_ready(self, timeout_s: float) -> None:
-        """Wait until all workers serve and the chain has links. Raises UnavailableError after `timeout_s` seconds."""
+        """Wait until all workers serve and the chain's links are connected. Raises UnavailableError after `timeout_s`
+        seconds."""
         await self._cluster.until_ready(timeout_s)
 
     async def engine_status(self, name: str, timeout_s: float) -> generate_pb2.GenerationStatus | None:

@@ -1,4 +1,4 @@
-"""`baton chaos`: the command line of the seeded chaos test (baton_lab.chaos.session) on child processes."""
+"""Command line of `baton chaos`, which runs chaos schedules (baton_lab.chaos.session) on child processes."""
 
 import argparse
 from pathlib import Path

@@ -94,7 +94,7 @@ class EngineTrials:
         latest step. Raises OSError if the thread cannot be held."""
         while True:
             worker = self._cluster.worker(name)
-            with contextlib.suppress(ProcessLookupError):  # the worker has ended: the next one will do
+            with contextlib.suppress(ProcessLookupError):  # the worker has ended: try its replacement
                 held = HeldThread(thread_of(worker.pid, THREAD))
                 try:
                     await held.until_held()

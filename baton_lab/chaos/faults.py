@@ -21,7 +21,7 @@ class Fault(enum.Enum):
     DROP = "drop"
     """No data passes any more, and the connection fails after a delay."""
     TWICE = "twice"
-    """The server gets the call twice."""
+    """The call is delivered to the server twice."""
 
 
 @dataclass(frozen=True)

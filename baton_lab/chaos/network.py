@@ -263,7 +263,7 @@ async def _again(requests: list[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _pump(requests: AsyncIterator[bytes], call: Call) -> None:
-    # The call may end meanwhile: its status says why.
+    # The call may end before all requests are written. Its status gives the reason.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         async for request in requests:
             await call.write(request)

@@ -43,7 +43,7 @@ class Answer:
     ask: Ask
     outcome: Outcome
     output: Completion
-    """Everything that the client received."""
+    """All output that the client received."""
     error: str
     """Error that the request ended with; empty if it was answered."""
     complaints: tuple[str, ...]

@@ -51,7 +51,7 @@ class Bounds:
 
 
 class ChaosRun:
-    """One run of one schedule. Used once."""
+    """One run of one schedule. `run` may be called once."""
 
     def __init__(
         self,

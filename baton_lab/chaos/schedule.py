@@ -105,7 +105,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The requests, blows and fault rate of one seed."""
+    """Requests, process faults and rate of network faults, determined by one seed."""
 
     seed: int
     asks: tuple[Ask, ...]

@@ -162,7 +162,7 @@ class LayerMemory:
         self._buffer = device.buffer(replace(shape.layout, num_layers=1), tokens)
         self._link = device.link
         self._held: tuple[KvBuffer, int, int] | None = None
-        """Buffer in host memory, layer and end of the tokens that were fetched; None before the first fetch."""
+        """(host buffer, layer, end of the fetched tokens) of the data in the memory; None before the first fetch."""
 
     def bring(self, home: KvBuffer, layer: int, tokens: TokenRange) -> Tensor:
         """Fetch a sequence's KV up to `tokens.end` from its host buffer `home`, except what was fetched before. Return

@@ -14,7 +14,7 @@ class StepCell:
     context: int
     kv_bytes: float
     total_bytes: float
-    """Bytes of weights and KV together."""
+    """Number of bytes of weights and KV together."""
     fits: bool
     step_s: float
     attention_s: float

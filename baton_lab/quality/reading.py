@@ -86,7 +86,7 @@ def evaluate(
     num_threads = use_threads(args.threads)
     torch.set_num_threads(num_threads)
     decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
-    reader = decoder  # contexts are made on the CPU, wherever they are read
+    reader = decoder  # contexts are prefilled on the CPU, for any device
     if args.device != "cpu":
         device = make_device(args.device, LinkRate(bytes_per_s))
         reader = Decoder(decoder.config, decoder.weights, device=device)
@@ -196,10 +196,10 @@ def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
             f"--context {size.contexts[-1]} and --steps {size.num_steps} are beyond the {limit} tokens that the model"
             " takes: shorten one of them"
         )
-    shortest = size.contexts[0] + size.num_steps + 1  # a pool must be a part of it, too
+    shortest = size.contexts[0] + size.num_steps + 1  # a pool's size is a fraction of it
     for setting, num_tokens in itertools.product(settings, {shortest, needed}):
         _residency(decoder, setting, KvShape(decoder.layout, decoder.config.windows, 1, num_tokens)).close()
-    copies = 4 if size.has_needles else 2  # contexts, and the rows that read them
+    copies = 4 if size.has_needles else 2  # contexts, and the sequences that are made from them
     kv_bytes = copies * size.num_rows * needed * decoder.layout.token_bytes
     if kv_bytes > (available := inspect_machine().available_bytes):
         needs, has = f"{kv_bytes / 1e9:.1f} GB", f"{available / 1e9:.1f} GB"

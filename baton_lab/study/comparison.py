@@ -25,7 +25,7 @@ class Comparison:
     num_tokens: int
     num_ranks: int
     single: float
-    """Seconds on one rank, with the protocol's kernel."""
+    """Seconds on one rank, with the attention kernel of the protocol."""
     kvr_e: float
     """Seconds of a chain with even chunks (KVR-E)."""
     kvr_s: float

@@ -33,7 +33,7 @@ class _Placed:
 
 
 class WholeChooser:
-    """The production chooser over all groups of a fleet. Implements `baton_lab.traffic.placing.Placer`."""
+    """Production chooser over all groups of a fleet. Implements `baton_lab.traffic.placing.Placer`."""
 
     def __init__(self, fleet: Fleet, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self._fleet = fleet

@@ -53,7 +53,7 @@ class Spot:
 
 
 class Placer(Protocol):
-    """Chooses groups for requests, and keeps account of the work assigned to them."""
+    """Chooses groups for requests, and records the work assigned to them."""
 
     prefill_queues: PrefillQueues
     num_cached_tokens: int

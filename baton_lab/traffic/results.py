@@ -24,7 +24,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class ScalerEvent:
-    """One change that a scaling policy made, or would have made in advisory mode."""
+    """One change by a scaling policy. In advisory mode, a change that it would have made."""
 
     time_s: float
     what: str
