@@ -1,1 +1,1 @@
-"""Benchmarks, one module for each question: `python -m benchmarks.NAME [--json] [--quick]`. Not in the wheel."""
+"""Benchmarks, one module per question: `python -m benchmarks.NAME [--json] [--quick]`. Not part of the wheel."""

@@ -1,8 +1,9 @@
-"""How fast is prefill attention on one core? Our native kernel, torch's SDPA and the bf16 linear layers.
+"""How fast is prefill attention on one core? Compares Baton's native kernel with torch's SDPA and bf16 linear layers.
 
-One thread. For each number of keys: a causal square (as many queries as keys, of which only the visible pairs count)
-and a dense rectangle of `--queries` queries. All sides are measured alternately. `matmul` is the rate of the linear
-layers of one layer of the model over the same number of tokens: what attention could reach if it were a matrix product.
+One thread. For each number of keys there are two cases: `causal`, with as many queries as keys, for which only the
+visible query-key pairs count, and `dense`, with `--queries` queries. All kernels are measured alternately. `matmul` is
+the rate of the linear layers of one model layer over the same number of tokens, which attention could reach if it were
+a matrix product.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from deploy.machine.resolved_model import ResolvedModel
 KEYS = "512,1024,2048,3000,6000"
 QUICK_KEYS = "512"
 _CALL_S = 0.05
-"""Seconds for which each side is called in each round, at least."""
+"""Minimum seconds for which each kernel is called in each round."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +50,7 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--keys", default=None, help=f"numbers of keys (default {KEYS})")
-    parser.add_argument("--queries", type=int, default=512, help="queries of dense rectangles")
+    parser.add_argument("--queries", type=int, default=512, help="number of queries of dense cases")
     return run(parser.parse_args())
 
 

@@ -1,9 +1,11 @@
-"""Is a chain the best way to prefill one prompt on several ranks? Against TSP, zigzag ring attention, and one process.
+"""Is a chain the fastest scheme to prefill one prompt on several ranks? Compares it with TSP, zigzag ring attention,
+and one process.
 
-Ranks of one thread on a core each. All schemes use one decoder and one attention kernel, and are measured alternately.
-The chain's partitions are even (`even`) and searched over a cost model (`kvr_s`) that is calibrated before, with all
-ranks busy. Rows compare KVR-S with every other scheme, and its time with the model's prediction (`model`). The baseline
-`single` is one process with one thread for each rank. `--bars` measures only the promised cases.
+Each rank has one thread on its own core. All schemes use the same decoder and attention kernel, and are measured
+alternately. The chain's chunks are even (`even`), or searched with a cost model (`kvr_s`) that is calibrated first,
+while all ranks are busy. Rows compare KVR-S with every other scheme, and its time with the model's prediction
+(`model`). The baseline `single` is one process with one thread per rank. `--bars` measures only the cases that have
+bars.
 """
 
 import argparse
@@ -47,14 +49,14 @@ SCHEME_NAMES = (*SCHEMES, "even", "single")
 BAR_TOKENS = "2048,6000"
 BAR_SCHEMES = ("tsp_dense", "zigzag")
 TSP_BARS = {2048: 1.35, 6000: 1.65}
-"""Least ratio of dense TSP's time to KVR-S's with SDPA, by prompt length."""
+"""Minimum ratio of dense TSP's time to KVR-S's time with SDPA, by prompt length."""
 ZIGZAG_BAR = 0.97
-"""Least ratio of zigzag ring attention's time to KVR-S's, at every length, with every kernel."""
+"""Minimum ratio of zigzag ring attention's time to KVR-S's time, for every length and kernel."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One case: a prompt length, a kernel, and the schemes that the chain is compared with."""
+    """One case: a prompt length, a kernel, and the schemes to compare with."""
 
     num_tokens: int
     kernel: str
@@ -63,14 +65,14 @@ class Contest:
 
 
 class Arena:
-    """The ranks, the single process, and their cost models. Every method blocks."""
+    """The ranks, the single process, and the cost models by kernel. Every method blocks."""
 
     def __init__(self, ranks: Ranks, single: Ranks | None, calibrations: Mapping[str, Calibration]) -> None:
         self._ranks, self._single, self._calibrations = ranks, single, calibrations
 
     def measure(self, contest: Contest) -> dict[str, list[float]]:
-        """Return the seconds of each round by scheme, and KVR-S's prediction as `model`. A short round comes before,
-        unrecorded."""
+        """Return the seconds of each round by scheme, and KVR-S's predicted seconds as `model`. A short warm-up round
+        is run first."""
         found: dict[str, list[float]] = {name: [] for name in ("kvr_s", *contest.schemes)}
         self._round(contest, min(contest.num_tokens, 512), seed=contest.pairs)
         with progress(f"{contest.num_tokens} tokens, {contest.kernel}", contest.pairs) as advance:
@@ -83,7 +85,7 @@ class Arena:
         return found | {"model": [predicted_s] * contest.pairs}
 
     def searched(self, num_tokens: int, kernel: str) -> tuple[TokenRange, ...]:
-        """Return the chunks of KVR-S for a prompt of `num_tokens`."""
+        """Return the chunks of KVR-S for a prompt of `num_tokens` tokens."""
         return as_ranges(search(num_tokens, len(self._ranks), self._calibrations[kernel].cost, BATON), 0)
 
     def _round(self, contest: Contest, num_tokens: int, seed: int) -> dict[str, float]:
@@ -109,7 +111,7 @@ def contests(args: argparse.Namespace, kernels: Sequence[str]) -> list[Contest]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all lengths, kernels and schemes; return 1 when a bar is missed."""
+    """Measure all lengths, kernels and schemes. Return 1 if a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     origin, kernels = nominal_calibration(ResolvedModel(folder), args.dtype, 1), runnable(args.kernel.split(","))
     planned, bars, reporter = contests(args, kernels), Bars(), Reporter("chain", args.json)
@@ -147,11 +149,13 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS}; {BAR_TOKENS} with --bars)")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each")
-    parser.add_argument("--kernel", default="native,sdpa", help="attention kernels, on all sides")
-    parser.add_argument("--schemes", default=",".join(SCHEME_NAMES), help="to compare with, unless --bars")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks of the chain, one core each")
+    parser.add_argument("--kernel", default="native,sdpa", help="attention kernels, for all schemes")
+    parser.add_argument(
+        "--schemes", default=",".join(SCHEME_NAMES), help="schemes to compare with, unless --bars is given"
+    )
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds of each case; 0: {PAIRS}, or {QUICK_PAIRS} quick")
-    parser.add_argument("--bars", action="store_true", help="measure only the promised bars")
+    parser.add_argument("--bars", action="store_true", help="measure only the cases that have bars")
     return run(parser.parse_args())
 
 

@@ -1,10 +1,11 @@
 """Is this checkout as fast as another one? Runs one benchmark alternately in both, and compares every row.
 
 `python -m benchmarks.checkouts ../before decode --alone --pairs 1` runs `python -m benchmarks.decode --json --alone
---pairs 1` here and in `../before`, a checkout of another commit, alternately. Both use this environment's packages, and
-each its own kernels, which are built first.
-Each row's value here is paired with its value there, and the median of the pairs' ratios is reported, above 1 where
-this checkout is better. `--bars` fails when a ratio is below 0.95.
+--pairs 1` alternately here and in `../before`, a checkout of another commit. Both use this environment's packages. Each
+uses its own kernels, which are built first.
+
+Each row's value here is paired with its value in the other checkout. The median of the ratios is reported; it is above
+1 if this checkout is better. `--bars` fails if a ratio is below 0.95.
 """
 
 import json
@@ -17,14 +18,14 @@ from pathlib import Path
 from benchmarks.support.harness import PAIRS, Bars, Pairs, Reporter, progress
 
 BAR = 0.95
-"""Least ratio to the other checkout, by the median of the pairs."""
+"""Minimum ratio to the other checkout, as the median of the pairs."""
 Key = tuple[str, str, str]
-"""Case, metric and unit of a row."""
+"""(case, metric, unit) of a row."""
 
 
 def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
-    """Run a benchmark in a checkout and return its rows' values. Raises SystemExit with the benchmark's output when it
-    prints no row. A missed bar of the benchmark is not a failure here."""
+    """Run a benchmark in a checkout and return the values of its rows. A missed bar of the benchmark is ignored. Raises
+    SystemExit with the benchmark's output if it prints no rows."""
     name, *options = benchmark
     command = ["env", f"PYTHONPATH={checkout}", sys.executable, "-m", f"benchmarks.{name}", "--json", *options]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
@@ -35,13 +36,14 @@ def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
 
 
 def build(checkout: Path) -> None:
-    """Build a checkout's kernels in its tree; older ones build theirs at first use. Raises CalledProcessError."""
+    """Build the checkout's kernels in its tree. A checkout without setup.py builds them at first use. Raises
+    CalledProcessError."""
     if (checkout / "setup.py").exists():
         subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=checkout, check=True)
 
 
 def commit_of(checkout: Path) -> str:
-    """Return the short id of the commit that a checkout is at."""
+    """Return the short id of the checkout's current commit."""
     command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -50,7 +52,7 @@ def main() -> int:
     """Compare this checkout with another one; return the exit status."""
     parser = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="rounds, each a run here and a run there")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="number of rounds, each with one run per checkout")
     parser.add_argument("--bars", action="store_true", help=f"exit with 1 when a ratio is below {BAR}")
     parser.add_argument("other", type=Path, help="checkout of another commit")
     parser.add_argument("benchmark", nargs=REMAINDER, help="name of a benchmark, and its options")

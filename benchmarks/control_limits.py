@@ -1,10 +1,10 @@
-"""How much does the orchestrator's bookkeeping cost, by size: prefix index, workers' statuses, the cluster's view?
+"""How much does the orchestrator's bookkeeping cost, by size: the prefix index, workers' statuses, the cluster's view?
 
-`prefix index`: eight stores of 125,000 blocks each. Rows: memory a block, and the times of writing a block, of looking
-a block up in one store, and of looking for one name in all stores. `worker_poller`: the orchestrator's processor time
-for the status of one worker, from scripted generation groups in another process. Every worker is queried twice a
-second, and by the supervisor once a second, with the same call. `view`: reading a view of `num_groups` groups, which
-the supervisor pushes once a second.
+`prefix index`: eight stores of 125,000 blocks each. Rows: memory per block, and the times to write a block, to look up
+a block in one store, and to look up one name in all stores. `worker_poller`: the orchestrator's processor time for the
+status of one worker, reported by scripted generation groups in another process. Every worker is queried twice a second
+by the orchestrator, and once a second by the supervisor with the same call. `view`: time to parse a view of
+`num_groups` groups, which the supervisor pushes once a second.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from orchestrator.workers.worker_poller import WorkerPoller
 
 T = TypeVar("T")
 Row = tuple[str, str, float, str]
-"""Part, measure, value, unit."""
+"""(part, measure, value, unit)."""
 STORES = tuple(f"store-{number}" for number in range(8))
 BLOCKS = 64
-"""Blocks of a prompt: 8,192 tokens."""
+"""Number of blocks of a prompt; 8,192 tokens."""
 ROUNDS = 20
 SECRET = ClusterSecret("0" * 64)
 
@@ -41,11 +41,15 @@ SECRET = ClusterSecret("0" * 64)
 def main() -> int:
     """Print the table; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", default=1_000_000, type=int, metavar="N", help="blocks (default: %(default)s)")
+    parser.add_argument(
+        "--blocks", default=1_000_000, type=int, metavar="N", help="number of blocks (default: %(default)s)"
+    )
     parser.add_argument(
         "--workers", default=32, type=int, metavar="N", help="number of polled workers (default: %(default)s)"
     )
-    parser.add_argument("--groups", default=1000, type=int, metavar="N", help="groups viewed (default: %(default)s)")
+    parser.add_argument(
+        "--groups", default=1000, type=int, metavar="N", help="number of groups in the view (default: %(default)s)"
+    )
     args = parser.parse_args()
     table = number_table("bookkeeping of the orchestrator", ["part", "measure", "value", "unit"])
     rows = [*index_rows(args.blocks), asyncio.run(census_row(args.workers)), view_row(args.groups)]
@@ -56,7 +60,7 @@ def main() -> int:
 
 
 def index_rows(num_blocks: int) -> list[Row]:
-    """Return memory and times of a prefix index with `num_blocks` blocks."""
+    """Measure memory and times of a prefix index with `num_blocks` blocks."""
     num_prompts = max(num_blocks // BLOCKS, 1)
     tracemalloc.start()
     index = PrefixIndex()
@@ -74,7 +78,7 @@ def index_rows(num_blocks: int) -> list[Row]:
 
 
 async def census_row(num_workers: int) -> Row:
-    """Return the processor time that the status of one worker takes here."""
+    """Measure the processor time that the status of one worker takes in this process."""
     async with child(engines, Groups(num_workers, num_slots=32, step_s=1.0)) as scripted:
         members, clients = Membership(), Clients(SECRET)
         groups = [
@@ -95,7 +99,7 @@ async def census_row(num_workers: int) -> Row:
 
 
 def view_row(num_groups: int) -> Row:
-    """Return the processor time of reading a view of `num_groups` groups, half of each role."""
+    """Measure the processor time to parse a view of `num_groups` groups, half of each role."""
     half = num_groups // 2
     view = ClusterView(
         tuple(PrefillGroup(f"prefill-{each}", (f"node-{each}:1",), Epoch(0)) for each in range(half)),
@@ -107,7 +111,7 @@ def view_row(num_groups: int) -> Row:
 
 
 def _place(number: int) -> tuple[str, tuple[str, ...]]:
-    """Return the store of the prompt of that number, and its blocks."""
+    """Return the store of prompt `number`, and the names of its blocks."""
     names = PromptBlocks.of((number,) * (BLOCKS * 4), 4, "layout").names
     return STORES[number % len(STORES)], names
 

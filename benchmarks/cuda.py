@@ -1,23 +1,22 @@
-"""How near does a GPU get to the limits of its memory, its tensor cores and its link?
+"""How close does a GPU get to the limits of its memory, its tensor cores and its link?
 
-Models of real shapes with random weights in bf16 (benchmarks.device), rates measured in the same run:
+Models of real shapes with random weights in bf16 (benchmarks.device). Rates are measured in the same run:
 
-    steps     decode steps over KV in pages, compared with the time in which a copy's rate would read their bytes
-              (`roofline`), and an engine's steps, replayed from CUDA graphs, compared with those of an engine without
-              graphs (`launched`)
-    prefill   one forward of a prompt, compared with its operations at the rate of a large product (`product`)
+    steps     decode steps over paged KV, compared with (bytes read / rate of a copy) (`roofline`), and steps of an
+              engine that replays CUDA graphs, compared with those of an engine without graphs (`launched`)
+    prefill   one forward pass of a prompt, compared with (operations / rate of a large matrix product) (`product`)
     offload   steps of residencies `host` and `infinigen`, whose KV is in host memory, compared with those of `device`
-              and with their bytes at the link's rate (`link`)
-    chain     a prompt by two processes that share the device, compared with one process (`single`)
-    overheads launches, replays and pinned memory, compared with an operator of torch (`torch`)
+              and with (bytes over the link / rate of the link) (`link`)
+    chain     prefill of a prompt by two processes that share the device, compared with one process (`single`)
+    overheads launches, graph replays and pinned memory, compared with an operator of torch (`torch`)
     kernels   attention, products and sampling of one layer, compared with the device's rates and torch's attention.
               Needs a GPU
-    served    an engine in process under closed loops of users: its steps, first tokens and gaps, compared with the
-              least times of their bytes and operations (`floor`), and where the time of a loaded engine goes.
-              `--log FOLDER` keeps each step, each compilation and a trace
+    served    an engine in process under closed loops of users: its steps, times to first token and gaps, compared with
+              the minimum times of their bytes and operations (`floor`), and a profile of the loaded engine.
+              `--log FOLDER` writes each step, each compilation and a trace
 
-`--bars`: steps reach 0.8 of the roofline, a prefill 0.6 of the product's rate. On other devices, which serve as a
-smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
+`--bars`: steps reach 0.8 of the roofline, and a prefill 0.6 of the product's rate. On devices other than a GPU, which
+serve as a smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
 """
 
 import argparse
@@ -49,20 +48,20 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the cases are."""
+    """Sizes of the cases."""
 
     model: Shape
     chained: Shape
-    """The model of each process of a chain."""
+    """Model of each process of a chain."""
     steps: tuple[tuple[int, int], ...]
-    """Rows, and tokens of each."""
+    """(sequences, tokens of each) of each case."""
     offload: tuple[int, int]
     prompt: int
-    """Tokens of a prefill, and of a chain's."""
+    """Number of prompt tokens of `prefill` and of `chain`."""
     copied: int
-    """Bytes of a copy by which a rate is measured."""
+    """Bytes of the copy that measures memory and link rates."""
     product: int
-    """Rows and columns of a matrix by which a rate is measured."""
+    """Number of rows and of columns of the matrices that measure the rate of products."""
     rounds: int
     settings: tuple[loads.Setting, ...]
     """Engines of `served`, with their loads."""
@@ -79,15 +78,15 @@ class Benchmark:
     def __init__(
         self, device: Device, sizes: Sizes, reporter: Reporter, bars: Bars | None, log: Path | None = None
     ) -> None:
-        """`bars`: checks of what is promised; None: no checks. `log`: folder of the logs of single steps."""
+        """`bars`: checks of the bars; None: no checks. `log`: folder for the logs of single steps."""
         self._device, self._sizes, self._reporter, self._bars, self._log = device, sizes, reporter, bars, log
         self._is_gpu = device.torch_device.type == "cuda"
         self._console = Console(stderr=True, highlight=False)
 
     def steps(self) -> None:
-        """Measure decode steps over pages."""
+        """Measure decode steps over paged KV."""
         if not self._is_gpu and not _has_interpreter():
-            self._console.print("  steps: not without a GPU or TRITON_INTERPRET=1", style="dim")
+            self._console.print("  steps: skipped, needs a GPU or TRITON_INTERPRET=1", style="dim")
             return
         rate = memory_rate(self._device, self._sizes.copied)
         self._console.print(f"  memory: {rate / _GB:.1f} GB/s, read and written", style="dim")
@@ -104,7 +103,7 @@ class Benchmark:
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """Measure a forward of a whole prompt."""
+        """Measure the forward pass of a whole prompt."""
         num_tokens, shape, rounds = self._sizes.prompt, self._sizes.model, self._sizes.rounds
         rate = product_rate(self._device, self._sizes.product, torch.bfloat16)
         self._console.print(f"  product: {rate / 1e12:.3f} TFLOP/s", style="dim")
@@ -124,7 +123,7 @@ class Benchmark:
         self._check(f"{name}: part of the product's rate", row.ratio, PRODUCT_BAR)
 
     def offload(self) -> None:
-        """Measure steps whose KV crosses the link, and steps whose KV does not."""
+        """Measure steps with KV in host memory, and steps with KV in device memory."""
         batch, context = self._sizes.offload
         rounds = self._sizes.rounds
         fetch_rate, store_rate = link_rates(self._device, self._sizes.copied)
@@ -145,7 +144,7 @@ class Benchmark:
             self._reporter.add(name, "step_ms", "ms", "link", Pairs(step_ms, [bound_ms] * rounds))
 
     def chain(self) -> None:
-        """Measure a prompt's prefill by two processes on the device."""
+        """Measure the prefill of a prompt by two processes on the device."""
         found = dict[int, list[float]]()
         num_tokens, shape = self._sizes.prompt, self._sizes.chained
         for num_ranks in (1, 2):
@@ -156,7 +155,7 @@ class Benchmark:
         self._reporter.add(name, "ttft_ms", "ms", "single", Pairs(found[2], found[1]))
 
     def overheads(self) -> None:
-        """Measure the fixed costs that precede any read."""
+        """Measure fixed costs of the device, such as kernel launches."""
         found = overheads.launches_us(self._device)
         for name, us in found.items():
             pairs = Pairs([us], [found["torch operator"]])
@@ -167,9 +166,9 @@ class Benchmark:
 
     @torch.inference_mode()
     def kernels(self) -> None:
-        """Measure the kernels of a layer."""
+        """Measure the kernels of one layer."""
         if not self._is_gpu:
-            self._console.print("  kernels: not without a GPU", style="dim")
+            self._console.print("  kernels: skipped, needs a GPU", style="dim")
             return
         shape, rates = self._sizes.model, self._rates()
         self._add(kernels.prefills(shape, self._device, rates))
@@ -178,7 +177,7 @@ class Benchmark:
         self._add(kernels.draws(self._device, rates))
 
     def served(self) -> None:
-        """Measure an engine that serves."""
+        """Measure an engine under load."""
         shape, most = self._sizes.model, max(each.config.max_slot_tokens for each in self._sizes.settings)
         decoder = random_model(shape, self._device, max_position=most)
         self._add(loads.measure(decoder, shape, self._rates(), self._sizes.settings, self._log))
@@ -220,7 +219,7 @@ def main() -> int:
     parser.add_argument("--parts", default="steps,prefill,offload,chain", help="parts to measure (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: a smoke test, not a claim")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--log", type=Path, default=None, help="folder for what `served` logs (default: nowhere)")
     args = parser.parse_args()
     name = args.device or ("cuda" if torch.cuda.is_available() else "emulated")

@@ -1,12 +1,12 @@
-"""How much time does a placement take, by number of groups, and how much an autoscaler's decision?
+"""How long does a placement take, by number of groups, and how long an autoscaler's decision?
 
-`idle` and `busy` measure how the orchestrator (`orchestrator.placement.chooser`) places a prompt of 1,500 tokens. Idle:
-no group has work, and no store has a block. Busy: each prefill group has two jobs before it, and each generation group
-has 8 to 12 rows and a prefix store of its own. Stores of an eighth of the groups have one to five of the prompt's
-blocks, which all others may fetch, and generation groups may prefill by themselves. `shortlist` is the traffic
-simulator's choice, which compares only the groups that can win. `autoscaler` is one decision in a budget of that number
-of groups. Nominal costs of Llama-3.1-8B on H100s, half of the groups of each role. Median milliseconds of a few calls
-on this machine.
+`idle` and `busy` measure how long the orchestrator (`orchestrator.placement.chooser`) takes to place a prompt of 1,500
+tokens. Idle: no group has work, and no store has a block. Busy: each prefill group has two queued jobs, and each
+generation group has 8 to 12 sequences and its own prefix store. The stores of an eighth of the groups have one to five
+of the prompt's blocks, which all other groups may fetch, and generation groups may prefill locally. `shortlist` is the
+placement in the traffic simulator, which compares only the groups that can be chosen. `autoscaler` is one decision with
+a budget of that number of groups. Nominal costs of Llama-3.1-8B on H100s, half of the groups in each role. Values are
+median milliseconds of a few calls on this machine.
 """
 
 import argparse
@@ -53,9 +53,11 @@ def main() -> int:
     """Print the table; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--groups", default="4,20,100,1000,10000", metavar="N,...", help="groups (default: %(default)s)"
+        "--groups", default="4,20,100,1000,10000", metavar="N,...", help="numbers of groups (default: %(default)s)"
     )
-    parser.add_argument("--calls", default=9, type=int, metavar="N", help="calls of each kind (default: %(default)s)")
+    parser.add_argument(
+        "--calls", default=9, type=int, metavar="N", help="number of calls of each kind (default: %(default)s)"
+    )
     args = parser.parse_args()
     planner = planner_here(None)
     table = number_table("milliseconds a decision", ["groups", "idle", "busy", "shortlist", "autoscaler"])
@@ -72,7 +74,7 @@ def main() -> int:
 
 
 def planner_here(local: LocalPrefill | None) -> RecallingPlanner:
-    """Return a planner by nominal costs; `local`: how generation groups prefill by themselves, None if they do not."""
+    """Return a planner with nominal costs. `local`: local prefill of generation groups; None if they do not prefill."""
     shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
     steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
     planner = RecallingPlanner(nominal("llama-3.1-8b", "", shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
@@ -81,7 +83,7 @@ def planner_here(local: LocalPrefill | None) -> RecallingPlanner:
 
 
 def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int, *, is_busy: bool) -> float:
-    """Return the milliseconds of one choice of the orchestrator."""
+    """Return the milliseconds of one placement by the orchestrator."""
     members, half, clock = Membership(), num_groups // 2, SystemClock()
     stores = [f"store-{each}" if is_busy else "" for each in range(half)]
     members.update(
@@ -115,7 +117,7 @@ def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int, *, is
 
 
 def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
-    """Give all groups work, and an eighth of the stores the first blocks of the prompt."""
+    """Give work to all groups, and the first blocks of the prompt to an eighth of the stores."""
     clock = SystemClock()
     now_s, num_groups = clock.now_s(), len(members.present.prefill)
     blocks = PromptBlocks.of(tuple(range(PROMPT)), OrchestratorConfig().block_tokens, "")
@@ -138,7 +140,7 @@ def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
 
 
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
-    """Return the milliseconds of one choice of the simulator."""
+    """Return the milliseconds of one placement in the simulator."""
     assert planner.steps is not None
     timeline = Timeline()
     fleet = Fleet(GroupSizes(), planner.cost, StepLines(planner.steps), timeline, GapHistogram())
@@ -150,7 +152,7 @@ def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> 
 
 
 def autoscaler_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
-    """Return the milliseconds of one decision in a budget of `num_groups` groups, all of which are needed."""
+    """Return the milliseconds of one decision with a budget of `num_groups` groups, all of which are needed."""
     half = num_groups // 2
     config = AutoscalingConfig(min=2, max=num_groups)
     autoscaler = Autoscaler(config, ServiceModel(planner, 1, 32), LeadTimes(30.0, 2.0))

@@ -1,16 +1,18 @@
-"""How long is a generation step, how far is that from the floor, and does the roofline predict it?
+"""How long is a generation step, how close is it to the lower bound, and does the roofline predict it?
 
-The grid is batch x context. Every row has its own length, spread evenly over a tenth around the context, and its KV
-where a served request would have it. A step is the engine's, sampling and text included (benchmarks.sides.engine_rows).
-The other side is vLLM-CPU if it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with rows of the same
-lengths, stepped by its own engine in its own process. Otherwise it is transformers (`plain`). The sides alternate, four
-steps at a time, after one that is not counted, and the side that waits is idle.
+The grid is batch x context. The sequences of a batch have different lengths, spread evenly within a tenth of the
+context, and their KV is stored as in a served request. A step is one step of the engine, including sampling and
+detokenization (benchmarks.sides.engine_rows).
 
-`floor` is all bytes that a step must read, by the engine's own account, over the bandwidth that all threads reach at
-reading memory. `operations` is the sum over matrices and attention of the longer of reading and computing, at rates
-measured before the first cell. `roofline` is what `baton plan --hardware here` predicts, from its measurements then.
-`--plot` draws both with the measured steps. `--bars` checks what is promised against vLLM, of the operations and of the
-prediction.
+The other side is vLLM-CPU if it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with sequences of the
+same lengths, stepped by vLLM's engine in its own process. Otherwise it is transformers (`plain`). The sides alternate
+after every four steps, each time after one warm-up step. The side that waits is idle.
+
+`floor` is the number of bytes that a step must read, as counted by the engine, divided by the bandwidth with which all
+threads read memory. `operations` is the sum over matrices and attention of max(time to read, time to compute), with
+rates that are measured before the first cell. `roofline` is the prediction of `baton plan --hardware here`, from
+measurements at the same time. `--plot` draws floor and roofline with the measured steps. `--bars` checks the bars for
+vLLM, the operations and the prediction.
 """
 
 import argparse
@@ -46,13 +48,13 @@ from generate_workers.engine.status import StepStats
 GRID = "1x192,16x192,32x192,16x1024,8x4096,16x4096"
 QUICK_GRID = "1x192,4x512"
 BARS = {(1, 192): 1.15, (16, 192): 0.85, (32, 192): 0.85, (16, 1024): 0.75, (8, 4096): 0.75, (16, 4096): 0.75}
-"""Our step time over vLLM's, at most, by (batch, context)."""
+"""Maximum ratio of Baton's step time to vLLM's, by (batch, context)."""
 INT8_BARS = BARS | {(1, 192): 0.65}
-"""Our step time over vLLM's with --weights int8, at most; vLLM's weights stay bf16."""
+"""Maximum ratio of Baton's step time with --weights int8 to vLLM's with bf16 weights, by (batch, context)."""
 OPERATIONS_BAR = 1.5
-"""Our step time over the sum of its operations' times, at most."""
+"""Maximum ratio of Baton's step time to the sum of its operations' times."""
 PREDICTION_BAR = 0.20
-"""Largest error of the prediction, as a fraction of the measured time."""
+"""Maximum error of the prediction, as a fraction of the measured time."""
 _STEPS = 4
 _PEER_KV_GB = 3
 _PROMPT_TOKENS = 256
@@ -73,8 +75,8 @@ class Cell:
         return cls(batch, context)
 
     def lengths(self, num_rounds: int) -> list[int]:
-        """Return the tokens of each row before the first of `num_rounds` rounds. Half-way through the rounds, the rows'
-        mean is the context."""
+        """Return the length of each sequence in tokens before the first of `num_rounds` rounds. The mean equals the
+        context half-way through the rounds."""
         return row_lengths(self.batch, self.context, less=num_rounds * (_STEPS + 1) // 2)
 
 
@@ -91,8 +93,8 @@ class Outcome:
 
 
 def plain_step(folder: Path, dtype: torch.dtype, lengths: list[int]) -> Callable[[], float]:
-    """Return a function that measures milliseconds of transformers' step with SDPA and a dynamic cache, cropped back
-    after each step. All rows are as long as the mean of `lengths`, because transformers would pad them."""
+    """Return a function that measures the milliseconds of a step of transformers with SDPA and a dynamic cache, which
+    is cropped after each step. All sequences have the mean of `lengths`, because transformers would pad them."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
@@ -120,7 +122,8 @@ def plain_step(folder: Path, dtype: torch.dtype, lengths: list[int]) -> Callable
 
 
 def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
-    """Return a function that measures milliseconds of vLLM's step, with rows that begin at these lengths."""
+    """Return a function that measures the milliseconds of a step of vLLM. `lengths`: initial lengths of the
+    sequences."""
     peer.ask({"rows": lengths})
 
     def step_ms() -> float:
@@ -132,13 +135,13 @@ def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
 
 
 def bare(chip: Chip, prompt_flops: float) -> Chip:
-    """Return a machine whose operations take the longer of reading and computing. It computes at the rate of steps of
-    many rows or at `prompt_flops`, whichever is higher, and reads KV at the full memory bandwidth."""
+    """Return a Chip whose operations take max(time to read, time to compute). Its compute rate is max(rate of large
+    batches, `prompt_flops`), and it reads KV at the full memory bandwidth."""
     return Chip(max(chip.flops, prompt_flops), chip.memory_bandwidth, chip.memory_bytes)
 
 
 class Bench:
-    """The decoder, the measured machine and the options, which all cells share."""
+    """Decoder, measured machine and options, which all cells share."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, num_threads: int) -> None:
         self._args = args
@@ -161,7 +164,7 @@ class Bench:
         collect_rarely()  # as workers do
 
     def run(self, cell: Cell, peer: VllmPeer | None) -> Outcome:
-        """Measure both sides of a cell, or only ours with --alone."""
+        """Measure both sides of a cell, or only Baton with --alone."""
         lengths = cell.lengths(self.num_rounds)
         max_steps = self.num_rounds * (_STEPS + 1) + 1
         config = EngineConfig(num_slots=cell.batch, max_slot_tokens=max(lengths) + max_steps + 1)
@@ -189,7 +192,7 @@ class Bench:
 
 
 def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars: Bars) -> None:
-    """Report a cell's rows and verdicts. `baseline` is empty when there is no other side."""
+    """Report the rows and bars of a cell. `baseline` is empty if there is no other side."""
     ours, cell = outcome.pairs.ours, outcome.cell
     if baseline:
         reporter.add(name, "step_ms", "ms", baseline, outcome.pairs)
@@ -220,7 +223,7 @@ def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars:
 
 @contextlib.contextmanager
 def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> Iterator[VllmPeer | None]:
-    """Start vLLM if it is named, and yield it; else yield None."""
+    """Start vLLM if the options name it, and yield it; else yield None."""
     if args.peer_python is None:
         yield None
         return
@@ -231,7 +234,7 @@ def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> It
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the grid; with --bars, return 1 when a bar is missed."""
+    """Measure the grid. With --bars, return 1 if a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))
@@ -260,15 +263,15 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
+    parser.add_argument("--weights", default=None, choices=("int8",), help="weight format of Baton, instead of --dtype")
     parser.add_argument(
-        "--weights", default=None, choices=("int8",), help="weight format of our side, in place of --dtype"
+        "--threads", type=int, default=0, help="number of threads per side, one core each; 0: all cores"
     )
-    parser.add_argument("--threads", type=int, default=0, help="threads of both sides, one core each; 0: all cores")
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
-    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
-    parser.add_argument("--alone", action="store_true", help="no other side")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: Baton's")
+    parser.add_argument("--alone", action="store_true", help="measure Baton only")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--plot", type=Path, default=None, help="draw measured steps, roofline and floor (PNG)")
     return run(parser.parse_args())
 

@@ -1,14 +1,14 @@
-"""Does it pay to choose for each prompt whether a chain prefills it? `auto`, against always and never a chain.
+"""Does it pay to decide for each prompt whether a chain prefills it? Compares `auto` with always and never using a
+chain.
 
-A local cluster (orchestrator, a prefill rank and a generation engine of one thread each, KV pushed and committed) with
-streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) arrive at
-random times; each requests one token. Fewer than one prompt in twenty is long, so that the 95th percentile is a short
-prompt's; a chain prefills the long ones in either case. The policies are the orchestrator's own
-(`orchestrator.disaggregation`), over the same workers and the same cost model, which is calibrated before. They serve
-the same arrivals, one policy after another. Rows compare `policy=auto` with each of the others: mean and 95th
-percentile of the time to first token, and the 99th percentile of the time between two tokens of the streams. At the
-end, the reasons for which prompts were prefilled by a chain or by the engine. `--bars`: auto is better in mean and 95th
-percentile, against both.
+A local cluster (orchestrator, a prefill rank and a generation engine with one thread each, KV pushed and committed)
+runs streams all the time. Short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) arrive at random times;
+each requests one token. Fewer than one prompt in twenty is long, so the 95th percentile is that of a short prompt. The
+policies are those of the orchestrator (`orchestrator.disaggregation`), with the same workers and the same cost model,
+which is calibrated first. They serve the same arrivals, one policy after another. Rows compare `policy=auto` with each
+other policy: mean and 95th percentile of the time to first token, and 99th percentile of the time between two tokens of
+the streams. At the end, the reasons for each choice are printed. `--bars`: auto is better in mean and 95th percentile
+than both.
 """
 
 import argparse
@@ -43,16 +43,16 @@ NUM_SHORT, NUM_LONG, SECONDS = 40, 2, 24.0
 QUICK_SHORT, QUICK_LONG, QUICK_SECONDS = 5, 1, 3.0
 NUM_STREAMS = 4
 BAR = 1.0
-"""How many times as long the other policy must take, at least."""
+"""Minimum ratio of the other policy's time to auto's."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """The results of one round of one policy."""
+    """Results of one round of one policy."""
 
     asked: list[Asked]
     gaps_ms: list[float]
-    """Milliseconds between two tokens of the streams, while prompts were served."""
+    """Milliseconds between two tokens of the streams while prompts were served."""
 
     @property
     def mean_s(self) -> float:
@@ -71,7 +71,7 @@ class Served:
 
 
 async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregation, seed: int, quick: bool) -> Served:
-    """Serve one round's arrivals while streams run."""
+    """Serve the arrivals of one round while streams run."""
     sizes = (QUICK_SHORT, QUICK_LONG, QUICK_SECONDS) if quick else (NUM_SHORT, NUM_LONG, SECONDS)
     async with (
         controlled(cluster, planner, OrchestratorConfig(disaggregation=way)) as scheduler,
@@ -102,9 +102,12 @@ def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggr
 
 
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
-    """Measure all rounds, after one that is not counted; with --bars, return 1 when a bar is missed."""
+    """Measure all rounds, after a warm-up round. With --bars, return 1 if a bar is missed."""
     reporter, bars, console = Reporter("disaggregation", args.json), Bars(), Console(stderr=True, highlight=False)
-    folder, config = resolve(args), local_config(args.dtype, num_ranks=1)  # keeps no prefixes: the prompts come again
+    folder, config = (
+        resolve(args),
+        local_config(args.dtype, num_ranks=1),
+    )  # without cached prefixes, because prompts repeat
     found: dict[Disaggregation, list[Served]] = {way: [] for way in WAYS}
     rounds = args.pairs or (QUICK_ROUNDS if args.quick else ROUNDS)
     async with LocalCluster(ClusterPlan(config, ResolvedModel(folder)), SystemClock()) as cluster:
@@ -125,7 +128,7 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     args.ranks = 1
     return asyncio.run(run(args, calibrate(args)))

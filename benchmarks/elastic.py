@@ -1,10 +1,12 @@
-"""How much does elastic chain width gain when short prompts meet long ones? Against full width in order of arrival.
+"""How much does elastic chain width gain when short prompts arrive after long ones? Compares it with full width in
+order of arrival.
 
-Two prompts of 6,000 tokens at once, ten of 256 between 0.2 and 2 s later, through a whole local cluster (orchestrator,
-a chain of two ranks of one thread, a generation engine, KV pushed and committed), one token each. Both policies are the
-orchestrator's own (`elastic` on and off, the baseline `static`), over the same workers and the same cost model, which
-is calibrated before. They serve the whole burst alternately. Rows: mean TTFT of the short prompts, and of the long
-ones. `--bars`: the short ones' at least 3 times better, the long ones' at most 15 % worse.
+Two prompts of 6,000 tokens arrive at once, and ten of 256 tokens 0.2 to 2 s later, for one output token each. They pass
+through a whole local cluster (orchestrator, a chain of two ranks with one thread each, a generation engine, KV pushed
+and committed). Both policies are those of the orchestrator (`elastic` on, and off as the baseline `static`), with the
+same workers and the same cost model, which is calibrated first. They serve the whole burst alternately. Rows: mean TTFT
+of the short prompts, and of the long ones. `--bars`: the short prompts' mean is at least 3 times better, and the long
+ones' at most 15 % worse.
 """
 
 import argparse
@@ -47,26 +49,26 @@ ROUNDS = 5
 QUICK_ROUNDS = 2
 QUICK_LONG_TOKENS = 600
 SHORT_BAR = 3.0
-"""How many times better the short prompts' mean TTFT must be, at least."""
+"""Minimum ratio of static's to elastic's mean TTFT, for short prompts."""
 LONG_BAR = 0.15
-"""How much worse the long prompts' mean TTFT may be, as a fraction."""
+"""Maximum increase of the long prompts' mean TTFT, as a fraction."""
 _POLICIES = {"elastic": True, "static": False}
 
 
 @dataclass(frozen=True)
 class Served:
-    """The result of one prompt that went through the cluster."""
+    """Result of one prompt that passed through the cluster."""
 
     arrival: Arrival
     ttft_s: float
     num_ranks: int
     """Number of ranks that prefilled the prompt."""
     reason: str
-    """Why it was prefilled by that many ranks."""
+    """Reason for that number of ranks."""
 
 
 async def serve(scheduler: RequestScheduler, arrival: Arrival) -> Served:
-    """Send a prompt at its arrival time; return when it has ended."""
+    """Send a prompt at its arrival time, and return when its stream has ended."""
     await asyncio.sleep(arrival.at_s)  # from the burst's start
     clock, first_s, finished = SystemClock(), 0.0, None
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -86,7 +88,7 @@ async def serve(scheduler: RequestScheduler, arrival: Arrival) -> Served:
 
 
 class _Bench:
-    """The workers, which both policies share, and their measurements."""
+    """Workers that both policies share, and their measurements."""
 
     def __init__(self, args: argparse.Namespace, cluster: LocalCluster, planner: ChainPlanner) -> None:
         self._args, self._cluster, self._planner = args, cluster, planner
@@ -94,8 +96,8 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def measure(self) -> dict[str, list[list[Served]]]:
-        """Measure every round's burst; return the results by policy. A round of short prompts comes before,
-        unrecorded."""
+        """Measure the burst of every round, and return the results by policy. A warm-up round of short prompts is run
+        first."""
         found: dict[str, list[list[Served]]] = {policy: [] for policy in _POLICIES}
         rounds = self._args.pairs or (QUICK_ROUNDS if self._args.quick else ROUNDS)
         with progress("bursts", rounds + 1) as advance:
@@ -109,7 +111,7 @@ class _Bench:
         return found
 
     def report(self, reporter: Reporter, bars: Bars, found: dict[str, list[list[Served]]]) -> None:
-        """Report the means of short and long prompts, and how many ranks they got."""
+        """Report the mean TTFT of short and of long prompts, and the numbers of ranks that they used."""
         ratios = {}
         for num_tokens in (SHORT_TOKENS, self._long_tokens):
             means = {policy: [_mean(served, num_tokens) for served in rounds] for policy, rounds in found.items()}
@@ -146,7 +148,7 @@ def _mean(served: Sequence[Served], num_tokens: int) -> float:
 
 
 def calibrate(args: argparse.Namespace) -> Calibration:
-    """Return the cost model of ranks like the cluster's."""
+    """Return the cost model of ranks that are configured as the cluster's."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
         lengths = QUICK_CALIBRATED if args.quick else CALIBRATED
@@ -155,7 +157,7 @@ def calibrate(args: argparse.Namespace) -> Calibration:
 
 
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
-    """Measure all rounds; with --bars, return 1 when a bar is missed."""
+    """Measure all rounds. With --bars, return 1 if a bar is missed."""
     reporter, bars = Reporter("elastic", args.json), Bars()
     config = local_config(args.dtype, num_ranks=args.ranks)  # keeps no prefixes: the prompts come again
     async with LocalCluster(ClusterPlan(config, ResolvedModel(resolve(args))), SystemClock()) as cluster:
@@ -169,9 +171,9 @@ async def run(args: argparse.Namespace, calibration: Calibration) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one thread each")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks of the chain, one thread each")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     return asyncio.run(run(args, calibrate(args)))
 

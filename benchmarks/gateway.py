@@ -1,20 +1,21 @@
-"""How many streams does one orchestrator carry, and what does each token that it passes on cost?
+"""How many streams can one orchestrator serve, and what does each forwarded token cost?
 
-The real server, over gRPC on both sides: generation groups that make tokens from a script, at a pace, without computing
-(benchmarks.gateways.engines), and clients that check each token (benchmarks.gateways.load), in processes of their own.
+The real server, with gRPC on both sides. Generation groups emit scripted tokens at a given pace without computing
+(benchmarks.gateways.engines). Clients check each token (benchmarks.gateways.load). Each side has its own process.
 Prompts are text, which the server tokenizes; nothing is prefilled.
 
-`trace=paced`: all streams at once, each at a few tokens a second, so that the processor suffices for all three. Over a
-window in which all run, these are measured: the tokens passed on a second (baseline `made`: what the groups would make
-at their pace), the server's processor time a token in microseconds, and p99 of the time from the engine to the client.
-The server's memory a stream is what it gained since a tenth of the streams had come and gone. `trace=flood`: fewer
-streams, whose tokens are made faster than they can be passed on. `trace=burst`: short requests at random times within a
-few seconds: p99 of the time to first token, and the server's processor time a request. A number without a baseline of
-its own is shown with its bar (`promised`).
+`trace=paced`: all streams at once, each at a few tokens per second, so that the processor suffices for all three
+processes. In a window in which all streams run, it measures: tokens forwarded per second (baseline `made`: tokens that
+the groups make at their pace), the server's processor time per token in microseconds, and the p99 of the time from the
+engine to the client. The server's memory per stream is its growth since a tenth of the streams had run and ended.
+`trace=flood`: fewer streams, whose tokens are made faster than they can be forwarded. `trace=burst`: short requests at
+random times within a few seconds: the p99 of the time to first token, and the server's processor time per request. A
+value without another baseline is shown with its bar (`promised`).
 
-Any missing or misplaced token, any stream without its last message, and any status but OK is an error. `--bars`: no
-error; in `paced`, 0.95 of what is made and the promised processor time and memory. `--profile FILE` samples the server
-through `paced` and `burst` and writes where its time went; the rows of such a run support no claim.
+A missing or misplaced token, a stream without its last message, and any status except OK are errors. `--bars`: no
+errors; in `paced`, 0.95 of the tokens made, and the bars for processor time and memory. `--profile FILE` samples the
+server during `paced` and `burst` and writes where it spent its time. Rows of a profiled run must not be compared with
+the bars.
 """
 
 import argparse
@@ -45,14 +46,14 @@ BURST_CPU_BAR_MS = 5.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the loads."""
+    """Sizes of the loads."""
 
     num_streams: int
     stream_tokens: int
     rate: float
-    """Tokens a second of each stream."""
+    """Tokens per second of each stream."""
     ramp_s: float
-    """Seconds within which the streams begin."""
+    """Seconds within which the streams start."""
     window_s: float
     num_flood: int
     flood_tokens: int
@@ -68,7 +69,7 @@ _BURST_TOKENS, _BURST_RATE = 4, 20.0
 
 @dataclass(frozen=True)
 class Looked:
-    """Resources that the server used, and tokens that the clients received, between two points in time."""
+    """Resources used by the server, and tokens received by the clients, between two points in time."""
 
     before: Usage
     after: Usage
@@ -78,12 +79,12 @@ class Looked:
 
     @property
     def cpu_us(self) -> float:
-        """Processor time of the server in microseconds a token."""
+        """Processor time of the server per token, in microseconds."""
         return (self.after.cpu_s - self.before.cpu_s) * 1e6 / max(self.num_tokens, 1)
 
 
 class _Bench:
-    """The processes of the benchmark, and where results go."""
+    """Processes of the benchmark, its options and its results."""
 
     def __init__(self, args: argparse.Namespace, sizes: Sizes, folder: Path) -> None:
         self._sizes, self._folder = sizes, folder
@@ -94,7 +95,7 @@ class _Bench:
         self._profiles: list[str] = []
 
     async def run(self) -> Bars:
-        """Measure all requested traces; return the bars."""
+        """Measure all requested traces, and return the bars."""
         sizes = self._sizes
         traces = {
             "paced": (sizes.rate, sizes.num_streams, self._paced),
@@ -176,7 +177,7 @@ class _Bench:
         self._bars.at_most(f"{trace}: errors, of {num_streams} streams", num_errors, 0)
 
     async def _look(self, server: Child, clients: Child, seconds: float) -> Looked:
-        """Measure the server for `seconds`."""
+        """Measure the server for `seconds` seconds."""
         loop = asyncio.get_running_loop()
         before: Usage = await server.ask("usage")
         num_before, _ = await clients.ask("seen")
@@ -188,7 +189,7 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def _sides(self, rate: float, num_streams: int) -> AsyncIterator[tuple[Child, Child]]:
-        """Start a server and clients, over groups whose streams get `rate` tokens a second each."""
+        """Start a server and clients, with groups whose streams emit `rate` tokens per second each."""
         groups = Groups(NUM_GROUPS, -(-num_streams // NUM_GROUPS), 1 / rate)
         async with child(engines, groups) as made:
             told = Brain(self._folder, tuple(made.greeting), groups.num_slots)
@@ -206,7 +207,7 @@ class _Bench:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all traces; with --bars, return 1 when a bar is missed."""
+    """Measure all traces. With --bars, return 1 if a bar is missed."""
     bars = await _Bench(args, QUICK if args.quick else FULL, resolve(args)).run()
     return bars.close() if args.bars else 0
 
@@ -214,8 +215,8 @@ async def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--traces", default=TRACES, help="some of these")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--traces", default=TRACES, help="traces to run")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write where the server's time goes")
     return asyncio.run(run(parser.parse_args()))
 

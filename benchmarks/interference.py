@@ -1,20 +1,20 @@
-"""How much do running streams notice of long prompts that keep coming?
+"""How much do long prompts slow down running streams?
 
-Eight streams run. After a while alone, prompts of 6,000 tokens come one after the other, for one token each. Measured
-is the 99th percentile of the time between two tokens of a stream while prompts come, over that of the streams alone
-(baseline `idle`). The sides are measured one after another:
+Eight streams run. At first they run alone; then prompts of 6,000 tokens arrive one after the other, for one output
+token each. The main metric is the 99th percentile of the time between two tokens of a stream while prompts arrive,
+relative to that of the streams alone (baseline `idle`). The sides are measured one after another:
 
-  disaggregated   a generation engine on a core of its own; the prefill rank, the orchestrator and this process on the
-                  others
-  streamed        the same with KV over gRPC in place of shared memory (prefill.transfer)
-  colocated       one engine with all cores prefills by itself, within its bound (generate.max_step_stretch)
-  unbounded       the same engine, as many tokens in a step as max_prefill_tokens_per_step says
-  vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens, its default, or of 256, as ours. Needs `--peer-python
-                  PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`
+  disaggregated   a generation engine on its own core; the prefill rank, the orchestrator and this process on the other
+                  cores
+  streamed        like disaggregated, with KV over gRPC instead of shared memory (prefill.transfer)
+  colocated       one engine with all cores, which prefills locally within its bound (generate.max_step_stretch)
+  unbounded       like colocated, with up to max_prefill_tokens_per_step prompt tokens per step
+  vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens (its default) or of 256 (as in Baton). Needs
+                  `--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`
 
-Rows, by `policy`: p99_ms, step_ms (the median between two tokens), and ttft_s of the long prompts that had their token
-in time, against `disaggregated`'s. `--plot FILE`: all gaps as a distribution. `--bars`: disaggregated, at most 1.4
-times idle, which is what the bound allows where prefill is colocated.
+Rows, by `policy`: p99_ms, step_ms (median between two tokens), and ttft_s of the long prompts that received their token
+in time, compared with `disaggregated`. `--plot FILE`: distributions of all gaps. `--bars`: disaggregated is at most 1.4
+times idle, which is also the limit for colocated prefill.
 """
 
 import argparse
@@ -50,19 +50,20 @@ from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import OrchestratorConfig
 
 BAR = 1.4
-"""The streams' p99 between tokens while prompts come, disaggregated, over that of the streams alone, at most."""
+"""Maximum ratio of the p99 between tokens of disaggregated streams while prompts arrive to that of the streams
+alone."""
 _PEER_CHUNKS = {"vllm": 2048, "vllm_256": 256}
-"""Most tokens of a vLLM step, by the side's name."""
+"""Maximum number of tokens in a vLLM step, by the name of the side."""
 _PEER_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the load."""
+    """Sizes of the load."""
 
     num_streams: int
     num_tokens: int
-    """Tokens of a long prompt."""
+    """Number of tokens of a long prompt."""
     every_s: float
     idle_s: float
     loaded_s: float
@@ -70,7 +71,7 @@ class Sizes:
 
     @property
     def arrivals(self) -> tuple[Arrival, ...]:
-        """Arrivals of the long prompts, in seconds from the end of the time in which the streams are alone."""
+        """Arrivals of the long prompts, in seconds from the end of the period in which only the streams run."""
         count = max(1, round(self.loaded_s / self.every_s))
         return tuple(Arrival(number * self.every_s, self.num_tokens, number) for number in range(count))
 
@@ -89,16 +90,16 @@ class Felt:
 
 
 class Side(Protocol):
-    """A side of the comparison: it serves streams and prompts."""
+    """One side of the comparison, which serves streams and prompts."""
 
     async def measure(self, sizes: Sizes) -> Felt:
-        """Run one round and return what was measured."""
+        """Run one round and return its measurements."""
         ...
 
 
 class RelaySide:
-    """A local cluster. This process, with the orchestrator, stays on `cores` while the side is measured; empty:
-    anywhere."""
+    """Local cluster. While the side is measured, this process, which runs the orchestrator, is bound to `cores`; empty:
+    not bound."""
 
     def __init__(self, cluster: LocalCluster, planner: ChainPlanner, cores: Sequence[int]) -> None:
         self._cluster = cluster
@@ -106,7 +107,8 @@ class RelaySide:
         self._cores = cores
 
     async def measure(self, sizes: Sizes) -> Felt:
-        """Run one round. A prompt without a token at the round's end is left out of the times to first token."""
+        """Run one round. A prompt that has no token by the end of the round is excluded from the times to first
+        token."""
         before = os.sched_getaffinity(0)
         if self._cores:
             use_cores(self._cores, 1)
@@ -135,7 +137,7 @@ class RelaySide:
 
 
 class PeerSide:
-    """A side that is a vLLM process."""
+    """Side that runs in a vLLM process."""
 
     def __init__(self, peer: VllmPeer) -> None:
         self._peer = peer
@@ -163,7 +165,7 @@ async def _relay(stack: AsyncExitStack, config: ClusterConfig, folder: Path, cor
 
 
 async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) -> dict[str, Side]:
-    """Start all sides; they end with the stack."""
+    """Start all sides, which are closed with the stack."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))
     first, *others = cores
     alone = {"num_ranks": 0, "num_threads": len(cores), "num_slots": sizes.num_streams + 4}
@@ -195,7 +197,7 @@ async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) 
 
 
 def report(reporter: Reporter, bars: Bars, sizes: Sizes, found: dict[str, list[Felt]]) -> None:
-    """Report each side against its own streams alone, and against the disaggregated side."""
+    """Report each side compared with its own streams alone, and with the disaggregated side."""
     medians = {name: [_median(each.ttft_s) for each in rounds] for name, rounds in found.items()}
     for name, rounds in found.items():
         keys = case(tokens=sizes.num_tokens, streams=sizes.num_streams, policy=name, trace="steady")
@@ -214,8 +216,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all sides one after another, after a round that is not counted; with --bars, return 1 when a bar is
-    missed."""
+    """Measure all sides one after another, after a warm-up round. With --bars, return 1 if a bar is missed."""
     sizes = QUICK if args.quick else FULL
     reporter, bars = Reporter("interference", args.json), Bars()
     found: dict[str, list[Felt]] = {}
@@ -239,12 +240,14 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
-    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: Baton's")
     parser.add_argument(
-        "--sides", type=lambda text: text.split(","), help="names of our sides, with commas; without: all"
+        "--sides",
+        type=lambda text: text.split(","),
+        help="names of Baton's sides to measure, separated by commas (default: all)",
     )
     parser.add_argument("--plot", type=Path, default=None, help="PNG file of the gaps' distributions")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     if args.bars and args.sides is not None and "disaggregated" not in args.sides:
         parser.error("--bars judges the side disaggregated: name it in --sides")

@@ -1,15 +1,15 @@
-"""Does the choice among kernels take the better one, for a step of few rows and for a prefill of many?
+"""Does the automatic choice between kernels select the faster one, for steps of few sequences and for long prefills?
 
-Three sides are measured alternately, each a process of its own with the whole decoder: `panels` (linear layers in C++
-at any number of rows), `torch` (linear layers by torch at any number of rows), and ours, which uses what
-`baton.modeling.kernels.choosing` measures at its start. Steps are a generation engine's (benchmarks.sides.engine_rows)
-on all cores; a prefill is one forward of the decoder on one thread, as a rank's is.
+Three sides are measured alternately, each in its own process with the whole decoder: `panels` (linear layers in C++ for
+any number of rows), `torch` (linear layers by torch for any number of rows), and `chosen`, which uses the result of
+`baton.modeling.kernels.choosing`, measured at its start. Steps are those of a generation engine
+(benchmarks.sides.engine_rows) on all cores. A prefill is one forward pass of the decoder on one thread, as in a rank.
 
-`--without-amx` keeps our kernels from using AMX, but not torch, which is then the better one for many rows. With
-ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment torch does not use it either, and the choice is that of a
-processor without AMX.
+`--without-amx` disables AMX in Baton's kernels but not in torch, which is then faster for many rows. With
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment torch does not use AMX either, as on a processor without AMX.
 
-The baseline of a row is the better of the two forced sides in that cell. `--bars` holds ours to 1.10 times its time.
+The baseline of a row is the faster of `panels` and `torch` in that cell. `--bars`: `chosen` takes at most 1.10 times as
+long.
 """
 
 import argparse
@@ -54,7 +54,7 @@ STEPS = "1x192,16x192,32x192,16x1024,8x4096"
 PREFILLS = "100,1200"
 QUICK_STEPS, QUICK_PREFILLS = "1x192,16x192", "100"
 BAR = 1.10
-"""Our time over that of the better forced side, at most."""
+"""Maximum ratio of `chosen`'s time to that of the faster forced side."""
 SIDES = ("chosen", "panels", "torch")
 _NUM_STEPS = 4
 _END_S = 10.0
@@ -62,16 +62,16 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class SideSpec:
-    """Specification from which the process of one side starts."""
+    """Arguments of the process of one side."""
 
     name: str
     folder: Path
     dtype: str
     tiles: bool
-    """True: our kernels may use the processor's AMX."""
+    """True: Baton's kernels may use the processor's AMX."""
 
     def choice(self) -> KernelChoice:
-        """Measure the choice among kernels, and replace the part that this side forces."""
+        """Measure the choice between kernels, and override it if this side forces a kernel."""
         chosen = measure_choice(tiles=self.tiles)
         if self.name == "panels":
             return replace(chosen, torch_rows=None)
@@ -82,12 +82,13 @@ class SideSpec:
 
 @dataclass(frozen=True)
 class Cell:
-    """One case to time: `batch` rows at `context` keys each, or, with batch 0, a prefill of `context` tokens."""
+    """One case: a step of `batch` sequences with `context` keys each or, if `batch` is 0, a prefill of `context`
+    tokens."""
 
     batch: int
     context: int
     num_runs: int
-    """How often each side will be timed."""
+    """Number of measurements per side."""
 
     @property
     def num_threads(self) -> int:
@@ -101,7 +102,7 @@ class Cell:
 
 
 class Side:
-    """The process of one side. Make one with `running`."""
+    """Process of one side. Create with `running`."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -110,21 +111,21 @@ class Side:
     @classmethod
     @contextlib.contextmanager
     def running(cls, spec: SideSpec) -> Iterator["Side"]:
-        """Start a side and yield it when it is ready; end its process afterwards."""
+        """Start a side and yield it when it is ready. Its process ends with the block."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(theirs, spec), daemon=True)
         process.start()
-        theirs.close()  # so that the death of the process ends our recv
+        theirs.close()  # so that `recv` on our end fails when the process dies
         try:
             yield cls(ours)
         finally:
-            ours.close()  # which ends the process's loop
+            ours.close()  # this ends the process's loop
             process.join(_END_S)
             process.kill()
 
     def begin(self, cell: Cell) -> None:
-        """Set up a cell in the side's process, in place of the one before."""
+        """Set up a cell in the side's process, replacing the previous one."""
         self._ask(cell)
 
     def run_ms(self) -> float:
@@ -139,7 +140,7 @@ class Side:
 
 
 def _run(pipe: Connection, spec: SideSpec) -> None:
-    """Run a side's process: set up cells and time them until the pipe is closed."""
+    """Run a side's process: set up cells and measure them until the pipe is closed."""
     pipe.send(KERNELS.use((spec.choice(),)))
     decoder = load_decoder(spec.folder, dtype=spec.dtype)
     collect_rarely()
@@ -158,7 +159,7 @@ def _run(pipe: Connection, spec: SideSpec) -> None:
 
 
 class _Steps:
-    """Times steps of a generation engine."""
+    """Measures steps of a generation engine."""
 
     def __init__(self, stack: ExitStack, decoder: Decoder, folder: Path, cell: Cell) -> None:
         max_steps = cell.num_runs * (_NUM_STEPS + 1) + 1
@@ -171,7 +172,7 @@ class _Steps:
 
 
 class _Prefill:
-    """Times forwards of a whole prompt."""
+    """Measures forward passes of a whole prompt."""
 
     def __init__(self, decoder: Decoder, cell: Cell) -> None:
         self._decoder = decoder
@@ -188,7 +189,7 @@ class _Prefill:
 
 
 def measure(sides: dict[str, Side], cell: Cell, reporter: Reporter, bars: Bars) -> None:
-    """Time all sides alternately, and report ours compared with the better forced one."""
+    """Measure all sides alternately, and report `chosen` compared with the forced sides."""
     for side in sides.values():
         side.begin(cell)
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -208,7 +209,7 @@ def measure(sides: dict[str, Side], cell: Cell, reporter: Reporter, bars: Bars) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells; with --bars, return 1 when a bar is missed."""
+    """Measure all cells. With --bars, return 1 if a bar is missed."""
     folder, reporter, bars = resolve(args), Reporter("kernels", args.json), Bars()
     num_runs = 1 + (args.pairs or (QUICK_PAIRS if args.quick else PAIRS))
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
@@ -233,9 +234,9 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--steps", default=None, help=f"batch x context of steps (default {STEPS})")
     parser.add_argument("--prefills", default=None, help=f"prompt lengths of prefills (default {PREFILLS})")
-    parser.add_argument("--without-amx", action="store_true", help="keep our kernels from using AMX")
+    parser.add_argument("--without-amx", action="store_true", help="do not use AMX in Baton's kernels")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

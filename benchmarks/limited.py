@@ -1,16 +1,19 @@
-"""How fast are long contexts on a device that holds few of them? A whole cluster whose engine has a device of 1 GiB.
+"""How fast are long contexts on a device whose memory holds few of them? A whole cluster, whose engine has a device of
+1 GiB.
 
-Orchestrator, prefill rank and generation engine, KV pushed and committed, and prompts from a novel, each from its own
-place in it. With a device of `--device-gib` (for weights and KV; accounted on a CPU too) policies `host` and
-`infinigen` keep KV in host memory (`device` has no room for all: `benchmarks.residency`). Each prompt is first sent
-once for one token, so that its KV is cached; then all are sent at once. Rows: milliseconds a token, over the time in
-which all streams run, of `infinigen`, or of `--policies`, compared with `host`, and the engine's memory at that time's
-end compared with its beginning. Keys are chosen as in `benchmarks.sparse`.
+The cluster has an orchestrator, a prefill rank and a generation engine, with KV pushed and committed. Prompts are
+passages of a novel with different beginnings. The device has `--device-gib` GiB for weights and KV (a limit that is
+also enforced on a CPU). Policies `host` and `infinigen` keep KV in host memory (`device` does not fit:
+`benchmarks.residency`). Each prompt is first sent for one output token, so that its KV is cached; then all prompts are
+sent at once. Rows: milliseconds per token, while all streams run, of `infinigen` (or of `--policies`) compared with
+`host`; and the engine's memory at the end of that period compared with its start. Keys are selected as in
+`benchmarks.sparse`.
 
-With `--device emulated --link 4GBps` the engine's device has memory of its own, and all policies use the same link
-(docs/devices.md). On a CPU the link is memory: `host` copies each layer and reads the copy, `infinigen` reads keys in
-place and copies nothing. So the ratio compares copying with not copying, and says nothing about a device. `--bars`: no
-request is refused (a refusal ends the benchmark); 1.5 times as fast; 1.05 times the memory.
+With `--device emulated --link 4GBps` the engine's device has separate memory, and all policies use the same link
+(docs/devices.md). On a CPU there is no link: `host` copies each layer and reads the copy, `infinigen` reads keys in
+place and copies nothing. So the ratio on a CPU compares copying with not copying, and is not that of a device.
+`--bars`: no request is refused (a refusal ends the benchmark), at least 1.5 times as fast, at most 1.05 times the
+memory.
 """
 
 import argparse
@@ -49,7 +52,7 @@ SPEED_BAR = 1.5
 MEMORY_BAR = 1.05
 _TEXT = "emma.txt.gz"
 _STRIDE = 1000
-"""Tokens between the places in the text at which two prompts begin."""
+"""Distance in tokens between the beginnings of two prompts in the text."""
 _PREFIX_SHARE = 0.3
 """Fraction of /dev/shm for the prompts' KV."""
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -57,17 +60,17 @@ _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 @dataclass(frozen=True)
 class Ran:
-    """The results of all streams at once, with one policy."""
+    """Results of one policy with all streams at once."""
 
     measured: Measured
     early_mib: float
-    """Resident MiB of the engine's process when the last stream has its first token."""
+    """Resident MiB of the engine's process when the last stream has received its first token."""
     late_mib: float
-    """Resident MiB of the engine's process when the first stream has its last token."""
+    """Resident MiB of the engine's process when the first stream has received its last token."""
 
 
 class _Watch:
-    """Measures the engine's memory at the beginning and at the end of the time in which all streams run."""
+    """Measures the engine's memory at the start and at the end of the period in which all streams run."""
 
     def __init__(self, pid: int, num_streams: int) -> None:
         self._statm = Path(f"/proc/{pid}/statm")
@@ -75,13 +78,13 @@ class _Watch:
         self.early_mib = self.late_mib = 0.0
 
     def began(self) -> None:
-        """Record that a stream has its first token."""
+        """Record that a stream has received its first token."""
         self._num_idle -= 1
         if not self._num_idle:
             self.early_mib = self._resident_mib()
 
     def ended(self) -> None:
-        """Record that a stream has its last token."""
+        """Record that a stream has received its last token."""
         self.late_mib = self.late_mib or self._resident_mib()
 
     def _resident_mib(self) -> float:
@@ -91,7 +94,7 @@ class _Watch:
 async def follow(
     scheduler: RequestScheduler, prompt: tuple[int, ...], max_tokens: int, watch: _Watch | None
 ) -> StreamTimes:
-    """Follow one request to its end and return its times. Raises the error that ended it, if any."""
+    """Read one stream to its end and return its times. Raises the error that ended the request, if any."""
     asked_ns, first_ns, token_ns = time_ns(), 0, []
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     spec = Request(RequestId(uuid.uuid4().hex), prompt, params)
@@ -111,7 +114,7 @@ async def follow(
 
 
 async def run_policy(config: ClusterConfig, folder: Path, load: Load) -> Ran:
-    """Run all prompts one after the other, then all at once; return what was measured."""
+    """Run all prompts one after the other, then all at once; return the measurements of the latter."""
     clock = SystemClock()
     async with (
         LocalCluster(ClusterPlan(config, ResolvedModel(folder)), clock) as cluster,
@@ -127,18 +130,18 @@ async def run_policy(config: ClusterConfig, folder: Path, load: Load) -> Ran:
 
 
 def make_prompts(folder: Path, num_streams: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Return `num_streams` passages of a novel, which overlap but begin differently."""
+    """Return `num_streams` passages of a novel, which overlap but begin at different positions."""
     token_ids = text_ids(folder, _TEXT, num_tokens + (num_streams - 1) * _STRIDE)
     return tuple(tuple(token_ids[start : start + num_tokens]) for start in range(0, num_streams * _STRIDE, _STRIDE))
 
 
 def save_selection(args: argparse.Namespace, folder: Path, path: Path) -> None:
-    """Write the file that says how `infinigen` chooses keys."""
+    """Write the file that configures how `infinigen` selects keys."""
     save_prepared(find_source(load_decoder(folder, dtype=args.dtype), folder, args.selection).load(), path)
 
 
 async def run(args: argparse.Namespace, selection_file: Path) -> int:
-    """Measure the policies; with --bars, return 1 when a bar is missed."""
+    """Measure the policies. With --bars, return 1 if a bar is missed."""
     folder = resolve(args)
     save_selection(args, folder, selection_file)
     sizes = (QUICK_STREAMS, QUICK_TOKENS, QUICK_OUTPUT) if args.quick else (NUM_STREAMS, NUM_TOKENS, OUTPUT_TOKENS)
@@ -173,18 +176,22 @@ async def run(args: argparse.Namespace, selection_file: Path) -> int:
 
 
 def _rate(ran: Ran) -> float:
-    """Return the tokens a second of each stream, in the mean, while all run."""
+    """Return the mean tokens per second of a stream while all streams run."""
     return ran.measured.tokens_s / len(ran.measured.streams)
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--device-gib", type=float, default=1.0, help="GiB of the device, for weights and KV")
+    parser.add_argument(
+        "--device-gib", type=float, default=1.0, help="size of the device memory for weights and KV, in GiB"
+    )
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "emulated"), help="device of the engine (default: cpu)"
     )
-    parser.add_argument("--link", type=parse_rate, default=0, help="rate to an emulated device, like 4GBps")
+    parser.add_argument(
+        "--link", type=parse_rate, default=0, help="rate of the link to an emulated device, for example 4GBps"
+    )
     parser.add_argument(
         "--policies",
         type=lambda text: text.split(","),
@@ -192,7 +199,7 @@ def main() -> int:
         help="policies compared with host (default: infinigen)",
     )
     parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     with tempfile.TemporaryDirectory(prefix="baton-") as scratch:
         return asyncio.run(run(parser.parse_args(), Path(scratch) / "selection.safetensors"))
 

@@ -1,20 +1,22 @@
-"""Does a live cluster serve traffic as the traffic simulator says it would?
+"""Does a live cluster serve traffic as the traffic simulator predicts?
 
-A real orchestrator, supervisor, gRPC and KV transfers, and a process for each worker; only the engines are paced
-(tests.support.paced): they compute with a tiny model, and wait until the time has passed that the cost model gives for
-a large one. The same traces go to the cluster's front door, open loop, and through the simulator, with one cost model.
-The model includes the time of a request outside its chain, measured on the idle cluster as `baton calibrate` does.
+The cluster has a real orchestrator and supervisor, gRPC, KV transfers, and one process per worker. Only the engines are
+paced (tests.support.paced): they compute with a tiny model, then wait until the time has passed that the cost model
+predicts for a large one. The same traces are sent to the cluster in an open loop, and run through the simulator, with
+the same cost model. The model includes the time of a request outside its chain, measured on the idle cluster as in
+`baton calibrate`.
 
-Three traces, whose seeds were written down before any was run: `bimodal` (three prompts in ten of 3,000 tokens, the
-others of 100), `bursty` (gaps with a squared variation of 8) and `shifting` (long prompts, then long answers). Each
-comes at a part (load) of the rate of which the best fixed division of the groups, by the simulator, serves 95 % within
-4 s to the first token and 90 ms between tokens, and is served by that division. Rows: 50th and 95th percentile of the
-time to first token and of the gaps between tokens, as the client saw them; baseline `simulated`.
+There are three traces, with seeds that were fixed before any run: `bimodal` (30 % of the prompts have 3,000 tokens, the
+others 100), `bursty` (gaps with a squared coefficient of variation of 8) and `shifting` (long prompts, then long
+answers). For each trace, the simulator finds the fixed division of the groups with the highest rate at which 95 % of
+the requests meet 4 s to the first token and 90 ms between tokens. The trace is sent at a fraction (load) of that rate
+to a cluster with that division. Rows: 50th and 95th percentile of the time to first token and of the gaps between
+tokens, as clients measure them; baseline `simulated`.
 
-`--policy autoscale`: the cluster scales itself, from that division on, and so does the simulated one, with the same
-budget of groups, targets, and seconds for a start and a flip.
+`--policy autoscale`: the cluster starts with that division and scales itself, and so does the simulated one, with the
+same budget of groups, targets, and seconds for a start and a flip.
 
-`--bars`: the 50th percentiles are within 15 % of each other, the 95th within 25 %, and no request fails.
+`--bars`: the 50th percentiles differ by at most 15 %, the 95th by at most 25 %, and no request fails.
 """
 
 import argparse
@@ -67,16 +69,16 @@ SCALING: dict[str, Any] = {
 }
 
 MakeTrace = Callable[[float, float, int], Trace]
-"""Makes a trace of a rate, a number of seconds and a seed."""
+"""Function that makes a trace from a rate, a number of seconds and a seed."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Traffic of one kind, and how busy it keeps the groups."""
+    """Kind of traffic, and its load."""
 
     make: MakeTrace
     load: float
-    """Part of the rate that the best fixed division bears."""
+    """Fraction of the capacity of the best fixed division."""
     seed: int
 
 
@@ -103,8 +105,8 @@ SCENARIOS = {
 def capacity(
     scenario: Scenario, hardware: PacedHardware, num_ranks: int, probe_s: float
 ) -> tuple[float, tuple[int, int]]:
-    """Return the highest rate of which a fixed division serves `_BEARS` within both targets, by simulated traces of
-    `probe_s`, and that division."""
+    """Return the highest rate at which a fixed division serves the fraction `_BEARS` of requests within both targets,
+    and that division. Found with simulated traces of `probe_s` seconds."""
     best = (0.0, (1, 1))
     for num_prefill in range(1, NUM_GROUPS):
         split = num_prefill, NUM_GROUPS - num_prefill
@@ -125,13 +127,13 @@ def capacity(
 
 
 def _plan(split: tuple[int, int], num_ranks: int) -> PacedPlan:
-    """Return the cluster of a division, whose queue refuses nothing and whose requests wait for groups."""
+    """Return the cluster for a division, with a queue that refuses nothing and long waits for groups."""
     limits = {"max_queued_requests": 10**6, "max_queued_tokens": 10**9, "generation_wait_s": 600.0}
     return PacedPlan(split, num_ranks=num_ranks, num_slots=NUM_SLOTS, orchestrator=limits)
 
 
 def _scaler(num_ranks: int, hardware: PacedHardware) -> AutoscalePolicy:
-    """Return the simulated cluster's autoscaler, which has the live one's settings."""
+    """Return the autoscaler of the simulated cluster, with the settings of the live one."""
     service = ServiceModel(hardware.recalling_planner(max_ranks=num_ranks), num_ranks, NUM_SLOTS)
     return AutoscalePolicy(AutoscalingConfig(**SCALING), service, LeadTimes(COLD_START_S, FLIP_S))
 
@@ -158,7 +160,9 @@ class _Bench:
         probe_s, seconds = (_QUICK_PROBE_S, QUICK_SECONDS) if self._args.quick else (_PROBE_S, SECONDS)
         rate, split = capacity(scenario, hardware, num_ranks, probe_s)
         trace = scenario.make(scenario.load * rate, seconds, scenario.seed)
-        shown = f"{len(trace)} requests at {scenario.load:g} of {rate:.2f}/s, which {split[0]}:{split[1]} groups bear"
+        shown = (
+            f"{len(trace)} requests at {scenario.load:g} of {rate:.2f}/s, which {split[0]}:{split[1]} groups sustain"
+        )
         self._console.print(f"  {name}: {shown}", markup=False)
         plan, scaler = _plan(split, num_ranks), None
         if self._args.policy == "autoscale":
@@ -171,7 +175,7 @@ class _Bench:
     def _report(self, name: str, found: Comparison, others: float) -> None:
         besides_ms, errors = 1000 * found.hardware.prefill.cost.head_s, found.played.errors
         self._console.print(
-            f"  {name}: a request takes {besides_ms:.1f} ms besides its chain; requests were sent up to "
+            f"  {name}: a request takes {besides_ms:.1f} ms outside its chain; requests were sent up to "
             f"{1000 * found.late_s:.1f} ms late (p95); {len(errors)} failed; other programs took "
             f"{others:.0%} of the processors' time",
             markup=False,
@@ -194,10 +198,12 @@ def main() -> int:
         "--traces", default=",".join(SCENARIOS), metavar="NAME,...", help="traces to run (default: all)"
     )
     parser.add_argument("--policy", choices=("static", "autoscale"), default="static", help="(default: static)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of a prefill group (default: 1)")
-    parser.add_argument("--quick", action="store_true", help="short traces, which are not compared in earnest")
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="number of ranks of a prefill group (default: 1)"
+    )
+    parser.add_argument("--quick", action="store_true", help="short traces, as a smoke test")
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     if unknown := set(args.traces.split(",")) - set(SCENARIOS):
         parser.error(f"--traces: {', '.join(sorted(unknown))} is unknown: use {', '.join(SCENARIOS)}")

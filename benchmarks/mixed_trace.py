@@ -1,10 +1,10 @@
-"""How much do clients notice of speculation? A mixed trace through `baton serve`, with drafts and without.
+"""How does speculation affect clients? A mixed trace through `baton serve`, with drafts and without.
 
 Short chats and summaries of long passages (tests/data) arrive at random times and stream greedy answers. Two clusters
-on one Ray differ only in `generate.speculation`. They are kept up and serve the same arrivals alternately. Rows compare
-`auto` with `off`. Over requests: the median and the 99th percentile of the mean time per output token, and the 99th
-percentile of the time to first token. Over the load: the tokens a second from the first arrival to the last token, and
-the largest gap between two messages of a stream. `--bars` checks what is promised.
+on one Ray differ only in `generate.speculation`. Both run all the time, and serve the same arrivals alternately. Rows
+compare `auto` with `off`. Over requests: the median and the 99th percentile of the mean time per output token, and the
+99th percentile of the time to first token. Over the load: the tokens per second from the first arrival to the last
+token, and the largest gap between two messages of a stream. `--bars` checks the bars.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SUMMARY_TOKENS = 6000
 _CHAT_TOKENS = 40, 250
 _ANSWER_TOKENS = 160
 TAIL_BAR = 1.10
-"""Most that the 99th percentiles of the times to first token and per output token may grow."""
+"""Maximum ratio of auto to off, for the 99th percentiles of the times to first token and per output token."""
 _METRICS = (
     ("tpot_ms", "ms"),
     ("tokens_s", "tokens/s"),
@@ -58,12 +58,12 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Served:
-    """One round of one side."""
+    """Answers of one side in one round."""
 
     answers: Sequence[Answer]
 
     def metric(self, name: str) -> float:
-        """Return the metric of that name in a row."""
+        """Return the value of the metric `name`."""
         answers = self.answers
         tpot = [each.tpot_ms for each in answers]
         if name == "tpot_ms":
@@ -79,7 +79,7 @@ class Served:
 
 
 def trace(tokenizer: Tokenizer, seed: int, *, quick: bool) -> list[Arrival]:
-    """Return chats and summaries at random times, the same for the same seed; a summary comes first."""
+    """Return chats and summaries with random arrival times, determined by the seed. A summary arrives first."""
     num_chats, num_long, seconds = (
         (QUICK_CHATS, QUICK_SUMMARIES, QUICK_SECONDS) if quick else (NUM_CHATS, NUM_SUMMARIES, SECONDS)
     )
@@ -100,7 +100,7 @@ def trace(tokenizer: Tokenizer, seed: int, *, quick: bool) -> list[Arrival]:
 
 
 async def serve(client: AsyncClient, arrivals: Sequence[Arrival]) -> Served:
-    """Send all arrivals, each at its time, whether or not others were answered."""
+    """Send all requests at their arrival times, regardless of earlier answers."""
     return Served(await asyncio.gather(*(_ask(client, each) for each in arrivals)))
 
 
@@ -118,7 +118,7 @@ async def _ask(client: AsyncClient, arrival: Arrival) -> Answer:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all rounds, after a short one that is not counted; with --bars, return 1 when a bar is missed."""
+    """Measure all rounds, after a short warm-up round. With --bars, return 1 if a bar is missed."""
     folder, console = resolve(args), Console(stderr=True, highlight=False)
     reporter, bars = Reporter("mixed_trace", args.json), Bars()
     tokenizer, address = Tokenizer.load(folder), ""
@@ -138,7 +138,7 @@ async def run(args: argparse.Namespace) -> int:
             cluster = await stack.enter_async_context(
                 own_cluster(f"trace-{name}", options, lambda line: console.print(f"  {line}", markup=False))
             )
-            address = cluster.ray_address  # on one Ray, because a second one would take a share of the cores
+            address = cluster.ray_address  # on one Ray, because a second one would use part of the cores
             clients[name] = await stack.enter_async_context(AsyncClient(cluster.target))
         with progress("arrivals", 2 * (rounds + 1)) as advance:
             for seed in range(rounds + 1):
@@ -153,7 +153,7 @@ async def run(args: argparse.Namespace) -> int:
         if "p99" in metric:
             bars.at_most(f"{metric}, auto over off", 1 / row.ratio, TAIL_BAR)
         elif metric != "largest_gap_ms":
-            bars.at_least(f"{metric}, auto beside off", row.ratio, 1.0)
+            bars.at_least(f"{metric}, auto compared with off", row.ratio, 1.0)
     reporter.close()
     return bars.close() if args.bars else 0
 
@@ -161,9 +161,9 @@ async def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="traces that both sides serve")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="number of traces that both sides serve")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING", help="setting of both clusters")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return asyncio.run(until_signal(run(parser.parse_args())))
 
 

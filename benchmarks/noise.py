@@ -1,10 +1,12 @@
-"""How much does other traffic on the links cost? The chain, all-gathers and ring attention, quiet and disturbed.
+"""How much does other traffic on the links cost? Compares the chain, all-gathers and ring attention on quiet and
+disturbed links.
 
-Two kinds of disturbance, both ways on every link, in random bursts, the same for all schemes (`baselines.pacing`):
-`traffic`, on links of `--link` MB/s that other messages hold for a share of the time; and `delay`, on links of full
-speed, where a message waits for a burst to end. Quiet and disturbed runs alternate. Rows compare a scheme's disturbed
-time with its quiet one (`quiet`). KV-Runahead (ICML 2024, figure 11) lost 3.7 % at most where TSP lost over 10 %.
-`--bars`: the chain's median loss stays below 6 %; TSP's is shown for comparison.
+There are two kinds of disturbance, in both directions of every link, in random bursts that are equal for all schemes
+(`baselines.pacing`): `traffic`, on links of `--link` MB/s that other messages occupy for a fraction of the time; and
+`delay`, on links of full speed, where a message waits for the end of a burst. Quiet and disturbed runs alternate. Rows
+compare a scheme's disturbed time with its quiet time (`quiet`). In the KV-Runahead paper (ICML 2024, figure 11), the
+chain lost at most 3.7 % and TSP over 10 %. `--bars`: the chain's median loss is below 6 %. TSP's loss is reported for
+comparison.
 """
 
 import argparse
@@ -40,26 +42,26 @@ from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.resolved_model import ResolvedModel
 
 LOSS_BAR = 0.06
-"""Largest median loss of the chain, as a fraction of its quiet time."""
+"""Maximum median loss of the chain, as a fraction of its quiet time."""
 _BURST_S = {"traffic": 0.005, "delay": 0.010}
-"""Mean length of a burst in seconds, by kind of disturbance."""
+"""Mean duration of a burst in seconds, by kind of disturbance."""
 
 
 def paces(kind: str, args: argparse.Namespace, seed: int) -> tuple[Pace, Pace]:
-    """Return the pace of a quiet link, and that of the same link disturbed."""
+    """Return the pace of a quiet link and the pace of the same link when disturbed."""
     quiet = Pace(bandwidth=args.link * 1e6 if kind == "traffic" else math.inf)
     return quiet, dataclasses.replace(quiet, busy_share=args.busy, burst_s=_BURST_S[kind], seed=seed)
 
 
 class _Bench:
-    """The ranks, and what is measured with them. Every method blocks."""
+    """Ranks, and measurements on them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, cost: CostModel, kernel: str) -> None:
         self._args, self._ranks, self._cost, self._kernel = args, ranks, cost, kernel
         self._pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
 
     def measure(self, kind: str) -> dict[str, Pairs]:
-        """Measure disturbed and quiet seconds of each scheme."""
+        """Measure the disturbed and the quiet seconds of each scheme."""
         num_tokens = self._args.tokens
         cost = at_pace(self._cost, self._ranks, paces(kind, self._args, seed=0)[0])
         chunks = as_ranges(search(num_tokens, len(self._ranks), cost, BATON), 0)
@@ -78,7 +80,7 @@ class _Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure both kinds of disturbance; with --bars, return 1 when a bar is missed."""
+    """Measure both kinds of disturbance. With --bars, return 1 if a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     reporter, bars, kernel = Reporter("noise", args.json), Bars(), runnable([args.kernel, "sdpa"])[0]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
@@ -100,13 +102,15 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the prompt")
-    parser.add_argument("--link", type=float, default=100.0, help="MB/s of the links that have other traffic")
-    parser.add_argument("--busy", type=float, default=0.3, help="share of the time that links are held by others")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each")
+    parser.add_argument("--tokens", type=int, default=1024, help="number of tokens of the prompt")
+    parser.add_argument("--link", type=float, default=100.0, help="bandwidth of the links with other traffic, in MB/s")
+    parser.add_argument(
+        "--busy", type=float, default=0.3, help="fraction of the time in which other traffic occupies the links"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks of the chain, one core each")
     parser.add_argument("--kernel", default="native", help="attention kernel")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds of each case; 0: {PAIRS}, or {QUICK_PAIRS} quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

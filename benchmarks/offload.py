@@ -1,21 +1,23 @@
-"""How much does KV in host memory cost, across a link that has to bring it to the device?
+"""How much does KV in host memory cost, if a link has to bring it to the device?
 
-Policies on emulated devices (docs/devices.md), each with a link of `--link` of its own. `device` has room for all KV.
-Two policies keep KV in host memory: `host`, which streams all of it in each step (after FlexGen), and `infinigen`,
-which fetches what the next layer picks, on a device with room for the weights and `--room` of all KV. The same rows,
-which have read a novel, get the tokens that truly come next. The policies alternate, two steps at a time after one that
-is not counted. Rows: milliseconds of a step compared with `device` and with `host`, bytes over the link in a step
-compared with `host`'s, and the most bytes that the device held, compared with all KV. `--also` names further policies,
-which are measured on devices like that of `infinigen`. The table at the end, and `--plot`, have all policies and cells
-(InfiniGen's figures 14 to 16): the step, how many times as fast as `host`, and `device`'s step as a part of it.
+Policies run on separate emulated devices (docs/devices.md), each with its own link of rate `--link`. `device` has room
+for all KV. Two policies keep KV in host memory: `host` streams all of it in each step (after FlexGen); `infinigen`
+fetches the keys that the next layer selects, on a device with room for the weights and the fraction `--room` of all KV.
+All policies run the same sequences, which contain the beginning of a novel and are fed its next tokens. The policies
+alternate after every two steps, each time after one warm-up step. Rows: milliseconds of a step compared with `device`
+and with `host`, bytes over the link per step compared with `host`, and the maximum number of bytes on the device
+compared with all KV. `--also` names additional policies, which run on devices like that of `infinigen`. The table at
+the end, and `--plot`, show all policies and cells (InfiniGen's figures 14 to 16): the step time, the speedup over
+`host`, and `device`'s step time as a fraction of it.
 
-`--breakdown CELL` times the parts of each policy's steps in one further cell (figure 18): waiting for transfers, the
-policy's own work, attention, linear layers, and the rest. Policy by policy, timed steps alternate with steps that are
-not timed (`benchmarks.sides.timed_steps`).
+`--breakdown CELL` measures the parts of each policy's steps in one additional cell (figure 18): waiting for transfers,
+the policy's own work, attention, linear layers, and the rest. For each policy, timed steps alternate with untimed ones
+(`benchmarks.sides.timed_steps`).
 
-`--bars`: a step of `infinigen` takes at most 1.6 times that of `device` and a third of that of `host`. Its bytes are at
-most 15 % of `host`'s, and equal those that its steps counted. At least 70 % of its fetches' time is hidden. The device
-never holds more than its room. Of a breakdown at most a tenth is in no part, and timing adds at most a tenth.
+`--bars`: a step of `infinigen` takes at most 1.6 times as long as that of `device`, and at most a third of that of
+`host`. Its bytes over the link are at most 15 % of `host`'s, and equal the bytes that its steps counted. At least 70 %
+of its fetch time overlaps with computation. The device never holds more than its room. In a breakdown, at most a tenth
+of a step is outside of all parts, and timing adds at most a tenth.
 """
 
 import argparse
@@ -55,16 +57,16 @@ from deploy.tuning.selection.passages import Context, prefill
 
 GRID, QUICK_GRID = "16x4096", "2x512"
 OTHER_BAR = 0.1
-"""Most of a timed step that is in no part."""
+"""Maximum fraction of a timed step that is outside of all parts."""
 TIMING_BAR = 1.1
-"""Most times as long that a step takes when its parts are timed."""
+"""Maximum ratio of a timed step to an untimed one."""
 _READ = "emma.txt.gz"
 _LATENCY_S = 1e-5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The rows of one batch and length, and the devices that policies get."""
+    """Sequences of one batch size and length, and the devices of the policies."""
 
     batch: int
     context: int
@@ -74,12 +76,12 @@ class Cell:
     rate: LinkRate
 
     def name(self, policy: str, **keys: object) -> str:
-        """Return the case of a policy's row."""
+        """Return the case name of a policy's row."""
         return case(batch=self.batch, context=self.context, policy=policy, **keys)
 
 
 class Bench:
-    """The model and the options, which all cells share."""
+    """Model and options that all cells share."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.folder = args, resolve(args)
@@ -87,11 +89,11 @@ class Bench:
         self.source = LoadedSelection(decoder, prepared=find_source(decoder, self.folder, args.selection).load())
         self.num_pairs: int = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
         self.limited = ("infinigen", *filter(None, args.also.split(",")))
-        """Policies whose device has room for some of the KV."""
+        """Policies whose device has room for a fraction of the KV."""
         self.reporter, self.bars = Reporter("offload", args.json), Bars()
 
     def cell(self, sizes: str) -> Cell:
-        """Prefill the rows of a cell, like 16x4096."""
+        """Prefill the sequences of a cell, given as text like 16x4096."""
         decoder = self.source.decoder
         batch, context = map(int, sizes.split("x"))
         num_steps, lengths = (self.num_pairs + 1) * STEPS_A_ROUND, row_lengths(batch, context)
@@ -122,7 +124,7 @@ class Bench:
         return found
 
     def break_down(self, cell: Cell) -> list[Breakdown]:
-        """Time the parts of all policies' steps, one policy after the other, and report them."""
+        """Measure the parts of all policies' steps, one policy after the other, and report them."""
         found = []
         for policy, room in cell.rooms.items():
             each = self._break_down(cell, policy, room)
@@ -133,9 +135,9 @@ class Bench:
                         cell.name(policy, part=part, dtype=self.args.dtype), "part_ms", "ms", "step", pairs
                     )
             what = f"{cell.batch} x {cell.context}, {policy}"
-            self.bars.at_most(f"{what}: part of a step that is in no part", each.other_share, OTHER_BAR)
-            if policy != IDEAL:  # whose layers are one native call where nothing is timed
-                self.bars.at_most(f"{what}: a timed step, times another", each.times_plain, TIMING_BAR)
+            self.bars.at_most(f"{what}: fraction of a step outside of all parts", each.other_share, OTHER_BAR)
+            if policy != IDEAL:  # an untimed step of `device` is one native call
+                self.bars.at_most(f"{what}: timed step over untimed step", each.times_plain, TIMING_BAR)
             found.append(each)
         return found
 
@@ -153,7 +155,7 @@ class Bench:
         return Breakdown(policy, pairs.theirs, pairs.ours, parts[1:])
 
     def _report(self, cell: Cell, found: CellTimes, sides: dict[str, Side]) -> None:
-        """Report a cell's rows."""
+        """Report the rows of a cell."""
         reporter, dtype = self.reporter, self.args.dtype
         reporter.add(cell.name(STREAMED, dtype=dtype), "step_ms", "ms", IDEAL, found.pairs(STREAMED, IDEAL))
         for policy in self.limited:
@@ -167,7 +169,7 @@ class Bench:
             reporter.add(name, "peak_bytes", "bytes", IDEAL, Pairs(*([float(peak)] for peak in peaks)))
 
     def _check(self, cell: Cell, times: dict[str, list[float]], sides: dict[str, Side]) -> None:
-        """Check what is promised of `infinigen`."""
+        """Check the bars of `infinigen`."""
         ours, host, room = sides["infinigen"], sides[STREAMED], cell.rooms["infinigen"]
         assert room is not None, "a device with room for all KV would prove nothing"
         medians = {policy: statistics.median(found) for policy, found in times.items()}
@@ -181,7 +183,7 @@ class Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells; with --bars, return 1 when a bar is missed."""
+    """Measure all cells. With --bars, return 1 if a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     use_cores(cores, len(cores))
     bench = Bench(args)
@@ -208,11 +210,11 @@ def main() -> int:
     parser.add_argument(
         "--room", type=float, default=0.3, help="fraction of all rows' KV that fits infinigen's device (default: 0.3)"
     )
-    parser.add_argument("--also", default="", help="further policies, like window,h2o,int4,infinigen_int4")
+    parser.add_argument("--also", default="", help="additional policies, for example window,h2o,int4,infinigen_int4")
     parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
     parser.add_argument("--plot", type=Path, default=None, help="file for a plot (PNG)")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

@@ -1,22 +1,22 @@
 """How does the server handle more load than it can serve, and one tenant that requests far more than its share?
 
-A local cluster (orchestrator, a rank and a generation engine of one thread each, KV pushed and committed), and requests
-at random times that wait for no answer (benchmarks.support.open_loop). There are as many computing threads as cores on
-the machine that the bars are for: with more, each of them slows down when another has work, and no order of requests
-helps. The capacity, how many requests a second can be served, is measured first, by streams that send a new request
-when the last one was served.
+A local cluster (orchestrator, a rank and a generation engine with one thread each, KV pushed and committed) receives
+requests at random times, regardless of earlier answers (benchmarks.support.open_loop). The bars are for a machine with
+as many cores as computing threads. With more threads than cores, each thread slows down when another has work, and the
+order of requests has no effect. The capacity in requests per second is measured first, by streams that each send a new
+request when the last one was served.
 
-`trace=overload`, three times as many requests as can be served. With `policy=queue` the queue holds what is served
-within the bound on waiting. With `policy=deadline` the queue is long, and each request has that bound as its deadline,
-for its one token, so that being in time and being done are the same. The rows are: p99 of the time until a refusal
-(baseline `promised`, 50 ms). p95 of the time to first token of requests that were not refused, as a multiple of the
-bound. Requests served to their end and in time, as a part of the capacity. This process's memory at the end, as a
-multiple of its memory after a quarter. Seconds from the last arrival to the last first token.
+`trace=overload`: three times as many requests as can be served. With `policy=queue`, the queue holds as many requests
+as are served within the bound on waiting. With `policy=deadline`, the queue is long, and each request has that bound as
+its deadline and asks for one token, so that a request in time is a completed request. The rows are: p99 of the time
+until a refusal (baseline `promised`, 50 ms). p95 of the time to first token of requests that were not refused, as a
+multiple of the bound. Completed requests in time, as a fraction of the capacity. This process's memory at the end, as a
+multiple of its memory after a quarter of the time. Seconds from the last arrival to the last first token.
 
-`trace=fair`, two tenants: a light one with a tenth of the load that can be served, first alone (baseline `alone`), then
-with a heavy one that sends twenty times its load. The heavy tenant may have two of three slots. When the light tenant
-holds all other slots, its next request waits for a slot, regardless of its place in the queue. Row: p95 of the light
-tenant's time to first token.
+`trace=fair`: two tenants. A light tenant sends a tenth of the load that can be served, first alone (baseline `alone`),
+then together with a heavy one that sends twenty times as much. The heavy tenant may use two of three slots. When the
+light tenant uses all other slots, its next request waits for a slot, regardless of its position in the queue. Row: p95
+of the light tenant's time to first token.
 
 `--bars`: 50 ms; 1.3 times the bound; 0.9 of the capacity; 1.05 times the memory; 1.3 times the bound; 1.5 times alone.
 """
@@ -49,18 +49,18 @@ from orchestrator.requests.tenants import Tenant
 from orchestrator.scheduler import RequestScheduler
 
 FACTOR = 3.0
-"""The load, as a multiple of the capacity."""
+"""Load of `trace=overload`, as a multiple of the capacity."""
 UNEQUAL = 20.0
-"""The heavy tenant's load, as a multiple of the light one's."""
+"""Load of the heavy tenant, as a multiple of the light tenant's."""
 LIGHT_PART = 0.1
-"""The light tenant's load, as a fraction of the capacity."""
+"""Load of the light tenant, as a fraction of the capacity."""
 BOUND_S = 3.0
 """Seconds within which a request that is not refused must have its first token."""
 NUM_SLOTS = 12
 NUM_RESERVED = 4
-"""Slots that the heavy tenant may not have."""
+"""Number of slots that the heavy tenant may not use."""
 ROUNDS = 3
-"""Rounds of the fair trace, in each of which the light tenant runs alone and then together with the heavy one."""
+"""Number of rounds of the fair trace. In each, the light tenant runs alone and then together with the heavy one."""
 REFUSAL_BAR_MS = 50.0
 TTFT_BAR = 1.3
 GOODPUT_BAR = 0.9
@@ -74,12 +74,12 @@ _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds for which each part is measured."""
+    """Durations of the measurements, in seconds."""
 
     capacity_s: float
     overload_s: float
     fair_s: float
-    """Seconds for each side of a round."""
+    """Seconds for each half of a round."""
     num_rounds: int
 
 
@@ -89,11 +89,11 @@ QUICK = Times(8.0, 8.0, 8.0, 1)
 
 @dataclass(frozen=True)
 class Overloaded:
-    """The results of an overload."""
+    """Results of an overload."""
 
     fates: list[Fate]
     memory: tuple[float, float]
-    """Resident MiB of this process after a quarter of the time, and at its end."""
+    """Resident MiB of this process: (after a quarter of the time, at the end)."""
 
     @property
     def refusals_ms(self) -> list[float]:
@@ -113,7 +113,7 @@ class Overloaded:
 
 
 class _Bench:
-    """The workers, which all cases share, and where results go."""
+    """Workers that all cases share, options and results."""
 
     def __init__(self, args: argparse.Namespace, cluster: LocalCluster, planner: ChainPlanner) -> None:
         self._times = QUICK if args.quick else FULL
@@ -149,7 +149,7 @@ class _Bench:
         async with self._scheduler(config) as scheduler:
             source = Source(scheduler, seed=1)
             loading = asyncio.create_task(source.at_rate(ask, FACTOR * capacity, seconds))
-            await asyncio.sleep(seconds / 4)  # memory is measured then
+            await asyncio.sleep(seconds / 4)  # until memory is measured
             early = _memory_mib()
             return Overloaded(await loading, (early, _memory_mib()))
 
@@ -213,7 +213,7 @@ def _shorter(ask: Ask) -> Ask:
 
 
 def _p95_s(fates: Sequence[Fate]) -> float:
-    """Return the 95th percentile of the times to first token. A refused request counts as never served."""
+    """Return the 95th percentile of the times to first token. The time of a refused request is infinite."""
     return percentile([fate.ttft_s for fate in fates], 95)
 
 
@@ -223,7 +223,7 @@ def _memory_mib() -> float:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all cases; with --bars, return 1 when a bar is missed."""
+    """Measure all cases. With --bars, return 1 if a bar is missed."""
     folder = resolve(args)
     config = local_config(args.dtype, num_ranks=1, num_slots=NUM_SLOTS)  # keeps no prefixes: prompts come again
     async with LocalCluster(ClusterPlan(config, ResolvedModel(folder)), SystemClock()) as cluster:
@@ -236,7 +236,7 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--cases", default=",".join((*_CASES, _FAIR)), help="cases to run")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     if unknown := set(args.cases.split(",")) - {*_CASES, _FAIR}:
         parser.error(f"--cases: {', '.join(sorted(unknown))} is unknown: use {', '.join((*_CASES, _FAIR))}")

@@ -1,12 +1,13 @@
-"""Does the cost model predict times at prompt lengths without calibration? And does KVR-P lose much?
+"""Does the cost model predict times at prompt lengths that are not in its calibration? How much slower is KVR-P than
+KVR-S?
 
-Each round calibrates the model, with all ranks busy, and then runs every length, so that a machine that has become
-slower is compared with itself. KVR-S searches each length's chunks; KVR-P interpolates them between knots, as served
-requests are divided, and no length is a knot. Rows: KVR-S's time compared with its round's prediction (`model`), and
-KVR-P's compared with KVR-S's. Before that, the cost of a busy neighbour: ranks at the same time and one rank alone
-(`idle`) prefill a prompt of their own, multiply within the cache, copy more than the caches hold, and run a layer's
-matrices and attention. What slows down with the neighbour is what the ranks share: a core's clock and units where
-cached matrices do, the way to memory where copies do.
+Each round calibrates the model, with all ranks busy, and then runs every length, so that times are compared with a
+calibration of the same period. KVR-S searches the chunks of each length. KVR-P interpolates them between the lengths of
+a table (knots), as in service; no measured length is a knot. Rows: KVR-S's time compared with the prediction of its
+round (`model`), and KVR-P's time compared with KVR-S's. Before that, the benchmark measures the cost of a busy
+neighbour: all ranks at the same time, compared with one rank alone (`idle`), prefill separate prompts, multiply
+matrices in cache, copy more than the caches hold, and run a layer's matrices and attention. These show which shared
+resource slows ranks down: cached matrices depend on a core's clock and units, copies on memory bandwidth.
 """
 
 import argparse
@@ -50,15 +51,15 @@ from deploy.machine.resolved_model import ResolvedModel
 TOKENS = "640,1200,2500,3600,5000"
 QUICK_TOKENS = "300,600"
 KVR_S, KVR_P = "kvr_s", "kvr_p"
-"""Names of the schemes: chunks searched for the length, and interpolated between knots."""
+"""Schemes: KVR_S searches chunks for the prompt length, KVR_P interpolates them between knots."""
 MODEL_BAR = 0.10
-"""Largest distance of the median from the prediction, as a fraction of it."""
+"""Maximum error of the median relative to the prediction."""
 PREDICTED_BAR = 0.03
-"""How much longer KVR-P may take than KVR-S by the model, as a fraction."""
+"""Maximum excess of KVR-P's time over KVR-S's by the model, as a fraction."""
 MEASURED_BAR = 0.06
-"""How much longer KVR-P may take than KVR-S as measured, as a fraction."""
+"""Maximum excess of KVR-P's time over KVR-S's as measured, as a fraction."""
 _MAX_TOKENS = 8192
-"""Longest prompt of the table that KVR-P interpolates; its knots are this divided by powers of two."""
+"""Longest prompt of KVR-P's table. The knots are this length divided by powers of two."""
 _SHARED_TOKENS = 1024
 _QUICK_SHARED_TOKENS = 256
 _PROBE_S = 0.5
@@ -67,16 +68,16 @@ _PROBES = (("cached", "gflops"), ("stream", "gb_s"), ("layer", "gflops"), ("atte
 
 @dataclass(frozen=True)
 class _Run:
-    """One prefill, and what its round's calibration predicts for it."""
+    """One prefill, with the prediction by its round's calibration."""
 
     outcome: Outcome
     predicted_s: float
     rank_s: Sequence[float]
-    """Predicted seconds of each rank's computation."""
+    """Predicted seconds of computation of each rank."""
 
 
 class _Bench:
-    """The ranks, and what is measured with them. Every method blocks."""
+    """Ranks, and measurements on them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, origin: Calibration) -> None:
         self._ranks, self._origin, self._kernel = ranks, origin, runnable([args.kernel, "sdpa"])[0]
@@ -87,7 +88,7 @@ class _Bench:
         self._shared_tokens = _QUICK_SHARED_TOKENS if args.quick else _SHARED_TOKENS
 
     def neighbours(self) -> None:
-        """Measure and report what a busy neighbour costs a rank."""
+        """Measure and report how much a busy neighbour slows down a rank."""
         whole = (TokenRange(0, self._shared_tokens),)
         alone, together = [], []
         with progress("neighbours", self._num_rounds + 1) as advance:
@@ -107,14 +108,14 @@ class _Bench:
             self._reporter.add(case(policy=f"side_by_side_{kind}"), metric, unit, "idle", pairs)
 
     def rounds(self, lengths: Sequence[int], calibrated_at: Sequence[int]) -> None:
-        """Run all rounds, and report what was measured."""
+        """Run all rounds, and report the measurements."""
         for number in range(self._num_rounds):
             self._round(number, calibrated(self._ranks, self._origin, self._kernel, calibrated_at), lengths)
         for num_tokens in lengths:
             self._report(num_tokens)
 
     def _round(self, number: int, calibration: Calibration, lengths: Sequence[int]) -> None:
-        """Run KVR-S and KVR-P of each length once, and predict both by this calibration."""
+        """Run KVR-S and KVR-P once for each length, and predict both with this calibration."""
         width = len(self._ranks)
         planner = ChainPlanner(calibration, max_ranks=width, max_tokens=_MAX_TOKENS)
         with progress(f"round {number + 1} of {self._num_rounds}", len(lengths)) as advance:
@@ -131,7 +132,7 @@ class _Bench:
                 advance()
 
     def _report(self, num_tokens: int) -> None:
-        """Report one length's rows and verdicts, of all rounds."""
+        """Report the rows and bars of one length, over all rounds."""
         searched, interpolated = self._found[num_tokens, KVR_S], self._found[num_tokens, KVR_P]
         self._say_by_rank(num_tokens, searched)
         keys = {"tokens": num_tokens, "ranks": len(self._ranks), "kernel": self._kernel}
@@ -151,11 +152,11 @@ class _Bench:
         self._bars.at_most(f"off the prediction, {num_tokens} tokens", off, MODEL_BAR)
         pairs = zip(interpolated, searched, strict=True)
         behind = statistics.median(one.predicted_s / other.predicted_s for one, other in pairs) - 1
-        self._bars.at_most(f"KVR-P behind KVR-S by the model, {num_tokens} tokens", behind, PREDICTED_BAR)
-        self._bars.at_most(f"KVR-P behind KVR-S measured, {num_tokens} tokens", 1 / row.ratio - 1, MEASURED_BAR)
+        self._bars.at_most(f"KVR-P slower than KVR-S by the model, {num_tokens} tokens", behind, PREDICTED_BAR)
+        self._bars.at_most(f"KVR-P slower than KVR-S as measured, {num_tokens} tokens", 1 / row.ratio - 1, MEASURED_BAR)
 
     def _say_by_rank(self, num_tokens: int, runs: "Sequence[_Run]") -> None:
-        """Print which part of a prediction holds: each rank's computation, or the waits."""
+        """Print measured and predicted computation of each rank, and the waits of the last rank."""
         shares = []
         for rank in range(len(self._ranks)):
             compute_s = statistics.median(run.outcome.answers[rank].compute_s for run in runs)
@@ -167,7 +168,7 @@ class _Bench:
         self._console.print(f"  {text}", markup=False)
 
     def close(self, has_bars: bool) -> int:
-        """Print the table and, if there are bars, the verdicts; return the exit status."""
+        """Print the table and, if `has_bars`, the results of the bars; return the exit status."""
         self._reporter.close()
         return self._bars.close() if has_bars else 0
 
@@ -176,7 +177,7 @@ class _Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the neighbours, then the rounds; with --bars, return 1 when a bar is missed."""
+    """Measure the neighbours, then the rounds. With --bars, return 1 if a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
@@ -190,10 +191,10 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS})")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks of the chain, one core each")
     parser.add_argument("--kernel", default="native", help="attention kernel")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

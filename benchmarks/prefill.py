@@ -1,8 +1,9 @@
-"""How long to the first token? The whole cluster with a chain of ranks against one colocated engine (`single`).
+"""How long is the time to first token? Compares a whole cluster with a chain of ranks with one colocated engine
+(`single`).
 
-Both sides are real local clusters, alive at the same time and measured alternately: prompt in, first token out, KV
-pushed and committed in between. Cores are shared fairly: `--ranks` ranks of one thread against one engine of `--ranks`
-threads.
+Both sides are real local clusters, which run at the same time and are measured alternately, from the prompt to the
+first token, with KV pushed and committed. Both use the same number of cores: `--ranks` ranks of one thread, or one
+engine of `--ranks` threads.
 """
 
 import argparse
@@ -71,7 +72,9 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {LENGTHS})")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, and threads of the single engine")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="number of ranks of the chain, and of threads of the single engine"
+    )
     asyncio.run(measure(parser.parse_args()))
     return 0
 

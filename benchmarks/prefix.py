@@ -1,11 +1,12 @@
-"""How much time does a cached prefix save? Time to first token with one and without, for prompts of equal length.
+"""How much time does a cached prefix save? Compares the time to first token with and without one, for prompts of equal
+length.
 
-A whole local cluster (orchestrator, a chain of ranks of one thread, a generation engine). Each round sends a new prompt
-(`cold`), and one that begins like it and ends otherwise: its shared tokens are read where the first prompt's ranks have
-left them. Then the second turn of a chat (`turn` in a case: tokens of the first answer): a prompt that begins with an
-earlier one and its answer, against a new prompt of the same length. Rows: time to first token; KV pushed to the
-generation engine, also against what that engine lacks (`missing`: all but whole blocks of its node, so 1). `--bars`
-checks what is promised.
+A whole local cluster (orchestrator, a chain of ranks with one thread each, a generation engine). Each round sends a new
+prompt (`cold`), then a prompt with the same prefix and another end, whose KV of the prefix is read from where the first
+prompt's ranks stored it. Next is the second turn of a chat (`turn` in a case: tokens of the first answer): a prompt
+that begins with an earlier prompt and its answer, compared with a new prompt of the same length. Rows: time to first
+token, and KV bytes pushed to the generation engine. The bytes are also compared with those that the engine's node does
+not have yet (`missing`: all except whole blocks, so the ratio should be 1). `--bars` checks the bars.
 """
 
 import argparse
@@ -47,12 +48,12 @@ ANSWER_TOKENS = 256
 QUICK_ANSWER_TOKENS = 130
 BLOCK = OrchestratorConfig.block_tokens
 TTFT_BAR = 8.0
-"""How many times sooner the first token must come with the prefix, at least."""
+"""Minimum ratio of the cold time to first token to that with a cached prefix."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The result of one prompt that went through the cluster."""
+    """Result of one prompt that passed through the cluster."""
 
     ttft_s: float
     num_bytes_pushed: int
@@ -62,7 +63,7 @@ class Asked:
 
 
 async def ask(scheduler: RequestScheduler, prompt_ids: tuple[int, ...], num_tokens: int = 1) -> Asked:
-    """Send a prompt for `num_tokens` tokens. Raises the error that ended the request, if any."""
+    """Send a prompt and request `num_tokens` output tokens. Raises the error that ended the request, if any."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     spec = Request(RequestId(uuid.uuid4().hex), prompt_ids, params)
     finished: Finished | None = None
@@ -84,7 +85,7 @@ async def ask(scheduler: RequestScheduler, prompt_ids: tuple[int, ...], num_toke
 async def measure(
     scheduler: RequestScheduler, num_shared: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
-    """Measure prompts with a cached prefix and cold ones, one of each a round, after a round that is not counted."""
+    """Measure (prompts with a cached prefix, cold prompts), one of each per round, after a warm-up round."""
     warm, cold = [], []
     with progress(f"{num_shared} shared tokens, {num_new} new", pairs + 1) as advance:
         for seed in range(pairs + 1):
@@ -99,10 +100,9 @@ async def measure(
 async def measure_turns(
     scheduler: RequestScheduler, num_first: int, num_answer: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
-    """Measure second turns and cold prompts of the same length, one of each a round, after a round that is not
-    counted."""
+    """Measure (second turns, cold prompts of the same length), one of each per round, after a warm-up round."""
     second, cold = [], []
-    with progress(f"second turn behind {num_first} tokens and {num_answer} of an answer", pairs + 1) as advance:
+    with progress(f"second turn after {num_first} tokens and an answer of {num_answer}", pairs + 1) as advance:
         for seed in range(pairs + 1):
             first = await ask(scheduler, random_prompt(num_first, 3000 + seed), num_answer)
             second.append(await ask(scheduler, first.known_ids + random_prompt(num_new, 4000 + seed)))
@@ -114,24 +114,25 @@ async def measure_turns(
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of known beginning, and what was measured of it."""
+    """One kind of cached prefix, and its measurements."""
 
     name: str
     what: str
-    """Readable description of the known beginning."""
+    """Readable description of the cached prefix."""
     num_lacking: int
-    """Tokens whose KV the generation engine's node lacks: all but whole blocks of what was seen."""
+    """Number of tokens whose KV the generation engine's node does not have: all except whole blocks of the cached
+    prefix."""
     warm: list[Asked]
     cold: list[Asked]
 
     @property
     def lacking_bytes(self) -> float:
-        """Bytes of the KV of the lacking tokens, from a cold prompt, whose KV was pushed whole."""
+        """KV bytes of the missing tokens, computed from a cold prompt, whose KV was pushed completely."""
         cold = self.cold[0]
         return self.num_lacking * cold.num_bytes_pushed / (len(cold.known_ids) - 1)
 
     def report(self, reporter: Reporter) -> float:
-        """Report the rows of this case; return how many times sooner the first token came."""
+        """Report the rows of this case; return the ratio of the cold to the cached time to first token."""
         ttft = Pairs([each.ttft_s for each in self.warm], [each.ttft_s for each in self.cold])
         pushed = [float(each.num_bytes_pushed) for each in self.warm]
         row = reporter.add(self.name, "ttft_s", "s", "cold", ttft)
@@ -141,7 +142,7 @@ class Case:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all rounds; with --bars, return 1 when a bar is missed."""
+    """Measure all rounds. With --bars, return 1 if a bar is missed."""
     num_shared = args.shared or (QUICK_SHARED_TOKENS if args.quick else SHARED_TOKENS)
     num_answer = QUICK_ANSWER_TOKENS if args.quick else ANSWER_TOKENS
     num_turn, new, ranks = num_shared + num_answer, args.new, args.ranks
@@ -160,13 +161,13 @@ async def run(args: argparse.Namespace) -> int:
         Case(name, f"{num_shared} tokens", new + num_shared % BLOCK, *shared),
         Case(
             turn_name, f"a turn of {num_turn} tokens", new + 1 + (num_turn - 1) % BLOCK, *turns
-        ),  # the last one has no KV
+        ),  # the last token has no KV
     ):
         ratio = each.report(reporter)
         if args.bars:
-            bars.at_least(f"TTFT cold over behind {each.what}", ratio, TTFT_BAR)
+            bars.at_least(f"TTFT cold over cached, {each.what}", ratio, TTFT_BAR)
             most = max(asked.num_bytes_pushed for asked in each.warm)
-            bars.at_most(f"KV pushed over missing, behind {each.what}", most / each.lacking_bytes, 1.0)
+            bars.at_most(f"KV pushed over missing, {each.what}", most / each.lacking_bytes, 1.0)
     reporter.close()
     return bars.close()
 
@@ -174,13 +175,16 @@ async def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one thread each")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks of the chain, one thread each")
     parser.add_argument(
-        "--shared", type=int, default=0, help=f"tokens; 0: {SHARED_TOKENS}, or {QUICK_SHARED_TOKENS} with --quick"
+        "--shared",
+        type=int,
+        default=0,
+        help=f"number of shared tokens; 0: {SHARED_TOKENS}, or {QUICK_SHARED_TOKENS} with --quick",
     )
-    parser.add_argument("--new", type=int, default=NEW_TOKENS, help="tokens behind the shared ones")
+    parser.add_argument("--new", type=int, default=NEW_TOKENS, help="number of tokens after the shared ones")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when what is promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return asyncio.run(run(parser.parse_args()))
 
 

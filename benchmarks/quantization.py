@@ -1,7 +1,7 @@
-"""How much accuracy do int8 weights cost, and how much time do they save? Perplexity and step times, against bf16.
+"""How much accuracy do int8 weights cost, and how much time do they save? Compares perplexity and step times with bf16.
 
-Perplexity is of whole windows of a novel, each by itself. The step is one token after a context, logits and greedy
-choice included, both sides measured alternately.
+Perplexity is computed over separate windows of a novel. A step yields one token at a given context, including logits
+and greedy sampling. Both sides are measured alternately.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.support.harness import (
 _NOVEL = Path(__file__).parents[1] / "tests" / "data" / "persuasion.txt.gz"
 _STEPS = 4
 _SCORED = 256
-"""Positions whose logits are computed at once."""
+"""Number of positions whose logits are computed at once."""
 
 
 def windows(folder: Path, num_windows: int, num_tokens: int) -> Iterator[list[int]]:
@@ -46,7 +46,7 @@ def windows(folder: Path, num_windows: int, num_tokens: int) -> Iterator[list[in
 
 @torch.inference_mode()
 def perplexity(decoder: Decoder, ids: list[int]) -> float:
-    """Return the perplexity of one window, its first token not counted."""
+    """Return the perplexity of one window, without its first token."""
     tokens = TokenRange(0, len(ids))
     hidden_TD = decoder.forward(ids, [BufferSpan(KvBuffer(decoder.layout, tokens), tokens)])
     loss = 0.0
@@ -58,8 +58,8 @@ def perplexity(decoder: Decoder, ids: list[int]) -> float:
 
 
 def step_of(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
-    """Return a function that measures milliseconds of the bare decoder's step at a fixed context, logits and greedy
-    choice included: the mean of a few steps."""
+    """Return a function that measures the mean milliseconds of a few steps of the bare decoder at a fixed context,
+    including logits and greedy sampling."""
     tokens = TokenRange(0, context + 1)
     buffers = [KvBuffer(decoder.layout, tokens) for _ in range(batch)]
     for buffer in buffers:
@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--windows", type=int, default=24, help="windows of text")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--context", type=int, default=192, help="context of the rows that step")
+    parser.add_argument("--windows", type=int, default=24, help="number of windows of text")
+    parser.add_argument("--tokens", type=int, default=1024, help="number of tokens of a window")
+    parser.add_argument("--context", type=int, default=192, help="context length of the sequences in a step")
     return run(parser.parse_args())
 
 

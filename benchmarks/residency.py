@@ -1,11 +1,12 @@
-"""How much time does it cost to keep KV in host memory, and how much more fits?
+"""How much time does KV in host memory cost, and how many more sequences fit?
 
-Compares policy `host` with `device` (`generate_workers.residency`): the same rows, each with its own length, the same
-engine. They alternate, two steps at a time after one that is not counted. `formula` is what `host` must move over the
-link in a step: all cached KV one way, each row's new token the other. `host` has a device of `--device-gib` only, for
-weights and KV (accounted on a CPU too), `device` one without a limit. `--limited` are rows of which, with the same
-limit, `host` must hold all and `device` refuse some. On a CPU the link is memory bandwidth, and its thread is a third
-one next to those that compute. `--bars`: these, and bytes that equal the formula.
+Compares policy `host` with `device` (`generate_workers.residency`) in the same engine, on the same sequences with
+different lengths. They alternate after every two steps, each time after one warm-up step. `formula` is the number of
+bytes that `host` must move over the link in a step: all cached KV in one direction, and each sequence's new token in
+the other. `host` has a device of `--device-gib` GiB for weights and KV (a limit that is also enforced on a CPU); the
+device of `device` is not limited. `--limited` is a case in which, with that limit, `host` must fit all sequences and
+`device` must refuse some. On a CPU the link is memory bandwidth, and its thread runs in addition to the compute
+threads. `--bars` checks this case, and that the bytes equal the formula.
 """
 
 import argparse
@@ -31,16 +32,16 @@ GIB = 2**30
 
 
 def link_bytes(token_bytes: int, lengths: Sequence[int]) -> int:
-    """Return the bytes that a step moves in both directions together, for rows of `lengths` tokens whose last one is
-    new."""
+    """Return the number of bytes that a step moves in both directions together, for sequences of `lengths` tokens
+    including the new one."""
     return token_bytes * sum(lengths)
 
 
 def compare(
     decoder: Decoder, folder: Path, lengths: list[int], num_pairs: int, device_bytes: int = 0
 ) -> tuple[Pairs, int, int]:
-    """Measure milliseconds of both policies' steps, `host` with a device of `device_bytes` (0: unlimited). Return them,
-    the bytes that its last step moved, and the bytes of the formula."""
+    """Measure the steps of both policies in milliseconds. `device_bytes`: device memory of `host`; 0: unlimited. Return
+    the times, the bytes moved in the last step of `host`, and the bytes by the formula."""
     num_steps = (num_pairs + 1) * (_STEPS + 1)
     slot_tokens = max(lengths) + num_steps + 2
 
@@ -56,7 +57,7 @@ def compare(
 
 
 def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, bars: Bars) -> None:
-    """Check how many rows fit into a limited device, by policy."""
+    """Check how many sequences fit in a limited device, by policy."""
     console = Console(stderr=True, highlight=False)
     for policy in ("host", "device"):
         config = EngineConfig(
@@ -72,7 +73,7 @@ def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, b
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells; with --bars, return 1 when a bar is missed."""
+    """Measure all cells. With --bars, return 1 if a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         pairs, moved, expected = compare(decoder, folder, row_lengths(batch, context), num_pairs, device_bytes)
         reporter.add(name, "step_ms", "ms", "device", pairs)
         reporter.add(name, "kv_bytes", "bytes", "formula", Pairs([float(moved)], [float(expected)]))
-        bars.at_most(f"{cell}, bytes over the link beside the formula's", abs(moved - expected), 0)
+        bars.at_most(f"{cell}, bytes over the link that differ from the formula", abs(moved - expected), 0)
     batch, context = map(int, args.limited.split("x"))
     check_limit(decoder, batch, context, device_bytes, bars)
     reporter.close()
@@ -96,11 +97,13 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument("--threads", type=int, default=0, help="compute threads, one core each; 0: all cores")
-    parser.add_argument("--limited", default="8x7500", help="rows x tokens for a device that is limited")
-    parser.add_argument("--device-gib", type=float, default=1.0, help="memory of that device, for weights and KV")
+    parser.add_argument("--threads", type=int, default=0, help="number of compute threads, one core each; 0: all cores")
+    parser.add_argument("--limited", default="8x7500", help="batch x context for the limited device")
+    parser.add_argument(
+        "--device-gib", type=float, default=1.0, help="size of the limited device's memory for weights and KV, in GiB"
+    )
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

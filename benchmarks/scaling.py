@@ -1,13 +1,15 @@
-"""How much does the autoscaler gain over fixed groups, over load regression without queueing, and queue thresholds?
+"""How much does the autoscaler gain over fixed groups, over load regression without queueing, and over queue
+thresholds?
 
-A calculation: traces replayed by the traffic simulator (`baton_lab.traffic`), eight groups of Llama-3.1-8B on an A100
-at nominal rates, cold start 30 s, role flip 2 s. Two kinds of request: 6,000 -> 64 tokens and 200 -> 512. What a
-division of the groups bears is the highest steady rate of which it serves 95 % within both targets, found by
-simulation; the best division's is the capacity for that kind. Traces at parts of these capacities: `shifting` changes
-the kind every 300 s (10 cold starts), `steady` has one kind. All policies begin with four groups of each role. Rows:
-share of requests within both targets, and changes. `--bars`: on shifting traces at least 1.3 times the best fixed
-division's and 1.15 times load regression's; on steady ones at least 0.97 times the best fixed division's; in each phase
-at most one change that takes back another.
+A calculation: the traffic simulator (`baton_lab.traffic`) replays traces on eight groups of Llama-3.1-8B on A100s at
+nominal rates, with a cold start of 30 s and a role flip of 2 s. There are two kinds of request: 6,000 prompt and 64
+output tokens, and 200 prompt and 512 output tokens. The capacity for a kind is the highest steady rate at which the
+best fixed division of the groups serves 95 % of the requests within both targets; it is found by simulation. Traces run
+at fractions of these capacities: `shifting` changes the kind every 300 s (10 cold starts), `steady` has one kind. All
+policies begin with four groups of each role. Rows: fraction of requests within both targets, and number of changes.
+`--bars`: on shifting traces at least 1.3 times the fraction of the best fixed division and 1.15 times that of load
+regression; on steady traces at least 0.97 times the fraction of the best fixed division; in each phase at most one
+change that reverts another.
 """
 
 import argparse
@@ -43,7 +45,7 @@ _PROBES = 6
 
 
 def setting() -> Setting:
-    """Return the cluster on paper: groups, targets and budget."""
+    """Return the simulated cluster: groups, targets and budget."""
     shape, rates = shape_of(MODEL), hardware_of(HARDWARE)
     steps = nominal_steps(MODEL, HARDWARE, shape, rates)
     planner = RecallingPlanner(nominal(MODEL, HARDWARE, shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
@@ -53,7 +55,8 @@ def setting() -> Setting:
 
 
 def capacity(on: Setting, kind: Lengths) -> float:
-    """Return the highest steady rate of which the best division of the groups serves 95 % within both targets."""
+    """Return the highest steady rate at which the best division of the groups serves 95 % of the requests within both
+    targets."""
     guess = on.predicted_rate(kind)
     low, high = 0.7 * guess, 1.1 * guess
     for _ in range(_PROBES):
@@ -65,7 +68,8 @@ def capacity(on: Setting, kind: Lengths) -> float:
 
 
 def reversals(events: Iterable[ScalerEvent]) -> int:
-    """Return the number of changes that move a group to a role within a phase in which one was moved away from it."""
+    """Return the number of changes that move a group to a role after another group was moved away from it in the same
+    phase."""
     num_reversed, last, phase = 0, 0, -1
     for event in events:
         before, after = (tuple(map(int, side.split(":"))) for side in event.what.split(" -> "))
@@ -78,21 +82,23 @@ def reversals(events: Iterable[ScalerEvent]) -> int:
 
 
 def traces(capacities: dict[Lengths, float], load: float, seed: int) -> list[Trace]:
-    """Return the traces of one load and seed: a shifting one, and a steady one of each kind."""
+    """Return the traces for one load and seed: one shifting trace, and one steady trace of each kind."""
     kinds = [(PROMPT_HEAVY, OUTPUT_HEAVY)[phase % 2] for phase in range(NUM_PHASES)]
     made = [shifting([Phase(PHASE_S, load * capacities[kind], kind) for kind in kinds], seed)]
     return made + [steady(load * rate, PHASE_S, seed, kind) for kind, rate in capacities.items()]
 
 
 def main() -> int:
-    """Run all loads and seeds; return 1 when a bar is missed."""
+    """Run all loads and seeds. Return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default=SEEDS, metavar="N,...", help="seeds of the traces (default: %(default)s)")
-    parser.add_argument("--loads", default=",".join(map(str, LOADS)), metavar="X,...", help="parts of the capacity")
     parser.add_argument(
-        "--capacities", metavar="A,B", help="requests a second of both kinds, in place of searching them"
+        "--loads", default=",".join(map(str, LOADS)), metavar="X,...", help="loads, as fractions of the capacity"
     )
-    parser.add_argument("--bars", action="store_true", help="check what is promised; exit status 1 when it is missed")
+    parser.add_argument(
+        "--capacities", metavar="A,B", help="capacities for both kinds in requests per second, instead of a search"
+    )
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     on, bars = setting(), Bars()
     kinds = (PROMPT_HEAVY, OUTPUT_HEAVY)
@@ -120,7 +126,7 @@ def main() -> int:
 
 
 def compare(on: Setting, trace: Trace, ratios: dict[str, list[float]]) -> list[str]:
-    """Run a trace under all policies, note the ratios, and return the row's cells."""
+    """Run a trace under all policies, add its ratios to `ratios`, and return the cells of its row."""
     runs: dict[str, Results] = {policy: on.run(trace, policy)[1] for policy in POLICIES}
     share = {policy: max(results.summary(on.targets)["good_share"], 1e-3) for policy, results in runs.items()}
     if trace.name == "shifting":
@@ -133,7 +139,7 @@ def compare(on: Setting, trace: Trace, ratios: dict[str, list[float]]) -> list[s
 
 
 def check(bars: Bars, ratios: dict[str, list[float]]) -> None:
-    """Check the least ratio of all loads and seeds against each bar."""
+    """Check the smallest ratio over all loads and seeds against each bar."""
     for name, what, bar in (
         ("shifting", "shifting, times the best fixed division", SHIFT_BAR),
         ("regression", "shifting, times load regression without queueing", LOAD_BAR),
@@ -143,7 +149,7 @@ def check(bars: Bars, ratios: dict[str, list[float]]) -> None:
 
 
 def _likely(kind: Lengths) -> list[tuple[int, int]]:
-    """Return the divisions that may be best for a kind: nearly all groups for prompts, or for answers."""
+    """Return the divisions that may be best for a kind: nearly all groups for prefill, or nearly all for generation."""
     few = (1, 2)
     return [(NUM_GROUPS - each, each) if kind is PROMPT_HEAVY else (each, NUM_GROUPS - each) for each in few]
 

@@ -1,11 +1,12 @@
-"""How much does serving cost? Streams through the whole stack, against the engine alone and no prefill ranks.
+"""How much overhead does serving have? Compares streams through the whole stack with the bare engine, and with a
+cluster without prefill ranks.
 
-Ours: client, orchestrator, a chain on Ray, a generation group, all over gRPC. `engine`: the generation engine in a
-process of its own, called directly. `single`: a served cluster whose generation group prefills
-(`prefill.num_groups=0`). All run at the same time and are measured alternately, with the same prompts and the same
-number of rows, threads and pinned cores. TTFT is what the client sees; tokens/s are those of the window in which all
-streams generate. At the end, where the time to a first token goes when nothing else runs. `--bars` measures only what
-is promised, and fails when it does not hold.
+Baton: client, orchestrator, a chain on Ray, and a generation group, all over gRPC. `engine`: the generation engine in a
+separate process, called directly. `single`: a served cluster whose generation group prefills (`prefill.num_groups=0`).
+All run at the same time and are measured alternately, with the same prompts, batch sizes, threads and pinned cores.
+TTFT is measured by the client; tokens/s are those of the period in which all streams generate. At the end, the time to
+first token is split into its stages while nothing else runs. `--bars` measures only the cases that have bars, and fails
+if a bar is missed.
 """
 
 import argparse
@@ -38,19 +39,18 @@ SPAN_REQUESTS = 20
 QUICK_SPAN_REQUESTS = 5
 BAR_STREAMS = 16
 OWN_THREAD_BAR = 0.90
-"""Least fraction of the engine's tokens/s that must come through at BAR_STREAMS streams, with the engine on a core of
-its own."""
+"""Minimum ratio of tokens/s to the bare engine's at BAR_STREAMS streams, with the engine on its own core."""
 ALL_THREADS_BAR = 0.75
-"""Least fraction of the engine's tokens/s that must come through at BAR_STREAMS streams, with the engine on all cores,
-which it shares with everything else."""
+"""Minimum ratio of tokens/s to the bare engine's at BAR_STREAMS streams, with the engine on all cores, which it shares
+with all other processes."""
 OVERHEAD_BAR_MS = 60.0
-"""Milliseconds that serving may add to the chain's time of a request for 512 tokens, median."""
+"""Maximum median of the milliseconds that serving adds to the chain's time, for a request with 512 prompt tokens."""
 _METRICS = (("ttft_s", "s"), ("step_ms", "ms"), ("tokens_s", "tokens/s"))
 
 
 @dataclass(frozen=True)
 class Place:
-    """The threads and cores of the generation engine, on all sides."""
+    """Threads and cores of the generation engine, equal on all sides."""
 
     num_threads: int
     cores: tuple[int, ...] = ()
@@ -60,17 +60,17 @@ class Place:
 
     @classmethod
     def pinned(cls, num_threads: int, cores: Collection[int]) -> Self:
-        """Return a place with the engine on the first of `cores`, one for each thread, and everything else on the
-        others, if there are any."""
+        """Return a place with the engine on the first `num_threads` of `cores`, and all other processes on the
+        remaining cores, or on the same ones if none remain."""
         mine, others = tuple(sorted(cores)[:num_threads]), tuple(sorted(cores)[num_threads:])
         return cls(num_threads, mine, others or mine)
 
     def settings(self, num_ranks: int) -> list[str]:
-        """Return the settings of this place for `baton serve --set`, with a chain of `num_ranks` ranks, or none for
-        0."""
+        """Return the settings of this place for `baton serve --set`, with a chain of `num_ranks` ranks; 0: without
+        prefill groups."""
         chain = [f"prefill.num_ranks={num_ranks}", "orchestrator.disaggregation=always"]
         settings = chain if num_ranks else ["prefill.num_groups=0"]
-        settings += [f"generate.num_threads={self.num_threads}", "generate.speculation=off"]  # as the engine alone
+        settings += [f"generate.num_threads={self.num_threads}", "generate.speculation=off"]  # as in the bare engine
         if self.cores:
             others = list(self.other_cores)
             settings += [f"generate.cores={[list(self.cores)]}", f"orchestrator.cores={others}"]
@@ -90,12 +90,12 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def sides(self, place: Place, with_single: bool) -> AsyncIterator[tuple[ServedSide, dict[str, Side]]]:
-        """Start the whole stack and its baselines, and yield them, the baselines by name; end all of them
-        afterwards."""
+        """Start the whole stack and its baselines, and yield the stack and the baselines by name. All are ended with
+        the block."""
         async with AsyncExitStack() as stack:
             chain, ray_address = await self._served(stack, place.settings(self.args.ranks))
             baselines: dict[str, Side] = {}
-            if with_single:  # on the same Ray, because a second one would take a share of the cores
+            if with_single:  # on the same Ray, because a second one would use part of the cores
                 settings = [*place.settings(0), f"ray.address={ray_address}"]
                 baselines["single"], _ = await self._served(stack, settings)
             spec = EngineSpec(
@@ -132,7 +132,7 @@ class _Bench:
         return ratio
 
     async def spans(self, chain: ServedSide) -> float:
-        """Measure and report where the time to a first token goes; return the milliseconds outside the chain."""
+        """Measure and report the stages of the time to first token; return the milliseconds outside the chain."""
         num_requests = QUICK_SPAN_REQUESTS if self.args.quick else SPAN_REQUESTS
         found = []
         with progress("spans", num_requests + 1) as advance:
@@ -149,12 +149,12 @@ class _Bench:
         return self.reporter.add(name, "overhead_ms", "ms", "chain", pairs).value
 
     def say(self, line: str) -> None:
-        """Print a line that is not a row."""
+        """Print a line in addition to the rows."""
         self.console.print(f"  {line}", markup=False)
 
 
 async def measure(args: argparse.Namespace) -> int:
-    """Measure all numbers of streams against both baselines, then the spans."""
+    """Measure all numbers of streams compared with both baselines, then the stages."""
     bench = _Bench(args)
     place = Place.pinned(args.threads, _all_cores()) if args.pin else Place(args.threads)
     async with bench.sides(place, with_single=True) as (chain, baselines):
@@ -166,12 +166,12 @@ async def measure(args: argparse.Namespace) -> int:
 
 
 async def check_bars(args: argparse.Namespace) -> int:
-    """Measure what is promised; return 1 when something does not hold."""
+    """Measure the cases that have bars. Return 1 if a bar is missed."""
     bench, bars = _Bench(args), Bars()
     for place, bar in ((Place.pinned(1, _all_cores()), OWN_THREAD_BAR), (Place(2), ALL_THREADS_BAR)):
         async with bench.sides(place, with_single=False) as (chain, baselines):
             if place.cores:
-                bars.at_most("milliseconds besides the chain", await bench.spans(chain), OVERHEAD_BAR_MS)
+                bars.at_most("milliseconds outside the chain", await bench.spans(chain), OVERHEAD_BAR_MS)
             ratio = await bench.compare(place, BAR_STREAMS, chain, baselines)
             bars.at_least(f"of the engine's tokens/s, {place.num_threads} threads", ratio, bar)
     bench.reporter.close()
@@ -184,7 +184,7 @@ def _all_cores() -> set[int]:
 
 @contextlib.contextmanager
 def _pinned_to(cores: Collection[int]) -> Iterator[None]:
-    """Pin this process, the client, to these cores for the block; empty: leave it where it is."""
+    """Pin this process, which is the client, to `cores` for the block; empty: do not pin it."""
     before = _all_cores()
     if cores:
         use_cores(sorted(cores), torch.get_num_threads())
@@ -202,12 +202,16 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--streams", default=None, help=f"numbers of concurrent streams (default {STREAMS})")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=96, help="output tokens of each stream")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads of the engine")
-    parser.add_argument("--pin", action="store_true", help="the engine on cores of its own, all else on the others")
-    parser.add_argument("--bars", action="store_true", help="measure only the promised bars")
+    parser.add_argument("--tokens", type=int, default=128, help="number of tokens of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=96, help="number of output tokens of each stream")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks of the chain")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="number of torch threads of the engine"
+    )
+    parser.add_argument(
+        "--pin", action="store_true", help="pin the engine to its own cores, and everything else to the others"
+    )
+    parser.add_argument("--bars", action="store_true", help="measure only the cases that have bars")
     args = parser.parse_args()
     return asyncio.run(until_signal(check_bars(args) if args.bars else measure(args)))
 

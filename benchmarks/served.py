@@ -1,29 +1,31 @@
-"""How do Baton, vLLM and llama.cpp compare, as clients see them? Through their front doors, alternately, on all cores.
+"""How do Baton, vLLM and llama.cpp compare for their clients? All servers are called alternately, on all cores.
 
-`baton serve` with its defaults, over gRPC, and its peers with OpenAI's API, over HTTP:
+`baton serve` with its defaults is called over gRPC. Its peers have OpenAI's API, and are called over HTTP:
 
     vllm        vLLM's CPU build (`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes)
     llama.cpp   `llama-server` (`--llama-server PATH`, of those that `peers/setup_llamacpp.sh` builds). It computes with
-                the weights as the model's GGUF file stores them, which is Q4_1 for the default model. Baton and vLLM
+                the weights as stored in the model's GGUF file, which is Q4_1 for the default model. Baton and vLLM
                 compute with the same weights converted to `--dtype`
 
-A peer that is not installed is left out, and a line names its script. All servers run all along, warmed. Each gets its
-load when all are quiet: vLLM's worker spins on a core for a second after its last step. This process is the client of
-all, and all instants are by its clock. A load is closed: all requests are sent at once, for outputs of fixed length,
-greedily. Prompts are passages of novels, none of which begins like another. All sides get the same ones.
+A peer that is not installed is left out, and a line names its set-up script. All servers run during the whole benchmark
+and are warmed up. Each gets its load when all servers are idle: vLLM's worker busy-waits on a core for a second after
+its last step. This process is the client of all servers, and all times are from its clock. A load is closed: all
+requests are sent at once, for outputs of fixed length, sampled greedily. Prompts are passages of novels with different
+beginnings, the same for all sides.
 
 A cell STREAMSxPROMPT:OUTPUT of `--grid` has these rows:
 
-    tokens_s        all output tokens, from the first request to the last token
+    tokens_s        all output tokens / (time of the last token - time of the first request)
     ttft_s          median time to first token
     p99_ms, gap_ms  99th percentile and median of the times between messages of a stream (with speculation a message may
                     hold several tokens)
     tpot_ms         time per output token
-    last_ttft_s     of the prompt that joins, in cells with +PROMPT:OUTPUT@SECONDS
-    load_s          of the whole load, compared with the same engine alone in a process, only in the cell 16x205:64
+    last_ttft_s     time to first token of the prompt that joins, in cells with +PROMPT:OUTPUT@SECONDS
+    load_s          duration of the whole load, compared with the bare engine in a process; only in cell 16x205:64
 
-Before the load: idle_cores, processor seconds a second of Baton's own idle processes, compared with those of Ray. Ray's
-include the loops by which Baton's actors wait for tasks. `--bars` checks what is promised, compared with vLLM.
+The row idle_cores is measured before the loads: the number of cores that Baton's own processes use when idle, compared
+with those that Ray uses. Ray's include the loops in which Baton's actors wait for tasks. `--bars` checks the bars,
+which are relative to vLLM.
 """
 
 import argparse
@@ -69,24 +71,24 @@ ROUNDS = 5
 IDLE_S = 20.0
 QUICK_IDLE_S = 5.0
 RATE_BAR = 1.1
-"""Least tokens/s over vLLM's, with up to RATE_STREAMS streams."""
+"""Minimum ratio of tokens/s to vLLM's, with up to RATE_STREAMS streams."""
 RATE_STREAMS = 16
 TTFT_BAR = 1.0
-"""Most time to first token over vLLM's."""
+"""Maximum ratio of the time to first token to vLLM's."""
 LONG_TTFT_BAR = 0.85
-"""The same for prompts of LONG_TOKENS tokens and more."""
+"""Maximum ratio of the time to first token to vLLM's, for prompts of at least LONG_TOKENS tokens."""
 LONG_TOKENS = 6450
 STALLED_MS = 500.0
-"""99th percentile of vLLM's times between messages above which its streams stall."""
+"""99th percentile of vLLM's times between messages above which its streams count as stalled."""
 STALLED_BAR = 0.5
-"""Most 99th percentile of the times between messages over vLLM's, where its streams stall."""
+"""Maximum ratio of the 99th percentile of the times between messages to vLLM's, if vLLM's streams are stalled."""
 GAP_BAR = 1.2
-"""The same where its streams do not stall."""
+"""Maximum ratio of the 99th percentile of the times between messages to vLLM's, if vLLM's streams are not stalled."""
 IDLE_BAR = 0.02
-"""Most processor seconds a second of Baton's own processes while no request runs."""
+"""Maximum number of cores used by Baton's own processes while no request runs."""
 STACK_CELL = Cell(16, 205, 64)
 STACK_BAR = 1.25
-"""Most time of STACK_CELL's load over the time that the engine alone takes for it."""
+"""Maximum ratio of the time of STACK_CELL's load to the time that the bare engine takes for it."""
 METRICS = (("tokens_s", "tokens/s"), ("ttft_s", "s"), ("p99_ms", "ms"), ("gap_ms", "ms"), ("tpot_ms", "ms"))
 JOINING_METRICS = (*METRICS, ("last_ttft_s", "s"))
 BATON = "baton"
@@ -96,24 +98,24 @@ _MISSING = "without {name}: run benchmarks/peers/{script} DIR and give {option}=
 
 @dataclass
 class Found:
-    """Rounds of one cell."""
+    """Results of all rounds of one cell."""
 
     answers: defaultdict[str, list[Answered]] = field(default_factory=lambda: defaultdict(list))
-    """Answer of each round, by server: BATON, and the names of its peers."""
+    """Answers of each round, by server: BATON, and the names of its peers."""
     engine_s: list[float] = field(default_factory=list)
-    """Seconds that the engine alone took for the load; empty when it was not measured."""
+    """Seconds that the bare engine took for the load; empty if it was not measured."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """All sides that are measured, running."""
+    """All running sides of the comparison."""
 
     baton: BatonDoor
     peers: Mapping[str, FrontDoor]
     engine: EngineSide | None
 
     async def until_quiet(self) -> None:
-        """Wait until no server computes."""
+        """Wait until all servers are idle."""
         pids = set[int]().union(*(each.pids() for each in (self.baton, *self.peers.values())))
         await asyncio.to_thread(until_quiet, pids)
 
@@ -134,16 +136,17 @@ class Bench:
         num_slots = max(len(cell.sizes) for cell in (*self.grid, _WARM))
         self.peers = installed_peers(args, self.folder, self.cores, num_slots, say=self.say)
         self.notes = [f"{BATON}: weights {args.dtype}"]
-        """Line for each server, with its version and its weights."""
+        """One line per server, with its version and weights."""
 
     @property
     def settings(self) -> list[str]:
-        """Settings of `baton serve`: the model, and those of `--set`; all others are its defaults."""
+        """Settings of `baton serve`: the model, and those given by --set. All others have their defaults."""
         return [f"model.name={self.folder}", f"model.dtype={self.args.dtype}", *self.args.set]
 
     @contextlib.asynccontextmanager
     async def sides(self) -> AsyncIterator[Sides]:
-        """Start all sides, one after the other, and send each a small load; end them afterwards."""
+        """Start all sides one after the other, send each a small load, and yield them. They are ended with the
+        block."""
         async with AsyncExitStack() as stack:
             baton = await stack.enter_async_context(BatonDoor.opened(self.settings, self.say))
             peers, engine = dict[str, FrontDoor](), None
@@ -162,8 +165,8 @@ class Bench:
             yield sides
 
     async def idle(self, baton: BatonDoor) -> None:
-        """Report what Baton's own processes use while no request runs, compared with Ray's, to which the loops of Ray
-        in each of Baton's actors count."""
+        """Report the processor time of Baton's own processes while no request runs, compared with Ray's. Ray's loops in
+        Baton's actors count as Ray's."""
         seconds = QUICK_IDLE_S if self.args.quick else IDLE_S
         own, rays, actors = baton.processes()
         before, loops_before, start_s = used_s(own | rays), main_threads_used_s(actors), monotonic()
@@ -179,7 +182,7 @@ class Bench:
         self.bars.at_most("of a core for Baton's own idle processes", shares[0], IDLE_BAR)
 
     async def measure(self, cell: Cell, sides: Sides) -> Found:
-        """Measure one cell, after a round that is not counted, and report it."""
+        """Measure one cell, after a warm-up round, and report it."""
         found = Found()
         with progress(str(cell), self.rounds + 1) as advance:
             for number in range(self.rounds + 1):
@@ -189,7 +192,7 @@ class Bench:
         return found
 
     async def _round(self, cell: Cell, sides: Sides, found: Found) -> None:
-        """Send the same load to each side, one after the other, each when all servers are quiet."""
+        """Send the same load to each side, one after the other, each time when all servers are idle."""
         asks = cell.asks(self.passages)
         for name, door in {BATON: sides.baton, **sides.peers}.items():
             await sides.until_quiet()
@@ -206,14 +209,14 @@ class Bench:
         return EngineSpec(self.folder, self.args.dtype, num_threads, (), part_of(EngineConfig, section))
 
     def say(self, line: str) -> None:
-        """Print a line that is not a row."""
+        """Print a line in addition to the rows."""
         self.console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def installed_peers(
     args: argparse.Namespace, folder: Path, cores: Sequence[int], num_slots: int, *, say: Callable[[str], None]
 ) -> list[Peer]:
-    """Return the peers whose programs exist; call `say` with a line for each that is left out."""
+    """Return the peers whose programs exist. `say` receives one line for each peer that is left out."""
     peers = []
     if is_installed(args.peer_python):
         environment = dict(each.split("=", 1) for each in args.peer_env)
@@ -234,19 +237,19 @@ def installed_peers(
 
 
 def is_installed(program: Path | None) -> bool:
-    """Return whether a program was named and exists."""
+    """Return whether the program is given and exists."""
     return program is not None and program.is_file()
 
 
 async def engine_seconds(engine: EngineSide, asks: Sequence[Ask]) -> float:
-    """Return the seconds that an engine alone takes for a load, from the first request to the last token."""
+    """Return the seconds that the bare engine takes for a load, from the first request to the last token."""
     measured = await engine.measure(Load(tuple(each.prompt for each in asks), asks[0].max_tokens))
     first_ns = min(each.asked_ns for each in measured.streams)
     return (max(each.token_ns[-1] for each in measured.streams) - first_ns) / 1e9
 
 
 def report(reporter: Reporter, bars: Bars, cell: Cell, found: Found) -> None:
-    """Report the rows of one cell: one for each metric and peer, with the baseline `none` when there is no peer."""
+    """Report the rows of one cell, one for each metric and peer. Without peers, the baseline is `none`."""
     ours, peers = found.answers[BATON], [name for name in found.answers if name != BATON]
     rows: defaultdict[str, dict[str, Row]] = defaultdict(dict)
     for metric, unit in JOINING_METRICS if cell.joining else METRICS:
@@ -266,7 +269,7 @@ def report(reporter: Reporter, bars: Bars, cell: Cell, found: Found) -> None:
 
 
 def judge(bars: Bars, cell: Cell, rows: dict[str, Row]) -> None:
-    """Check what is promised of one cell, compared with vLLM."""
+    """Check the bars of one cell, compared with vLLM."""
     if cell.num_streams <= RATE_STREAMS:
         bars.at_least(f"{cell}: tokens/s over vLLM's", rows["tokens_s"].ratio, RATE_BAR)
     most = LONG_TTFT_BAR if cell.num_tokens >= LONG_TOKENS else TTFT_BAR
@@ -276,7 +279,7 @@ def judge(bars: Bars, cell: Cell, rows: dict[str, Row]) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure everything; with --bars, return 1 when a bar is missed."""
+    """Measure everything. With --bars, return 1 if a bar is missed."""
     bench, found = Bench(args), dict[str, Found]()
     async with bench.sides() as sides:
         await bench.idle(sides.baton)
@@ -296,27 +299,33 @@ async def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--grid", type=parse_grid, default=None, help=f"cells, with commas (default {GRID})")
+    parser.add_argument("--grid", type=parse_grid, default=None, help=f"cells, separated by commas (default {GRID})")
     parser.add_argument("--rounds", type=int, default=0, help=f"rounds of each cell; 0: {ROUNDS}, or 1 with --quick")
-    parser.add_argument("--set", action="append", default=[], help="a setting of `baton serve`, like a.b=c; repeatable")
-    parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
-    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
-    parser.add_argument("--peer-env", action="append", default=[], help="variable of vLLM, like A=B; repeatable")
     parser.add_argument(
-        "--peer-option", action="append", default=[], help="option of `vllm serve`, like --a=b; repeatable"
+        "--set", action="append", default=[], help="setting of `baton serve`, for example a.b=c; repeatable"
+    )
+    parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: Baton's")
+    parser.add_argument(
+        "--peer-env", action="append", default=[], help="environment variable of vLLM, for example A=B; repeatable"
+    )
+    parser.add_argument(
+        "--peer-option", action="append", default=[], help="option of `vllm serve`, for example --a=b; repeatable"
     )
     parser.add_argument("--llama-server", type=Path, default=None, help="llama.cpp's server")
-    parser.add_argument("--llama-model", type=Path, default=None, help="GGUF file for llama.cpp; default: our model's")
     parser.add_argument(
-        "--llama-option", action="append", default=[], help="option of `llama-server`, like --a=b; repeatable"
+        "--llama-model", type=Path, default=None, help="GGUF file for llama.cpp; default: that of Baton's model"
     )
-    parser.add_argument("--alone", action="store_true", help="with --bars: check without vLLM what can be")
+    parser.add_argument(
+        "--llama-option", action="append", default=[], help="option of `llama-server`, for example --a=b; repeatable"
+    )
+    parser.add_argument("--alone", action="store_true", help="with --bars: check only the bars that do not need vLLM")
     parser.add_argument("--plot", type=Path, default=None, help="PNG file of all cells and sides")
     parser.add_argument("--table", type=Path, default=None, help="Markdown file with a table of all cells and sides")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     if args.bars and not is_installed(args.peer_python) and not args.alone:
-        parser.error("--bars compares with vLLM: give its --peer-python, or --alone for what can be checked without")
+        parser.error("--bars compares with vLLM: give --peer-python, or --alone to check only the bars without vLLM")
     return asyncio.run(until_signal(run(args)))
 
 

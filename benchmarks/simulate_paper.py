@@ -1,8 +1,9 @@
-"""Does the cost model predict what the KV-Runahead paper measured? Its tables against our predictions, cell by cell.
+"""Does the cost model predict the measurements of the KV-Runahead paper? Compares the paper's tables with predictions,
+cell by cell.
 
-The model is calibrated on Llama-7B alone: linear and attention time from its one-GPU row; the time to issue a layer's
-kernels, and a message's latency, from its 1k row, where nothing else counts. Other models follow from their FLOPs and
-bytes; no factor is fitted. The ranks compute as in the paper's table 5 (`baton.planning.cost_model.PAPER`), and
+The model is calibrated on Llama-7B only: linear and attention time from its one-GPU row; the time to issue a layer's
+kernels, and the latency of a message, from its 1k row, where these dominate. Other models follow from their FLOPs and
+bytes, without fitted factors. The ranks compute as in the paper's table 5 (`baton.planning.cost_model.PAPER`), and
 partitions are searched at a resolution of 64 tokens. `python -m benchmarks.simulate_paper` prints the tables in
 Markdown.
 """
@@ -32,40 +33,40 @@ REFERENCE = "llama-7b"
 NVLINK = 300e9
 A100_MEMORY = 1.555e12
 A100_MATMUL = 1.56e14
-"""Half of an A100's dense fp16 peak, FLOP/s: attention would be bound by it if it did not store its scores."""
+"""Half of the dense fp16 peak of an A100, in FLOP/s. It would limit attention if attention did not store its scores."""
 RESOLUTION = 64
 RANKS = (4, 8)
 SLOW_RANKS = (2, 4)
 SLOW_PROTOCOLS = {10: PAPER, 1: PAPER_OVERLAPPED}
-"""How a chain receives on slow links, by their GB/s. Times at 10 GB/s are those of blocking receives (2 % median on two
-ranks); the times at 1 GB/s on two ranks can be reached only by receives that overlap."""
+"""Protocol of a chain on slow links, by their GB/s. The paper's times at 10 GB/s match blocking receives (2 % median
+error on two ranks). Its times at 1 GB/s on two ranks are possible only with overlapping receives."""
 ROUNDING_S = 0.005
-"""Largest rounding error of the paper's times, which are printed to hundredths of a second."""
+"""Maximum rounding error in seconds of the paper's times, which have two decimals."""
 MISPRINT = (4096, 2, 1)
-"""Context, ranks and GB/s of a cell, 0.84 s, that does not fit its neighbours."""
+"""(context, ranks, GB/s) of a cell with 0.84 s, which is inconsistent with its neighbours."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of the paper and our prediction of it: seconds, or a ratio of them."""
+    """One measurement of the paper, and its prediction: seconds, or a ratio of seconds."""
 
     model: str
     context: int
     ranks: int
     what: str
-    """Quantity measured on the fast link: tsp, kvr_s (TTFT) or speedup (TSP over KVR-S)."""
+    """Measured quantity on the fast link: tsp, kvr_s (TTFT) or speedup (TSP over KVR-S)."""
     paper: float
     ours: float
 
     @property
     def error(self) -> float:
-        """Error of the prediction, relative for times, absolute for speedups."""
+        """Error of the prediction: relative for times, absolute for speedups."""
         return self.ours - self.paper if self.what == "speedup" else self.ours / self.paper - 1
 
 
 @dataclass(frozen=True)
 class SlowRow:
-    """One context and link of the paper's table 3, seconds by number of ranks, 1 included."""
+    """One context and link of the paper's table 3: seconds by number of ranks, including 1."""
 
     context: int
     gb_s: int
@@ -73,12 +74,12 @@ class SlowRow:
     ours: dict[int, float]
 
     def best_in_paper(self) -> int:
-        """Return the number of ranks with the least printed time; the fewest of equals."""
+        """Return the number of ranks with the shortest printed time; of equals, the fewest."""
         return min(self.paper, key=lambda ranks: (self.paper[ranks], ranks))
 
     def best_of_ours(self, margin: float) -> int:
-        """Return the fewest ranks whose predicted time is within `margin`, a fraction, and the rounding of print, of
-        the best."""
+        """Return the fewest ranks whose predicted time is at most (1 + margin) times the shortest, plus the rounding
+        error."""
         most_s = min(self.ours.values()) * (1 + margin) + ROUNDING_S
         return min(ranks for ranks, ttft_s in self.ours.items() if ttft_s <= most_s)
 
@@ -90,7 +91,7 @@ def load_tables(path: Path = TABLES) -> dict[str, Any]:
 
 
 def calibrate(tables: dict[str, Any]) -> Hardware:
-    """Fit the rates of the paper's GPUs to rows of Llama-7B."""
+    """Fit the rates of the paper's GPUs to the rows of Llama-7B."""
     shape = SHAPES[REFERENCE]
     row = [(each["context_tokens"], each["one_gpu"]) for each in tables["low_bandwidth_llama_7b"]]
     fitted = fit_prefill(row, shape.num_layers, Kernel.DENSE)
@@ -107,8 +108,8 @@ def calibrate(tables: dict[str, Any]) -> Hardware:
 
 
 def _issue_and_latency(shortest: dict[str, float]) -> tuple[float, float]:
-    """Fit issue time and latency to the shortest row by least squares. A layer takes issue + latency for each of its
-    consecutive messages (n - 1 for an all-gather, one for a chain), and the time of its bytes."""
+    """Fit issue time and latency to the shortest row by least squares. The time of a layer is issue + latency * (number
+    of consecutive messages) + time of its bytes. An all-gather has n - 1 consecutive messages, a chain one."""
     shape, context = SHAPES[REFERENCE], shortest["context_tokens"]
     columns, seconds = [], []
     for ranks in RANKS:
@@ -124,18 +125,18 @@ def _issue_and_latency(shortest: dict[str, float]) -> tuple[float, float]:
 
 
 def cost_of(model: str, hardware: Hardware) -> CostModel:
-    """Return a model's costs, without the output head, whose time is part of the one-GPU times already."""
+    """Return the costs of a model without the output head, whose time is already included in the one-GPU times."""
     return dataclasses.replace(derive(SHAPES[model], hardware), head_s=0.0)
 
 
 def kvr_s(context: int, ranks: int, cost: CostModel, protocol: Protocol = PAPER) -> float:
-    """Return the predicted seconds of the searched partition."""
+    """Return the predicted seconds of a chain with searched chunks."""
     chunks = search(context, ranks, cost, protocol, resolution=RESOLUTION)
     return float(chain_ttft(chunks, cost, protocol))
 
 
 def fast_cells(tables: dict[str, Any], hardware: Hardware) -> Iterator[Cell]:
-    """Yield all cells of the paper's NVLink tables, with our predictions."""
+    """Yield all cells of the paper's NVLink tables, with their predictions."""
     for model, rows in tables["ttft"].items():
         cost = cost_of(model, hardware)
         for row in rows:
@@ -148,7 +149,7 @@ def fast_cells(tables: dict[str, Any], hardware: Hardware) -> Iterator[Cell]:
 
 
 def slow_rows(tables: dict[str, Any], hardware: Hardware) -> Iterator[SlowRow]:
-    """Yield the rows of the paper's table 3, with our predictions."""
+    """Yield the rows of the paper's table 3, with their predictions."""
     for gb_s, protocol in SLOW_PROTOCOLS.items():
         link = dataclasses.replace(hardware.link, bandwidth=gb_s * 1e9)
         cost = dataclasses.replace(cost_of(REFERENCE, hardware), link=link)
@@ -161,20 +162,20 @@ def slow_rows(tables: dict[str, Any], hardware: Hardware) -> Iterator[SlowRow]:
 
 
 def median_error(cells: list[Cell], least_context: int) -> float:
-    """Return the median of |relative error| over the times of contexts from `least_context`."""
+    """Return the median absolute relative error of the times at contexts of at least `least_context` tokens."""
     return statistics.median(
         abs(cell.error) for cell in cells if cell.what != "speedup" and cell.context >= least_context
     )
 
 
 def speedups(cells: list[Cell], least_context: int) -> list[Cell]:
-    """Return the speedups of contexts from `least_context`, largest error first."""
+    """Return the speedups at contexts of at least `least_context` tokens, largest error first."""
     chosen = [cell for cell in cells if cell.what == "speedup" and cell.context >= least_context]
     return sorted(chosen, key=lambda cell: -abs(cell.error))
 
 
 def print_fast(cells: list[Cell]) -> None:
-    """Print one line a model, context and number of ranks: paper / ours, and the error."""
+    """Print one line per model, context and number of ranks: paper / prediction, and the error."""
     print("| model | context | ranks | TSP s | error | KVR-S s | error | speedup | error |")
     print("|---|---|---|---|---|---|---|---|---|")
     for index in range(0, len(cells), 3):
@@ -188,7 +189,7 @@ def print_fast(cells: list[Cell]) -> None:
 
 
 def print_slow(rows: list[SlowRow], margin: float) -> None:
-    """Print one line a link and context: paper / ours, and the best number of ranks in each."""
+    """Print one line per link and context: paper / prediction, and the best number of ranks in each."""
     print("| GB/s | context | 1 rank s | 2 ranks s | 4 ranks s | best in paper | best of ours |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:

@@ -1,12 +1,12 @@
-"""How long does a prompt take over slow links, and does the cost model predict it? From 200 down to 5 MB/s.
+"""How long does a prompt take over slow links, and does the cost model predict it? Links from 200 down to 5 MB/s.
 
-Two ranks, or more; their links, the chain's and the ring's alike, are held to a pace (`baselines.paced`). KVR-S's
-chunks are searched again for each link. It is compared with even chunks, zigzag ring attention, and a chain of one
-rank, which needs no link. Each round calibrates the model, with all ranks busy, and each link by messages of its own,
-and then runs every point once, so that a machine that has become slower is compared with itself. Rows: each scheme's
-time compared with its round's prediction (`model`). At the end, where one scheme overtakes another, measured and
-predicted, and, with --plot, both in a picture. `--bars`: KVR-S within 15 % of the model at every point, and no crossing
-missed by more than that in time.
+Two or more ranks. All links, of the chain and of the ring, have a limited pace (`baselines.paced`). KVR-S's chunks are
+searched separately for each link. It is compared with even chunks, zigzag ring attention, and a chain of one rank,
+which needs no link. Each round calibrates the model, with all ranks busy, and each link with separate messages, and
+then runs every case once, so that times are compared with a calibration of the same period. Rows: each scheme's time
+compared with the prediction of its round (`model`). At the end, the crossings where one scheme becomes faster than
+another are printed, measured and predicted, and plotted with --plot. `--bars`: KVR-S is within 15 % of the model in
+every case, and at every crossing the two schemes differ by at most that much.
 """
 
 import argparse
@@ -44,31 +44,31 @@ TOKENS = "512,1024,2048"
 QUICK_TOKENS = "256"
 ROUNDS = 3
 MODEL_BAR = 0.15
-"""Largest distance of a time from the model's, as a fraction of it."""
+"""Maximum error of a time relative to the model's."""
 RIVALS = (("even", "single"), ("zigzag", "single"), ("kvr_s", "single"), ("kvr_s", "zigzag"))
-"""Pairs of schemes whose crossings are looked for."""
+"""Pairs of schemes whose crossings are computed."""
 SCHEMES = ("kvr_s", "even", "zigzag", "single")
 _CURVE_POINTS = 40
 
 
 class _Times:
-    """Seconds of one prompt length by scheme: at each link, slowest first, in each round."""
+    """Seconds for one prompt length: by scheme, by link (slowest first), by round."""
 
     def __init__(self, num_links: int) -> None:
         self.measured: dict[str, list[list[float]]] = {name: [[] for _ in range(num_links)] for name in SCHEMES}
         self.predicted: dict[str, list[list[float]]] = {name: [[] for _ in range(num_links)] for name in SCHEMES}
         self.lines: dict[str, list[list[float]]] = {name: [] for name in SCHEMES}
-        """Predicted seconds over the plot's bandwidths, in each round."""
+        """Predicted seconds by scheme, by round, over the bandwidths of the plot."""
 
     def add(self, link: int, measured: Mapping[str, float], predicted: Mapping[str, float]) -> None:
-        """Add one round at one link."""
+        """Add the times of one round at one link."""
         for name in SCHEMES:
             self.measured[name][link].append(measured[name])
             self.predicted[name][link].append(predicted[name])
 
 
 def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float]:
-    """Return the model's seconds by scheme."""
+    """Return the predicted seconds by scheme."""
     even = even_partition(TokenRange(0, num_tokens), num_ranks)
     return {
         "kvr_s": float(chain_ttft(search(num_tokens, num_ranks, cost, BATON), cost, BATON)),
@@ -79,7 +79,7 @@ def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float
 
 
 class _Bench:
-    """The ranks, and what is measured with them. Every method blocks."""
+    """Ranks, and measurements on them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, lengths: Sequence[int]) -> None:
         self._ranks, self._lengths = ranks, lengths
@@ -98,7 +98,7 @@ class _Bench:
         return self._links_mb_s
 
     def round(self, seed: int, cost: CostModel) -> None:
-        """Run every length over every link once, and predict each by these costs."""
+        """Run every length over every link once, and predict each time with these costs."""
         costs = [at_pace(cost, self._ranks, _pace(mb_s)) for mb_s in self._links_mb_s]
         with progress(f"round {seed + 1}", len(self._lengths) * len(costs)) as advance:
             for num_tokens in self._lengths:
@@ -112,8 +112,8 @@ class _Bench:
                 self._draw_lines(num_tokens, costs)
 
     def curve(self, num_tokens: int) -> Curve:
-        """Return the plot of one length: measured points, and the model's line over all bandwidths between, medians of
-        the rounds."""
+        """Return the plot of one length: measured points, and the predicted line over bandwidths, as medians of the
+        rounds."""
         times = self.times[num_tokens]
         lines = {
             name: [statistics.median(rounds) for rounds in zip(*times.lines[name], strict=True)] for name in SCHEMES
@@ -121,7 +121,7 @@ class _Bench:
         return Curve(num_tokens, self._links_mb_s, times.measured, self._grid_mb_s, lines)
 
     def _draw_lines(self, num_tokens: int, costs: Sequence[CostModel]) -> None:
-        """Predict one round's lines; between the measured links, bandwidths are interpolated."""
+        """Compute the predicted lines of one round. Between the measured links, link models are interpolated."""
         lines: dict[str, list[float]] = {name: [] for name in SCHEMES}
         bandwidths = [cost.link.bandwidth for cost in costs]
         for mb_s in self._grid_mb_s:
@@ -148,7 +148,7 @@ def _pace(mb_s: float) -> Pace:
 
 
 def report(reporter: Reporter, bars: Bars, num_tokens: int, num_ranks: int, bench: _Bench) -> None:
-    """Report a row for each scheme and link, then the crossings."""
+    """Report one row for each scheme and link, then the crossings."""
     worst, times = 0.0, bench.times[num_tokens]
     for scheme in SCHEMES:
         for link, mb_s in enumerate(bench.links_mb_s):
@@ -169,7 +169,7 @@ def report(reporter: Reporter, bars: Bars, num_tokens: int, num_ranks: int, benc
 
 
 def _over(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median ratio of each link's rounds, whose two sides ran within seconds of each other."""
+    """Return the median ratio of the rounds for each link. Both sides of a round ran within seconds of each other."""
     links = zip(ours, theirs, strict=True)
     return [statistics.median(a / b for a, b in zip(*rounds, strict=True)) for rounds in links]
 
@@ -182,7 +182,7 @@ def _place(links_mb_s: Sequence[float], ratios: Sequence[float]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all lengths over all links; with --bars, return 1 when a bar is missed."""
+    """Measure all lengths over all links. With --bars, return 1 if a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     reporter, bars = Reporter("slow_links", args.json), Bars()
@@ -203,12 +203,12 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS})")
-    parser.add_argument("--links", default=None, help=f"MB/s of the links (default {LINKS})")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each scheme over each link")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each")
+    parser.add_argument("--links", default=None, help=f"bandwidths of the links in MB/s (default {LINKS})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="number of rounds of each scheme and link")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks of the chain, one core each")
     parser.add_argument("--kernel", default="native", help="attention kernel")
-    parser.add_argument("--plot", type=Path, default=None, help="PNG to write")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--plot", type=Path, default=None, help="file for a plot (PNG)")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

@@ -1,13 +1,13 @@
 """How much faster is a step that attends to only some of the keys?
 
-Compares policy `infinigen` with `device` (`generate_workers.residency`): the same rows, each with its own length. They
-have read a novel, because how many keys are chosen depends on the text. A step feeds every row the token that truly
-comes next: decoder, policy, logits and greedy choice, on both sides without the engine's other work. They alternate,
-two steps at a time after one that is not counted.
+Compares policy `infinigen` with `device` (`generate_workers.residency`) on the same sequences, with different lengths.
+They contain the beginning of a novel, because the number of selected keys depends on the text. A step feeds the next
+token of the novel to every sequence. It includes decoder, policy, logits and greedy sampling, without the engine's
+other work. The policies alternate after every two steps, each time after one warm-up step.
 
-Keys are chosen by what `baton prepare` found for the model, or by `--selection`. Without either, by a basis that
-is fitted on the spot, and by the paper's alpha and cap. `kv_bytes` is what attention reads in a step, without partial
-keys. `--bars`: a step of `infinigen` is at least 1.6 times as fast as one of `device`.
+Keys are selected with the file of `baton prepare` for the model, or with `--selection`. Without either, a basis is
+fitted first, and the paper's alpha and cap are used. `kv_bytes` is the KV that attention reads in a step, without
+partial keys. `--bars`: a step of `infinigen` is at least 1.6 times as fast as one of `device`.
 """
 
 import argparse
@@ -39,26 +39,26 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 GRID = "16x4096,8x7500"
 QUICK_GRID = "2x512"
 BAR = 1.6
-"""How many times as fast as `device`, at least, in every cell of the grid."""
+"""Minimum speedup over `device`, in every cell of the grid."""
 _TEXTS = Path(__file__).parents[1] / "tests" / "data"
 _READ, _FITTED = "emma.txt.gz", "persuasion.txt.gz"
 _STEPS = 2
 _CHARACTERS = 8
-"""Characters of a token, at most on average."""
+"""Maximum mean number of characters per token."""
 _FITTED_TOKENS = 1024
 _COLUMNS = 0.25
-"""Fraction of a head's columns in a basis that is fitted here."""
+"""Fraction of a head's columns in a basis that is fitted by this benchmark."""
 _SELECTION = Selection(alpha=5.0, most_share=0.2, num_first=4, num_last=16)
 
 
 @dataclass(frozen=True)
 class FittedHere(SelectionSource):
-    """A selection that is fitted here, for a model for which nothing was prepared."""
+    """Selection that is fitted by this benchmark, for a model without a prepared selection."""
 
     text: Sequence[int] = ()
 
     def load(self) -> PreparedSelection:
-        """Fit a basis of the head's own columns to the beginning of a text."""
+        """Fit a basis of each head's own columns to the beginning of a text."""
         decoder, kind = self.decoder, BasisKind.COLUMNS
         num_columns = max(1, int(decoder.config.head_dim * _COLUMNS))
         with torch.inference_mode():
@@ -75,7 +75,8 @@ def text_ids(folder: Path, name: str, num_tokens: int) -> list[int]:
 
 
 def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], num_steps: int) -> list[Context]:
-    """Return rows that have read `lengths` tokens of one text, whose KV is `kv`, and can take `num_steps` steps."""
+    """Return contexts with the first `lengths` tokens of one text each, and `num_steps` tokens after them. `kv`: KV of
+    the text."""
     return [Context(Passage(tuple(token_ids[: length + num_steps + 1]), length), kv) for length in lengths]
 
 
@@ -83,7 +84,7 @@ def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], 
 def running(
     decoder: Decoder, policy: str, contexts: Sequence[Context], source: SelectionSource | None
 ) -> Iterator[PassageRows]:
-    """Open rows of a policy, one for each context; close them afterwards."""
+    """Open sequences of a policy, one for each context, and yield them. They are closed at the end of the block."""
     shape = shape_for(decoder, [context.passage for context in contexts])
     with (
         contextlib.closing(make_residency(policy, shape, decoder.device, source)) as residency,
@@ -93,14 +94,14 @@ def running(
 
 
 class Side:
-    """One policy's rows, and the result of their last step."""
+    """Sequences of one policy, and the result of their last step."""
 
     def __init__(self, rows: PassageRows) -> None:
         self._rows = rows
         self.last: StepScore | None = None
 
     def step_ms(self) -> float:
-        """Return the mean milliseconds of a few steps, after one that is not counted."""
+        """Return the mean milliseconds of `_STEPS` steps, after one warm-up step."""
         self._rows.step()
         scores = [self._rows.step() for _ in range(_STEPS)]
         self.last = scores[-1]
@@ -110,7 +111,7 @@ class Side:
 def compare(
     decoder: Decoder, contexts: Sequence[Context], source: SelectionSource, num_pairs: int
 ) -> tuple[Pairs, Pairs]:
-    """Measure milliseconds of both policies' steps, and the KV bytes that attention read in their last ones."""
+    """Measure the steps of both policies in milliseconds, and the KV bytes that attention read in their last steps."""
     with (
         running(decoder, "infinigen", contexts, source) as sparse,
         running(decoder, "device", contexts, None) as device,
@@ -122,7 +123,7 @@ def compare(
 
 
 def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionSource:
-    """Return what was prepared for the model, or a selection that is fitted now."""
+    """Return the prepared selection for the model, or one that is fitted now."""
     console = Console(stderr=True, highlight=False)
     if path is None and not prepared_path(decoder.layout.model_fingerprint).is_file():
         console.print("  nothing was prepared for this model (baton prepare): a basis is fitted here", style="dim")
@@ -136,7 +137,7 @@ def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionS
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells; with --bars, return 1 when a bar is missed."""
+    """Measure all cells. With --bars, return 1 if a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))
@@ -163,10 +164,10 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument("--threads", type=int, default=0, help="compute threads, one core each; 0: all cores")
+    parser.add_argument("--threads", type=int, default=0, help="number of compute threads, one core each; 0: all cores")
     parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

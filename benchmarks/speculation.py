@@ -1,15 +1,18 @@
-"""Does speculation pay? Tokens a second with drafts and without, over batches, contexts, draft keys and drafts.
+"""Does speculation pay? Tokens per second with and without drafts, over batch sizes, contexts, draft keys and drafts.
 
-Rows continue natural texts (tests/data), greedily, from KV that was prefilled once; with `--texts quotes` each is
-quoting its own beginning. Sides alternate: plain steps, `--policies` with fixed numbers of drafts over fixed numbers of
-keys, n-grams, and what `generate.speculation = auto` plans; with `--peer-python` also vLLM's CPU build, plain and with
-n-gram drafts (`peers/setup_vllm_cpu.sh`). `ratio` is to our plain steps. With `--residency host` KV is stored in host
-memory, and rows say what crosses the link for a token; with `--link RATE` it is that of an emulated device. The bound
-from bare forwards, with T_target, T_verify and T_draft measured without the engine, is, at the measured tokens a round,
+Sequences continue natural texts (tests/data), greedily, from KV that is prefilled once. With `--texts quotes`, each
+prompt ends with a quote of its own beginning. The sides alternate: plain steps, `--policies` with fixed numbers of
+drafts and draft keys, n-grams, and the planning of `generate.speculation = auto`; with `--peer-python` also vLLM's CPU
+build, plain and with n-gram drafts (`peers/setup_vllm_cpu.sh`). `ratio` is relative to Baton's plain steps. With
+`--residency host`, KV is stored in host memory, and rows report the bytes over the link per token; with `--link RATE`
+the link is that of an emulated device. The bound on the speedup of a fixed choice is
 
-    T_target tokens / (drafts T_draft + T_verify)
+    T_target * tokens / (drafts * T_draft + T_verify)
 
-`--bars` checks what is promised.
+where `tokens` is the measured number of tokens per round, and T_target, T_verify and T_draft are the times of bare
+forward passes, measured without the engine.
+
+`--bars` checks the bars.
 """
 
 import argparse
@@ -51,41 +54,41 @@ NUM_KEYS = "128,256,512"
 NUM_DRAFTS = "1,2,3,4,6"
 ROUNDS = 3
 _TOKENS = 64
-"""Tokens of each row and round that are measured."""
+"""Number of measured tokens per sequence and round."""
 _BEFORE = 32
-"""Tokens of each row and round before them: costs and acceptance are learnt meanwhile."""
+"""Number of tokens per sequence and round before the measured ones, during which costs and acceptance are learnt."""
 SPEEDUP_BARS = {(16, 4096): (1.2, 1.5), (16, 7500): (1.4, 1.8)}
-"""Least speedup of auto over plain steps, by (batch, context): without, and with AMX."""
+"""Minimum speedup of auto over plain steps, by (batch, context): (without AMX, with AMX)."""
 QUOTES_BAR = 1.5
-"""Least speedup of auto where texts quote themselves."""
+"""Minimum speedup of auto over plain steps with texts that quote themselves."""
 LINK_BAR = 0.45
-"""Most bytes that cross the link for a token, as a part of those without drafts."""
+"""Maximum ratio of the bytes over the link per token to those without drafts."""
 PEER_BARS = {(16, 4096): (1.5, 2.0)}
-"""Least tokens/s of auto over the best of vLLM's, by (batch, context): without, and with AMX."""
+"""Minimum ratio of auto's tokens/s to the best of vLLM's, by (batch, context): (without AMX, with AMX)."""
 PLANNER_BAR = 0.92
-"""Least part of the best fixed choice's tokens/s that auto reaches in every cell."""
+"""Minimum ratio of auto's tokens/s to those of the best fixed choice, in every cell."""
 ALLOWED_BAR = 0.85
-"""Least part of the allowed speedup that the best fixed choice reaches."""
+"""Minimum ratio of the best fixed choice's speedup to the bound."""
 _TEXTS = ("emma", "persuasion", "prideprejudice")
 _DATA = Path(__file__).parents[1] / "tests/data"
 _STRIDE = 9000
-"""Tokens of a text from one row's start to the next row's."""
+"""Distance in tokens between the starts of two sequences in a text."""
 _QUOTED_PART = 4
-"""One such part of a prompt, at its end, quotes its beginning, with `--texts quotes`."""
+"""With `--texts quotes`, the last 1/_QUOTED_PART of a prompt quotes its beginning."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a side speculates."""
+    """Speculation settings of one side."""
 
     speculation: str
-    """Name of the drafts: the product's, or a comparator's (`baton_lab.comparators.drafts`)."""
+    """Name of the drafts, of the product or of a comparator (`baton_lab.comparators.drafts`)."""
     num_drafts: int = 0
-    """Drafts of each row in each round; 0: as many as pay."""
+    """Number of drafts per sequence and round; 0: planned."""
     num_keys: int = 256
 
     def config(self, batch: int, context: int, num_tokens: int, residency: str) -> EngineConfig:
-        """Return the settings of an engine with `batch` rows."""
+        """Return the settings of an engine with `batch` sequences."""
         return EngineConfig(
             num_slots=batch,
             max_slot_tokens=context + num_tokens + MOST_DRAFTS + 1,
@@ -97,7 +100,7 @@ class Choice:
 
     @property
     def keys(self) -> dict[str, object]:
-        """Return the keys by which a row's case names this choice."""
+        """Return the key-value pairs that identify this choice in the case of a result row."""
         keys: dict[str, object] = {"policy": self.speculation}
         return keys | ({"keys": self.num_keys, "drafts": self.num_drafts} if self.num_drafts else {})
 
@@ -107,16 +110,16 @@ PLAIN = Choice("off")
 
 @dataclass
 class Found:
-    """Measurements of a side in one cell, one for each round of the benchmark."""
+    """Measurements of one side in one cell, one for each round of the benchmark."""
 
     rates: list[float] = field(default_factory=list)
-    """Tokens a second, of all rows."""
+    """Tokens per second of all sequences together."""
     tokens: list[float] = field(default_factory=list)
-    """Tokens of a row and a step."""
+    """Mean number of tokens per sequence and step."""
     accepted: list[float] = field(default_factory=list)
-    """Part of the drafts that were accepted; 0 where there were none."""
+    """Fraction of the drafts that were accepted; 0 if there were none."""
     link_mb: list[float] = field(default_factory=list)
-    """Megabytes that crossed the link for a token."""
+    """Megabytes over the link per token."""
 
     def add(self, measured: Measured) -> None:
         """Add the measurements of a round."""
@@ -129,7 +132,8 @@ class Found:
 def texts_of(
     decoder: Decoder, tokenizer: Tokenizer, batch: int, context: int, *, quotes: bool = False
 ) -> list[PrefilledText]:
-    """Prefill a prompt for each row, cycling through the texts; with `quotes` each ends with its own beginning."""
+    """Prefill one prompt per sequence, cycling through the texts. With `quotes`, each prompt ends with its own
+    beginning."""
     ids = [tokenizer.encode(gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode()) for name in _TEXTS]
     starts = [(ids[row % len(ids)], row // len(ids) * _STRIDE + _STRIDE // 4) for row in range(batch)]
     with progress(f"prefill {batch} x {context}", batch) as advance:
@@ -143,7 +147,7 @@ def texts_of(
 
 
 class Bench:
-    """The decoder and the options, which all cells share."""
+    """Decoder and options that all cells share."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -169,7 +173,7 @@ class Bench:
         return found
 
     def peers(self, texts: Sequence[PrefilledText]) -> dict[str, list[float]]:
-        """Return vLLM's tokens a second by its policy; empty without `--peer-python`."""
+        """Return vLLM's tokens per second by policy; empty without `--peer-python`."""
         if self.args.peer_python is None:
             return {}
         model, cores = self.args.peer_model or self.folder, sorted(os.sched_getaffinity(0))
@@ -186,7 +190,8 @@ class Bench:
         return found
 
     def allowed(self, texts: Sequence[PrefilledText], choice: Choice, tokens: float) -> float:
-        """Return the speedup that bare forwards allow a fixed choice of `streaming`, at `tokens` tokens a round."""
+        """Return the bound on the speedup of a fixed choice of `streaming`, from bare forward passes. `tokens`: number
+        of tokens per round."""
         keys = DraftKeys.of(choice.num_keys, MOST_DRAFTS)
         with self._running(texts, PLAIN) as rows:
             rows.measure(len(texts))
@@ -204,7 +209,7 @@ class Bench:
         return TextRows.running(self._served(), self.folder, texts, params, config, speculation=choice.speculation)
 
     def _served(self) -> Decoder:
-        """Return the decoder, on an emulated device if there is to be a link."""
+        """Return the decoder, on an emulated device if there is a link."""
         if not self.args.link:
             return self.decoder
         return Decoder(self.decoder.config, self.decoder.weights, device=EmulatedDevice(LinkRate(self.args.link)))
@@ -216,7 +221,7 @@ class Bench:
 
 
 def report(bench: Bench, reporter: Reporter, bars: Bars, texts: Sequence[PrefilledText]) -> Cell:
-    """Measure one cell, and report its rows and verdicts."""
+    """Measure one cell, and report its rows and bars."""
     batch, context = len(texts), len(texts[0].token_ids)
     fixed = list(bench.fixed())
     found = bench.cell(texts, [PLAIN, *fixed, Choice("ngram"), Choice("auto")])
@@ -235,7 +240,7 @@ def report(bench: Bench, reporter: Reporter, bars: Bars, texts: Sequence[Prefill
     auto = ratios[Choice("auto")]
     if best.speculation == "streaming" and bench.args.residency == "device":
         allowed = bench.allowed(texts, best, statistics.median(found[best].tokens))
-        what = f"{where}, {best.num_drafts} drafts over {best.num_keys} keys, of the allowed"
+        what = f"{where}, {best.num_drafts} drafts over {best.num_keys} keys, of the bound"
         bars.at_least(what, ratios[best] / allowed, ALLOWED_BAR)
     bars.at_least(f"{where}, auto, of the best fixed choice or plain", auto / max(ratios[best], 1.0), PLANNER_BAR)
     if bench.args.texts == "quotes":
@@ -255,7 +260,7 @@ def report(bench: Bench, reporter: Reporter, bars: Bars, texts: Sequence[Prefill
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the grid; with --bars, return 1 when a bar is missed."""
+    """Measure the grid. With --bars, return 1 if a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     use_cores(cores, len(cores))
     reporter, bars = Reporter("speculation", args.json), Bars()
@@ -285,19 +290,26 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    text = "fixed choices to run: names of generate.speculation, quest, topk"
+    text = "drafts of the fixed choices: names of generate.speculation, quest, topk"
     parser.add_argument("--policies", default="streaming", help=text)
-    parser.add_argument("--keys", default=NUM_KEYS, help="keys that drafts attend to, of the fixed choices")
-    parser.add_argument("--drafts", default=NUM_DRAFTS, help="drafts of a row in a round, of the fixed choices")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each side is measured")
+    parser.add_argument("--keys", default=NUM_KEYS, help="numbers of keys that drafts attend to, for the fixed choices")
+    parser.add_argument(
+        "--drafts", default=NUM_DRAFTS, help="numbers of drafts per sequence and round, for the fixed choices"
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="number of measurements of each side")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
-    parser.add_argument("--texts", choices=("novels", "quotes"), default="novels", help="texts that rows continue")
-    parser.add_argument("--residency", choices=("device", "host"), default="device", help="policy that stores KV")
-    parser.add_argument("--link", type=parse_rate, default=0, help="rate to an emulated device, like 4GBps; 0: none")
+    parser.add_argument("--texts", choices=("novels", "quotes"), default="novels", help="texts that sequences continue")
+    parser.add_argument("--residency", choices=("device", "host"), default="device", help="residency policy of the KV")
+    parser.add_argument(
+        "--link",
+        type=parse_rate,
+        default=0,
+        help="rate of the link to an emulated device, for example 4GBps; 0: no device",
+    )
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
-    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: Baton's")
     parser.add_argument("--plot", type=Path, default=None, help="file for a plot (PNG)")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

@@ -1,10 +1,11 @@
-"""How much time do masks add to a step, when all of its rows are constrained?
+"""How much time do token masks add to a step in which all sequences are constrained?
 
-Two engines run the same number of rows of one model, sampled at temperature 1: one under a JSON schema whose answers
-never end, the other free (baseline `plain`). Their steps alternate, text and events included. Masks are computed on a
-thread of their own while the forward runs; what remains is their share of the cores, and applying them.
+Two engines run the same number of sequences of one model, sampled at temperature 1: one with a JSON schema whose
+answers do not end, the other unconstrained (baseline `plain`). Their steps alternate, including text and events. Masks
+are computed on a separate thread during the forward pass. The remaining cost is their use of the cores, and applying
+them.
 
-Rows: step_ms by batch. `--bars`: at 16 rows at most 5 % more than plain.
+Rows: step_ms by batch size. `--bars`: with 16 sequences at most 5 % more than plain.
 """
 
 import argparse
@@ -44,9 +45,9 @@ from generate_workers.engine.served_model import ServedModel
 from generate_workers.slots.table import SlotTable
 
 BAR = 1.05
-"""A constrained step at 16 rows over a plain one, at most."""
+"""Maximum ratio of a constrained step to a plain one, with 16 sequences."""
 _STEPS = 16
-"""Steps of one measurement."""
+"""Number of steps of one measurement."""
 _PERSON = {
     "type": "object",
     "properties": {
@@ -63,7 +64,7 @@ FORM = StructuredOutput(json=json.dumps({"type": "array", "items": _PERSON, "min
 
 
 class Rows:
-    """An engine whose rows run. Make one with `running`."""
+    """Engine with running sequences. Create with `running`."""
 
     def __init__(self, engine: GenerationEngine, batch: int) -> None:
         self._engine = engine
@@ -74,7 +75,8 @@ class Rows:
     def running(
         cls, decoder: Decoder, tokenizer: Tokenizer, prompts: list[tuple[int, ...]], params: SamplingParams
     ) -> Iterator["Rows"]:
-        """Make an engine with a row for each prompt, run all rows to their first token, and close it afterwards."""
+        """Create an engine with one sequence per prompt, and yield it when all sequences have their first token. It is
+        closed at the end of the block."""
         clock, longest = SystemClock(), max(map(len, prompts)) + params.max_tokens
         config = EngineConfig(num_slots=len(prompts), max_slot_tokens=longest, speculation="off")
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
@@ -92,7 +94,7 @@ class Rows:
             engine.close()
 
     def step_ms(self) -> float:
-        """Return the mean milliseconds of some steps."""
+        """Return the mean milliseconds of `_STEPS` steps."""
         start_s = time.perf_counter()
         for _ in range(_STEPS):
             self._engine.step()
@@ -106,7 +108,7 @@ class Rows:
 
 
 def measure(args: argparse.Namespace, folder: Path, reporter: Reporter, bars: Bars) -> None:
-    """Measure each batch, and check the largest."""
+    """Measure each batch size, and check the bar for the largest."""
     decoder, tokenizer = load_decoder(folder, dtype=args.dtype), Tokenizer.load(folder)
     pairs = QUICK_PAIRS if args.quick else 3 * PAIRS
     num_tokens = _STEPS * (pairs + 1) + 200
@@ -128,8 +130,8 @@ def measure(args: argparse.Namespace, folder: Path, reporter: Reporter, bars: Ba
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--context", type=int, default=192, help="tokens of each row's prompt")
-    parser.add_argument("--bars", action="store_true", help="check what is promised")
+    parser.add_argument("--context", type=int, default=192, help="number of prompt tokens of each sequence")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     reporter, bars = Reporter("structured", args.json), Bars()
     measure(args, resolve(args), reporter, bars)

@@ -1,18 +1,19 @@
-"""How fast does KV travel into a slot, and what does it cost the processors?
+"""How fast is the transfer of KV into a slot, and how much processor time does it take?
 
-Three sides, each from this process into a receiver process of its own on the same node, measured alternately:
+There are three sides. Each sends from this process to its own receiver process on the same node. They are measured
+alternately:
 
-  shared   our push through shared memory
-  stream   our push over loopback gRPC
-  plain    the same bytes in plain protobuf messages, over loopback gRPC
+    shared   Baton's push through shared memory
+    stream   Baton's push over loopback gRPC
+    plain    the same bytes in plain protobuf messages, over loopback gRPC
 
-Ours are checked (stamp, layout, byte count, checksum) and written in place; the baseline is parsed as `KvPiece` by
-protobuf, unchecked, and written one piece after the other. All write into new memory, as a leased slot's is, and both
+Baton's pushes are checked (stamp, layout, byte count, checksum) and written in place. The baseline is parsed as
+`KvPiece` by protobuf, unchecked, and written piece by piece. All write to new memory, as for a leased slot, and both
 processes rarely collect garbage, as workers do.
 
-Rows, by `scheme`: gb_s, bytes per second; gb_cpu_s, bytes per second of processor time, that of both processes in sum.
-`--bars`: from 512 tokens on `shared` moves at least twice as many bytes per second of processor time as `stream`
-(docs/gaps.md, "KV of short prompts through shared memory").
+Rows, by `scheme`: gb_s, GB per second; gb_cpu_s, GB per second of processor time of both processes together. `--bars`:
+from 512 tokens on, `shared` moves at least twice as many bytes per second of processor time as `stream` (docs/gaps.md,
+"KV of short prompts through shared memory").
 """
 
 import argparse
@@ -53,16 +54,16 @@ LAYOUT = KvLayout("benchmark", num_layers=30, num_kv_heads=3, head_dim=64, dtype
 """KV layout of the standard model, smollm2-135m."""
 MAX_TOKENS = 8192
 BAR = 2.0
-"""Bytes per second of processor time through shared memory, over those of the stream, at least."""
+"""Minimum ratio of the bytes per second of processor time through shared memory to those of the stream."""
 BAR_FROM_TOKENS = 512
-"""Shortest prompt that the bar holds for: below, calls weigh more than bytes."""
+"""Shortest prompt that the bar applies to. For shorter prompts, calls cost more than bytes."""
 _LEAST_BYTES = 64 * 10**6
-"""Bytes of one measurement, at least, so that other counted work than the pushes has little weight."""
+"""Minimum number of bytes per measurement, large enough that work other than the pushes is negligible."""
 _PLAIN = "/baton.benchmark.Plain/Push"
 
 
 class _PlainHandler(grpc.GenericRpcHandler):
-    """The baseline's receiver, in which protobuf does all the work."""
+    """Receiver of the baseline, in which protobuf does all the work."""
 
     def service(
         self, details: grpc.HandlerCallDetails
@@ -85,7 +86,7 @@ async def _drain(pieces: AsyncIterator[kv_pb2.KvPiece], context: object) -> kv_p
 
 
 def _receive(pipe: Connection) -> None:
-    """Run the receiver's process: answer each question with its processor time, until a message ends it."""
+    """Run the receiver's process: answer each question with its processor time, until a false message ends it."""
 
     async def serve() -> None:
         server = make_server()
@@ -107,11 +108,12 @@ def _receive(pipe: Connection) -> None:
 
 
 Push = Callable[[], Awaitable[None]]
-"""A function that pushes one prompt's KV."""
+"""Function that pushes the KV of one prompt."""
 
 
 def _pusher(channel: grpc.aio.Channel, buffer: KvBuffer, pool: CellPool | None) -> Push:
-    """Return our push of the buffer, layer by layer into a new lease, through shared memory if there is a pool."""
+    """Return a function that pushes the buffer layer by layer into a new lease: through shared memory if there is a
+    pool, else over gRPC."""
     tokens = buffer.tokens
     spec = ReserveSpec(RequestId("benchmark"), 1, len(tokens), len(tokens), ttl_s=60.0)
     leases = KvClient(channel)
@@ -123,14 +125,14 @@ def _pusher(channel: grpc.aio.Channel, buffer: KvBuffer, pool: CellPool | None) 
             session.offer(layer, tokens, buffer.export(layer, tokens))
         session.finish()
         summary = await session.result()
-        assert summary.num_bytes_shared == (0 if pool is None else summary.num_bytes), "the other route was taken"
+        assert summary.num_bytes_shared == (0 if pool is None else summary.num_bytes), "the other route was used"
         await leases.abort(lease.ref)
 
     return push
 
 
 def _plain_pusher(channel: grpc.aio.Channel, buffer: KvBuffer) -> Push:
-    """Return the baseline: the buffer's pieces as plain messages."""
+    """Return the baseline's function, which sends the buffer in plain messages."""
     call = channel.stream_unary(_PLAIN, kv_pb2.KvPiece.SerializeToString, kv_pb2.PushReply.FromString)
     max_tokens = MAX_PIECE_BYTES // LAYOUT.row_bytes
 
@@ -154,7 +156,7 @@ class Rates:
 
 
 async def _measure_side(push: Push, num_bytes: int, pipe: Connection) -> Rates:
-    """Repeat a push until enough bytes are moved to be measured, and return the rates."""
+    """Repeat a push until `_LEAST_BYTES` are moved, and return the rates."""
     times = max(1, round(_LEAST_BYTES / num_bytes))
     cpu_s, start_s = _cpu_s(pipe), time.perf_counter()
     for _ in range(times):
@@ -165,7 +167,7 @@ async def _measure_side(push: Push, num_bytes: int, pipe: Connection) -> Rates:
 
 
 def _cpu_s(pipe: Connection) -> float:
-    """Return the processor time of this process and of the receiver's, in sum."""
+    """Return the processor time of this process and the receiver's process together, in seconds."""
     pipe.send(True)
     receivers_s: float = pipe.recv()
     return time.process_time() + receivers_s
@@ -201,8 +203,8 @@ async def _measure(args: argparse.Namespace, port: int, pipe: Connection) -> int
 
 
 def _report(reporter: Reporter, num_tokens: int, found: dict[str, list[Rates]]) -> float:
-    """Report each of our sides against the next slower one; return how many times `stream`'s bytes per second of
-    processor time `shared` moves."""
+    """Report `stream` compared with `plain` and `shared` compared with `stream`. Return the ratio of `shared`'s to
+    `stream`'s bytes per second of processor time."""
     ratio = 0.0
     for name, baseline in (("stream", "plain"), ("shared", "stream")):
         keys = case(tokens=num_tokens, scheme=name)
@@ -218,7 +220,7 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {LENGTHS})")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     args = parser.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")

@@ -1,14 +1,15 @@
-"""How long does a long prompt take compared with vLLM's CPU build, and with what the cores can do?
+"""How long does a long prompt take compared with vLLM's CPU build, and with the limit of the cores?
 
-Two ranks of one thread each, with the native kernel and KVR-S's chunks, against vLLM with the same number of threads
-(`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without them its
-rows are absent). vLLM runs in one process all along, and the sides alternate; the side that waits is idle.
+Two ranks with one thread each, the native kernel and KVR-S's chunks are compared with vLLM with the same number of
+threads (`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without
+them the rows of vLLM are omitted). vLLM runs in one process during the whole benchmark, and the sides alternate; the
+side that waits is idle.
 
-`bound` is the time that the model's FLOPs take, divided evenly, at the rates that the ranks reach at the same time at
-only a layer's matrices and at only attention. The time above it is reported by part: waiting for earlier ranks' KV,
-commands and sampling, and on the busiest rank everything else (norms, rotations, residuals, merging partial attention,
-rates that fall short, chunks that are not quite balanced). `--bars`: at most 0.8 of vLLM's time, 0.95 where the
-processor has AMX, by which vLLM's products run.
+`bound` is the time of the model's FLOPs, divided evenly among the ranks, at the rates that all ranks reach at the same
+time for a layer's matrices only and for attention only. The time above it is reported by part: waiting for earlier
+ranks' KV, commands with sampling, and all other work of the busiest rank (norms, rotations, residuals, merging partial
+attention, lower rates, uneven chunks). `--bars`: at most 0.8 of vLLM's time, or 0.95 if the processor has AMX, which
+vLLM's matrix products use.
 """
 
 import argparse
@@ -52,7 +53,7 @@ from deploy.machine.resolved_model import ResolvedModel
 TOKENS = 6000
 QUICK_TOKENS = 512
 VLLM_BAR = 0.95 if "amx_bf16" in cpu_flags() else 0.8
-"""Our time over vLLM's, at most."""
+"""Maximum ratio of Baton's time to vLLM's."""
 _PROBE_S = 1.0
 _PEER_SCRIPT = Path(__file__).parent / "peers" / "vllm_cpu_bench.py"
 _PEER_KV_GB = 2
@@ -68,14 +69,14 @@ class _Peer:
     @classmethod
     @contextlib.contextmanager
     def running(cls, python: Path, model: Path, cores: list[int]) -> Iterator["_Peer"]:
-        """Start vLLM and yield it when it is ready, after a minute or so; end it afterwards."""
+        """Start vLLM, and yield it when it is ready, after about a minute. It ends with the block."""
         threads = f"VLLM_CPU_OMP_THREADS_BIND={','.join(str(core) for core in cores)}"
         settings = ["env", threads, f"OMP_NUM_THREADS={len(cores)}", f"VLLM_CPU_KVCACHE_SPACE={_PEER_KV_GB}"]
         command = [*settings, str(python), str(_PEER_SCRIPT), str(model), "--serve"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield cls(process)
             assert process.stdin is not None
-            process.stdin.close()  # which ends the process
+            process.stdin.close()  # this ends the process
 
     def ttft_s(self, num_tokens: int) -> float:
         """Return the seconds to the first token of one new prompt."""
@@ -85,7 +86,7 @@ class _Peer:
         return float(str(self._answer()["ttft_s"]))
 
     def _answer(self) -> dict[str, object]:
-        """Return the next line that is the script's; vLLM itself may print lines, too."""
+        """Return the next line of the script. Lines that vLLM itself prints are skipped."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -108,7 +109,7 @@ def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, st
 
 
 def parts(outcomes: list[Outcome], least_s: float) -> str:
-    """Return a line that shows where the time above the bound goes, in medians."""
+    """Return a line that shows how the time above the bound is spent, in medians."""
 
     def median(values: Iterator[float]) -> float:
         return statistics.median(values)
@@ -125,7 +126,7 @@ def parts(outcomes: list[Outcome], least_s: float) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure our side, and the peer's if it is named; with --bars, return 1 when a bar is missed."""
+    """Measure Baton, and vLLM if the options name it. With --bars, return 1 if a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     num_tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
@@ -164,13 +165,15 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--tokens", type=int, default=0, help=f"tokens of the prompt; 0: {TOKENS}, or {QUICK_TOKENS} quick"
+        "--tokens", type=int, default=0, help=f"number of tokens of the prompt; 0: {TOKENS}, or {QUICK_TOKENS} quick"
     )
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each; also vLLM's threads")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="number of ranks of the chain, one core each, and of vLLM's threads"
+    )
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
-    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: Baton's")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return run(parser.parse_args())
 
 

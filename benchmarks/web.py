@@ -1,16 +1,16 @@
-"""How much does HTTP add to gRPC, and how many streams of server-sent events does one HTTP gateway hold?
+"""How much does HTTP add to gRPC, and how many streams of server-sent events can one HTTP gateway serve?
 
-The real orchestrator and the real HTTP gateway, in processes of their own, over generation groups that make tokens from
-a script, at a pace, without computing (benchmarks.gateways). The clients of both are in processes of their own, too.
+The real orchestrator and the real HTTP gateway, in separate processes, with generation groups that emit scripted tokens
+at a given pace without computing (benchmarks.gateways). The clients of both are in separate processes, too.
 
-`trace=short`: 64 streams at random times within two seconds, 20 tokens a second each, over HTTP and over gRPC
-alternately. Rows: the median time to first token, with gRPC as the baseline; the processor time of the gateway's
-process a token, compared with its bar (`promised`) and with that of a client that only receives the same streams over
-gRPC (`grpc`). `trace=held`: 2,000 streams at once, a token a second each, over HTTP: p99 of the time from the engine to
-the client, and the tokens that came, of those made.
+`trace=short`: 64 streams at random times within two seconds, 20 tokens per second each, alternately over HTTP and gRPC.
+Rows: the median time to first token, with gRPC as the baseline; and the processor time per token of the gateway's
+process, compared with its bar (`promised`) and with a client that only receives the same streams over gRPC (`grpc`).
+`trace=held`: 2,000 streams at once, one token per second each, over HTTP: p99 of the time from the engine to the
+client, and the tokens received compared with the tokens made.
 
-Any missing token, any stream that ends otherwise than by its length, and any status but 200 is an error. `--bars`: no
-error; HTTP adds at most 3 ms to the first token and takes at most 0.2 ms a token; p99 in `held` below 500 ms.
+A missing token, a stream that does not end by its length, and any status except 200 are errors. `--bars`: no errors;
+HTTP adds at most 3 ms to the first token and uses at most 0.2 ms per token; p99 in `held` is below 500 ms.
 """
 
 import argparse
@@ -45,7 +45,7 @@ ROUNDS, QUICK_ROUNDS = 5, 1
 
 
 class _Bench:
-    """The processes of the benchmark, its measurements, and where results go."""
+    """Processes of the benchmark, its measurements and its results."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._folder, self._is_quick = folder, args.quick
@@ -54,7 +54,7 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def run(self) -> Bars:
-        """Measure both traces; return the bars."""
+        """Measure both traces, and return the bars."""
         await self._short()
         await self._held()
         self._reporter.close()
@@ -71,7 +71,7 @@ class _Bench:
                         before: Usage = await receiving.ask("usage")
                         seen = await self._ask(clients, SHORT)
                         after: Usage = await receiving.ask("usage")
-                        if number:  # the first round pays for what is done once
+                        if number:  # the first round includes one-time work
                             first_ms[side].append(1e3 * statistics.median(seen.first_s))
                             cpu_us[side].append((after.cpu_s - before.cpu_s) * 1e6 / seen.num_tokens)
                     advance()
@@ -119,8 +119,8 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def _sides(self, rate: float, num_streams: int) -> AsyncIterator[tuple[Child, Child, Child]]:
-        """Start groups whose streams get `rate` tokens a second each, a server, an HTTP gateway, and the clients of
-        both; yield the gateway, its clients, and the server's."""
+        """Start groups whose streams emit `rate` tokens per second each, a server, an HTTP gateway, and the clients of
+        both. Yield the gateway, the gateway's clients, and the server's clients."""
         groups = Groups(NUM_GROUPS, -(-num_streams // NUM_GROUPS), 1 / rate, says_time=True)
         async with child(engines, groups) as made:
             told = Brain(self._folder, tuple(made.greeting), groups.num_slots)
@@ -135,7 +135,7 @@ class _Bench:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure both traces; with --bars, return 1 when a bar is missed."""
+    """Measure both traces. With --bars, return 1 if a bar is missed."""
     bars = await _Bench(args, resolve(args)).run()
     return bars.close() if args.bars else 0
 
@@ -144,9 +144,12 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--rounds", type=int, default=0, help=f"rounds of `short`; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick"
+        "--rounds",
+        type=int,
+        default=0,
+        help=f"number of rounds of `short`; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick",
     )
-    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
     return asyncio.run(run(parser.parse_args()))
 
 

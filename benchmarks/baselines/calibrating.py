@@ -1,8 +1,8 @@
-"""Fits the cost model of the ranks that are about to be compared, while all of them are busy.
+"""Fits the cost model of the ranks that a benchmark compares, while all of them are busy.
 
-A rank alone may be faster than one whose neighbour computes too (`benchmarks.prediction` measures it). So chains are
-run, and each rank's own seconds, without waits, become a row: chunk, keys before it, seconds. Messages are timed
-between the ranks, over the links that the chain uses, and at their pace.
+A rank that runs alone may be faster than one whose neighbour also computes (`benchmarks.prediction` measures this). So
+chains are run, and the compute seconds of each rank, without waits, give one data point: (chunk length, keys before the
+chunk, seconds). Messages between ranks are timed over the links that the chain uses, at their pace.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from benchmarks.support.harness import progress, random_prompt
 LENGTHS = (256, 1024, 3000)
 QUICK_LENGTHS = (128, 512)
 _SLOPES = (1.0, 0.6)
-"""Each rank's chunk as a multiple of the one before: even chunks, and nearly balanced ones."""
+"""Length of each rank's chunk divided by that of the previous rank's: even chunks, and nearly balanced ones."""
 _REPEATS = 3
 _MESSAGE_BYTES = (2**14, 2**17, 2**20)
 _MESSAGE_REPEATS = 3
 
 
 def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence[int] = LENGTHS) -> Calibration:
-    """Run chains of all ranks, and messages, and fit to medians of three. `origin` names the model and hardware. Takes
-    about half a minute for the default lengths."""
+    """Run chains on all ranks and messages between them, and fit the cost model to medians of three runs. `origin`:
+    names the model and hardware. Takes about half a minute for the default lengths."""
     rows: list[RankRow] = []
     request_s: list[float] = []
     with progress(f"calibrating {kernel}", len(lengths) * len(_SLOPES)) as advance:
@@ -51,23 +51,23 @@ def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence
 
 
 def message_points(ranks: Ranks, pace: Pace = FULL_SPEED) -> Points:
-    """Measure (bytes, seconds) of single messages; none for a single rank."""
+    """Measure (bytes, seconds) of single messages. Empty for a single rank."""
     return ranks.link_points(_MESSAGE_BYTES, _MESSAGE_REPEATS, pace) if len(ranks) > 1 else ()
 
 
 def at_pace(cost: CostModel, ranks: Ranks, pace: Pace) -> CostModel:
-    """Return the costs of the same ranks with links of this pace, which is measured."""
+    """Return `cost` with a link that is measured at this pace."""
     return dataclasses.replace(cost, link=measured_link(ranks, pace))
 
 
 def measured_link(ranks: Ranks, pace: Pace) -> LinkModel:
-    """Measure messages over links of this pace, and fit a link to them."""
+    """Measure messages over links of this pace, and fit a link model to them."""
     return fit_link(message_points(ranks, pace))
 
 
 def _besides(outcome: Outcome) -> float:
-    """Return the seconds of a prefill before its first and after its last layer on any rank: commands, logits, the
-    answer."""
+    """Return the seconds of a prefill outside its layers: before the first layer starts and after the last one ends on
+    any rank. They include commands, logits and the answer."""
     reports = [answer.report for answer in outcome.answers if answer.report is not None]
     span_ns = max(report.end_ns for report in reports) - min(report.start_ns for report in reports)
     return max(outcome.seconds - span_ns / 1e9, 0.0)

@@ -1,4 +1,4 @@
-"""Measures how long a message takes from one rank to the next, over the links that a chain uses."""
+"""Measures the duration of a message from one rank to the next, over the links that a chain uses."""
 
 import time
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """The messages to time."""
+    """Sizes and number of the messages to measure."""
 
     num_bytes: tuple[int, ...]
     repeats: int
-    """Messages of each size that are recorded; one more comes before them."""
+    """Number of recorded messages per size, after one warm-up message."""
 
 
 class LinkProbe:
-    """One end of an otherwise unused link; a LinkHandler. Ranks 0 and 1 alternate in sending messages to each other."""
+    """One end of a link without other traffic; a LinkHandler. Ranks 0 and 1 alternately send messages to each other."""
 
     def __init__(self, rank: int, epoch: Epoch, connect: ConnectLinks) -> None:
-        """Join the epoch by `connect`; block until all ranks have met."""
+        """Join the epoch with `connect`. Blocks until all ranks are connected."""
         self._rank, self._epoch = rank, epoch
         self._came: SimpleQueue[ChainError | None] = SimpleQueue()
         self._place = memoryview(bytearray())
         self._links = connect(self)
 
     def times(self, sizes: MessageSizes) -> Points:
-        """Send messages there and back. Return on rank 0 (bytes, seconds one way) of every repeat of every size, half
-        of the time there and back; on other ranks nothing."""
+        """Send messages back and forth. On rank 0, return (bytes, one-way seconds) for each repeat of each size, where
+        one way is half of the round trip. On other ranks, return an empty tuple."""
         if self._rank > 1:
             return ()
         points = []
@@ -47,7 +47,7 @@ class LinkProbe:
         return tuple(points)
 
     def close(self) -> None:
-        """Close the links, and wait until those of the other ranks are closed."""
+        """Close this rank's links, and wait until those of the other ranks are closed."""
         self._links.close()
         self._links.wait_closed(1.0)
 
@@ -76,14 +76,14 @@ class LinkProbe:
         self._came.put(None)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
-        """Do nothing: the message that comes back shows that this one was sent."""
+        """Do nothing: the reply shows that this message was sent."""
 
     def broken(self, error: ChainError) -> None:
         self._came.put(error)
 
 
 def medians(points: Points) -> Points:
-    """Return (bytes, median seconds) of each size."""
+    """Return (bytes, median seconds) for each size."""
     sizes = sorted({num_bytes for num_bytes, _ in points})
     times = {size: sorted(seconds for num_bytes, seconds in points if num_bytes == size) for size in sizes}
     return tuple((size, found[len(found) // 2]) for size, found in times.items())

@@ -1,8 +1,8 @@
 """Slow and noisy links, made from fast ones: wrappers of the chain's link port and of the schemes' process group.
 
-Both hold each message back until a link of the given pace would have carried it (`pacing`), then pass it on, in order,
-to the link below. So all schemes meet the same links. A collective of a paced group is the ring of messages that it
-stands for: n - 1 steps, each paced. At full speed messages pass unchanged.
+Both delay each message until a link of the given pace would have delivered it (`pacing`), then pass it in order to the
+underlying link. So all schemes use equal links. A collective operation of a paced group is executed as the equivalent
+ring: n - 1 steps of paced messages. At full speed messages pass without delay.
 """
 
 import threading
@@ -20,12 +20,12 @@ from benchmarks.baselines.schemes import Group, Work
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload
 
 Deliver = Callable[[], None]
-"""Passes a message to the link below; must not block."""
+"""Function that passes a message to the underlying link; must not block."""
 
 
 class _Lane:
-    """One direction of one link: a thread that delivers posted messages in order, each when it is due. On closing it
-    delivers the rest at once."""
+    """One direction of one link: a thread that delivers posted messages in order, each at its due time. When closed, it
+    delivers the remaining messages at once."""
 
     def __init__(self, pace: Pace, direction: int) -> None:
         self._schedule = LinkSchedule(pace, direction)
@@ -50,7 +50,7 @@ class _Lane:
 
 
 class Pacer:
-    """The pace of all links that start at one rank. Call `set` and `close` only while no message is under way."""
+    """Pace of all links that start at one rank. `set` and `close` may be called only while no message is in transit."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -64,12 +64,12 @@ class Pacer:
         return self._pace.is_full_speed
 
     def set(self, pace: Pace) -> None:
-        """Use this pace starting now. Bursts start again from the beginning, equal for equal seeds."""
+        """Use this pace from now on. The sequence of bursts restarts, and is equal for equal seeds."""
         self.close()
         self._pace = pace
 
     def post(self, target: int, num_bytes: int, deliver: Deliver) -> None:
-        """Call `deliver` when a paced link would have carried a message of `num_bytes` to `target`. Thread-safe."""
+        """Call `deliver` at the time when a paced link would have delivered `num_bytes` to `target`. Thread-safe."""
         if self.is_full_speed:
             deliver()
             return
@@ -79,21 +79,21 @@ class Pacer:
             self._lanes[target].post(num_bytes, deliver)
 
     def close(self) -> None:
-        """End the threads of all links."""
+        """Stop the threads of all links."""
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
 
 
 class PacedLinks:
-    """Links that keep to a pacer's pace. Implements `prefill_workers.links.Links`."""
+    """Links with the pace of a pacer. Implements `prefill_workers.links.Links`."""
 
     def __init__(self, links: Links, pacer: Pacer) -> None:
         self._links, self._pacer = links, pacer
 
     @property
     def on_device(self) -> bool:
-        """Return whether payloads are in the memory of the ranks' devices."""
+        """Return whether payloads are in device memory of the ranks."""
         return self._links.on_device
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
@@ -107,7 +107,7 @@ class PacedLinks:
 
 
 def paced(connect: ConnectLinks, pacer: Pacer) -> ConnectLinks:
-    """Return a function that joins an epoch by `connect`, with links of the pacer's pace."""
+    """Return a function that joins an epoch with `connect` and returns links with the pacer's pace."""
 
     def join(handler: LinkHandler) -> Links:
         return PacedLinks(connect(handler), pacer)
@@ -116,7 +116,7 @@ def paced(connect: ConnectLinks, pacer: Pacer) -> ConnectLinks:
 
 
 class _Posted:
-    """A send that may not have begun yet."""
+    """A send operation that may not have started yet."""
 
     def __init__(self) -> None:
         self.begun: Future[Work] = Future()
@@ -126,14 +126,14 @@ class _Posted:
 
 
 class _Done:
-    """An operation that has ended."""
+    """Work of a completed operation."""
 
     def wait(self, timeout: timedelta) -> bool:
         return True
 
 
 class PacedGroup:
-    """A process group (`schemes.Group`) whose messages keep to the pacer's pace."""
+    """Process group (`schemes.Group`) whose messages have the pacer's pace."""
 
     def __init__(self, group: Group, pacer: Pacer, timeout: timedelta) -> None:
         self._group, self._pacer, self._timeout = group, pacer, timeout
@@ -150,7 +150,7 @@ class PacedGroup:
         def deliver() -> None:
             try:
                 posted.begun.set_result(self._group.send(tensors, target, tag))
-            except RuntimeError as error:  # raised by gloo; the waiter gets it
+            except RuntimeError as error:  # raised by gloo, and passed to the waiting thread
                 posted.begun.set_exception(error)
 
         self._pacer.post(target, sum(each.nbytes for each in tensors), deliver)

@@ -1,8 +1,8 @@
-"""Computes when a message gets through a link that is slow or shared with other traffic: arithmetic, without waiting.
+"""Computes when a message passes a link that is slow or shared with other traffic. Calculation only, without waiting.
 
-A paced link carries one message after the other at a given bandwidth. Other traffic holds it in bursts: their lengths,
-and those of the gaps between them, are exponential, and a message stands still while one lasts. Both directions between
-two ranks are links of their own, each with its own bursts (two-way traffic). Pure, with seeds passed in.
+A paced link transmits one message after the other at a given bandwidth. Other traffic occupies it in bursts, during
+which messages make no progress. The lengths of bursts and of the gaps between them are exponentially distributed. The
+two directions between two ranks are separate links with separate bursts. Pure, with seeds as arguments.
 """
 
 import math
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed and disturbance of a link."""
+    """Speed and disturbance of a link."""
 
     bandwidth: float = math.inf
-    """Bytes a second, each way; infinite: as fast as the link below."""
+    """Bytes per second in each direction; infinite: as fast as the underlying link."""
     busy_share: float = 0.0
-    """Fraction of the time in which other traffic holds the link, below 1."""
+    """Fraction of the time in which other traffic occupies the link, below 1."""
     burst_s: float = 0.0
     """Mean length of a burst of other traffic, in seconds."""
     seed: int = 0
@@ -40,7 +40,7 @@ FULL_SPEED = Pace()
 
 
 class LinkSchedule:
-    """Times at which one direction of a link delivers messages, in seconds on any one monotonic clock."""
+    """Delivery times of one direction of a link, in seconds of a monotonic clock."""
 
     def __init__(self, pace: Pace, direction: int) -> None:
         self._pace = pace
@@ -50,7 +50,7 @@ class LinkSchedule:
         self._rng = random.Random(f"{pace.seed}/{direction}")
 
     def delivered_s(self, now_s: float, num_bytes: int) -> float:
-        """Return when a message that is handed over at `now_s`, not before the previous one, has got through."""
+        """Return the delivery time of a message that is posted at `now_s`. `now_s` must not decrease between calls."""
         if self._bursts is None:
             self._bursts = bursts(self._pace, now_s, self._rng)
             self._burst = next(self._bursts)
@@ -66,7 +66,7 @@ class LinkSchedule:
 
 
 def bursts(pace: Pace, start_s: float, rng: random.Random) -> Iterator[tuple[float, float]]:
-    """Yield ascending, disjoint [start, end) in which other traffic holds the link, without end."""
+    """Yield (start, end) of each burst of other traffic, ascending and disjoint, without end."""
     if not pace.busy_share:
         while True:
             yield math.inf, math.inf

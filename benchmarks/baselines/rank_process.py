@@ -1,7 +1,7 @@
-"""One rank of a comparison: a process that obeys one command after the other.
+"""One rank of a comparison: a process that executes one command after the other.
 
-The chain runs on the real engine over the real links. It pushes its KV to no generation group, as its peers do not
-either. All links, the chain's and the schemes', keep to the pace that a command sets.
+The chain runs on the real engine over the real links. It does not push its KV to a generation group, because the other
+schemes do not either. All links, of the chain and of the schemes, have the pace that a command sets.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from prefill_workers.torch_links import connect_torch_links, make_group
 
 HOST = "127.0.0.1"
 WAIT_S = 300.0
-"""Seconds after which a rank without an answer counts as broken; longer than any command takes."""
+"""Seconds without an answer after which a rank counts as failed; longer than any command takes."""
 _CHAIN, _GROUP, _PROBE = Epoch(1), Epoch(2), Epoch(3)
 
 
@@ -47,7 +47,7 @@ class Task:
     chunks: tuple[TokenRange, ...] = ()
     """Chunks of the chain's ranks, in rank order."""
     ranks: tuple[int, ...] = ()
-    """Ranks of the chain; empty: the first ones, one for each chunk."""
+    """Ranks of the chain; empty: one rank per chunk, from rank 0."""
     kernel: str = ""
     """Attention kernel, a name of KERNELS; empty: the fastest."""
     pace: Pace = FULL_SPEED
@@ -55,32 +55,32 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one rank for a task."""
+    """Result of one rank for a task."""
 
     token: int | None = None
-    """The first token, on the rank that has it."""
+    """First output token, on the rank that has it; None on others."""
     report: JobReport | None = None
     """Report of a rank of a chain; None for other schemes."""
 
     @property
     def compute_s(self) -> float:
-        """Seconds in which this rank of a chain did not wait for earlier ranks' KV."""
+        """Seconds in which this rank of a chain was not waiting for KV of earlier ranks."""
         assert self.report is not None
         return (self.report.end_ns - self.report.start_ns) / 1e9 - self.report.wait_s
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Specification from which a rank's process starts."""
+    """Arguments of a rank's process."""
 
     folder: Path
     dtype: str
     rank: int
     num_ranks: int
     cores: tuple[int, ...]
-    """Cores of the rank's threads, one for each thread."""
+    """Cores of the rank, one thread per core."""
     port: int
-    """Port of the store where the ranks meet."""
+    """Port of the store through which the ranks connect."""
 
 
 Command = tuple[Pace, MessageSizes] | RateProbe | Task
@@ -88,7 +88,7 @@ Reply = Answer | float | Points | None
 
 
 def run_rank(spec: RankSpec, pipe: Connection) -> None:
-    """Run a rank's process: send None when it is ready, then a reply to each command, until the pipe closes."""
+    """Run a rank's process: send None when it is ready, then a reply to each command, until the pipe is closed."""
     use_cores(spec.cores, len(spec.cores))
     rank = _Rank(spec)
     pipe.send(None)
@@ -99,7 +99,7 @@ def run_rank(spec: RankSpec, pipe: Connection) -> None:
 
 
 class _Outlet:
-    """A KvSender that keeps only the first token."""
+    """KvSender that keeps only the first output token."""
 
     num_present = 0
 
@@ -120,7 +120,7 @@ class _Outlet:
 
 
 class _Rank:
-    """A rank that has met the others."""
+    """A rank that is connected to the others."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._rank, self._num_jobs = spec.rank, 0
@@ -136,8 +136,8 @@ class _Rank:
         self._engine.start_epoch(_CHAIN, Rank(spec.rank), spec.num_ranks, connect(_CHAIN))
 
     def obey(self, command: Command) -> Reply:
-        """Carry out a command and return its reply. A task goes to all ranks, and the next command follows when all
-        have replied."""
+        """Execute a command and return its reply. The parent sends a task to all ranks, and waits for all replies
+        before the next command."""
         if isinstance(command, Task):
             return self._prefill(command)
         if isinstance(command, RateProbe):

@@ -1,7 +1,7 @@
-"""The ranks of one comparison: a process each, on its own cores, that prefills by any scheme on command.
+"""Ranks of one comparison: one process per rank on its own cores, which prefills with any scheme on command.
 
-All schemes are timed alike: from the command to all ranks until the last token's logits, or the token drawn from them,
-have arrived.
+The time of every scheme is measured in the same way: from sending the command to all ranks until the last token's
+logits, or the token sampled from them, have arrived.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The time and the result of one prefill."""
+    """Time and result of one prefill."""
 
     seconds: float
     token: int
@@ -35,7 +35,7 @@ class Outcome:
 
 
 class Ranks:
-    """The parent's end of the pipes to all ranks' processes."""
+    """Parent's end of the pipes to all ranks' processes."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
@@ -43,7 +43,8 @@ class Ranks:
     @classmethod
     @contextlib.contextmanager
     def running(cls, folder: Path, dtype: str, cores: Sequence[tuple[int, ...]]) -> Iterator[Self]:
-        """Start a rank on each entry of `cores`, with a thread for each core; end them when the block is left."""
+        """Start a rank on each entry of `cores`, with one thread per core, and yield the ranks. Their processes end
+        with the block."""
         store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         pipes: list[Connection] = []
@@ -70,12 +71,12 @@ class Ranks:
         return len(self._pipes)
 
     def run(self, task: Task) -> Outcome:
-        """Run one prefill by all ranks; blocks."""
+        """Run one prefill on all ranks. Blocks."""
         return self.run_each([task] * len(self))
 
     def run_each(self, tasks: Sequence[Task]) -> Outcome:
-        """Run a prefill of its own on every rank, all at the same time; blocks. The seconds are those of the
-        slowest."""
+        """Run a separate prefill on every rank, all at the same time. The outcome's seconds are those of the slowest.
+        Blocks."""
         start_s = time.perf_counter()
         answers = [answer for answer in self._ask(tasks) if isinstance(answer, Answer)]
         seconds = time.perf_counter() - start_s
@@ -90,7 +91,7 @@ class Ranks:
         return medians(points)
 
     def rates(self, probe: RateProbe, num_busy: int) -> list[float]:
-        """Measure the rates that the first `num_busy` ranks reach at the same time, while the others are idle."""
+        """Measure the rates of the first `num_busy` ranks when they run at the same time and the others are idle."""
         for pipe in self._pipes[:num_busy]:
             pipe.send(probe)
         return [rate for rate in self._replies(num_busy) if isinstance(rate, float)]

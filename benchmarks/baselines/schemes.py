@@ -1,16 +1,16 @@
-"""Other schemes of prefill on several ranks: tensor-and-sequence parallel (TSP) as in the KV-Runahead paper, TSP with a
-causal kernel, and zigzag ring attention, the strong modern peer. All use the decoder and the attention kernel that the
-chain uses.
+"""Alternative schemes of prefill on several ranks: tensor-and-sequence parallel (TSP) as in the KV-Runahead paper, TSP
+with a causal kernel, and zigzag ring attention, the strongest recent alternative. All use the chain's decoder and
+attention kernel.
 
-Every rank calls `prefill` with the same prompt and its own process group, and returns when its part is done. The rank
-that ends up with the last token's hidden state returns its logits. In the last layer no rank computes more than the
-last token needs: the chain's own shortcut, given to its peers.
+Every rank calls `prefill` with the same prompt and its own process group. The function returns when the rank's work is
+done. The rank that has the last token's hidden state returns its logits. In the last layer, no rank computes more than
+the last token needs, as in the chain.
 
-- `tsp_dense`, `tsp_causal`: even chunks; in each layer all ranks gather all KV, and wait for it. Dense scores a chunk's
-  queries against the whole prompt and masks half of it away (Cho, Rastegari, Naik, 2024, section 3), so it pays for
-  keys that come later; what they would add is computed and dropped.
-- `zigzag`: the prompt in 2 n chunks; rank i has chunks i and 2 n - 1 - i, so all have equal work. KV goes around a
-  ring while the blocks that have come are attended to (Brandon et al., 2023; Llama 3's context parallelism).
+- `tsp_dense`, `tsp_causal`: even chunks. In each layer all ranks gather all KV and wait for it. The dense kernel scores
+a chunk's queries against the whole prompt and masks half of the scores (Cho, Rastegari, Naik, 2024, section 3), so it
+also computes the scores of later keys, which are discarded.
+- `zigzag`: the prompt in 2 n chunks. Rank i has chunks i and 2 n - 1 - i, so all ranks have equal work. KV circulates
+in a ring while ranks attend to the blocks that have arrived (Brandon et al., 2023; Llama 3's context parallelism).
 
 T tokens, N heads, G kv heads, H head dim; a KV block is `[tokens, 2, G, H]`.
 """
@@ -35,13 +35,13 @@ _TAG = 0
 
 
 class Work(Protocol):
-    """A communication that is under way."""
+    """Handle on a running communication."""
 
     def wait(self, timeout: timedelta) -> bool: ...
 
 
 class Group(Protocol):
-    """The part of torch's process groups that the schemes use."""
+    """Methods of torch's process groups that the schemes use."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
@@ -51,28 +51,29 @@ class Group(Protocol):
 
 
 Prefill = Callable[[Decoder, Sequence[int], Group], Tensor | None]
-"""Prefills a prompt; returns logits `[1, V]` of the last token on the rank that has it, None on the others."""
+"""Function that prefills a prompt. Returns the last token's logits `[1, V]` on the rank that has them, None on the
+others."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive tokens of one rank; a decoder's Span that keeps one layer's KV."""
+    """Consecutive tokens of one rank; a Span of the decoder that holds the KV of one layer."""
 
     tokens: TokenRange
     kv: Tensor
-    """KV of the present layer, `[len(tokens), 2, G, H]`, overwritten in each layer."""
+    """KV of the current layer, `[len(tokens), 2, G, H]`, overwritten in each layer."""
 
     def own(self, layer: int) -> Tensor:
         return self.kv
 
 
 def tsp_dense(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill by TSP with a dense kernel, the paper's baseline."""
+    """Prefill with TSP and a dense kernel, the baseline of the paper."""
     return _tsp(decoder, token_ids, group, dense=True)
 
 
 def tsp_causal(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill by TSP with a causal kernel, which computes no masked half; the last rank has the most work."""
+    """Prefill with TSP and a causal kernel, which does not compute masked scores. The last rank has the most work."""
     return _tsp(decoder, token_ids, group, dense=False)
 
 
@@ -104,14 +105,13 @@ def _tsp(decoder: Decoder, token_ids: Sequence[int], group: Group, *, dense: boo
 
 
 def _pay_for(decoder: Decoder, q_TNH: Tensor, kv: Tensor) -> None:
-    """Attend to keys that no query may see, as a dense kernel does before it masks them."""
+    """Compute attention to keys that are masked for all queries, as a dense kernel does."""
     decoder.kernel(q_TNH, [_rows(kv, 0)], False, None)
 
 
 @torch.inference_mode()
 def zigzag(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill by ring attention over chunks that are dealt out in zigzag. The prompt must have at least two tokens a
-    rank."""
+    """Prefill with ring attention over chunks in zigzag order. The prompt must have at least two tokens per rank."""
     rank, num_ranks, last_layer = group.rank(), group.size(), decoder.config.num_layers - 1
     ranges = _zigzag_ranges(len(token_ids), num_ranks)
     low, high = ranges[rank]
@@ -140,7 +140,7 @@ def zigzag(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor |
 
 
 def _parts(q_TNH: Tensor, places: Sequence[TokenRange]) -> Iterator[Tensor]:
-    """Yield the queries of each of `places`, which are the last rows of `q_TNH`."""
+    """Yield the queries of each range in `places`. They are the last rows of `q_TNH`."""
     start = len(q_TNH) - sum(len(place) for place in places)
     for place in places:
         yield q_TNH[start : start + len(place)]
@@ -154,8 +154,8 @@ def _ring(
     blocks: list[Tensor],
     group: Group,
 ) -> None:
-    """Send one layer's KV once around the ring; each block is attended to while the next one comes. `blocks` are the
-    rank's own block, and two for those of other ranks."""
+    """Send one layer's KV once around the ring. A rank attends to a block while it receives the next one. `blocks`: the
+    rank's own block, and two buffers for those of other ranks."""
     rank, num_ranks = group.rank(), group.size()
     current, spare, other = blocks
     for turn in range(num_ranks):
@@ -174,7 +174,7 @@ def _ring(
 
 
 def _zigzag_ranges(total: int, num_ranks: int) -> list[tuple[TokenRange, TokenRange]]:
-    """Return each rank's low and high chunk."""
+    """Return the low and the high chunk of each rank."""
     edges = [total * index // (2 * num_ranks) for index in range(2 * num_ranks + 1)]
     chunks = [TokenRange(start, end) for start, end in pairwise(edges)]
     return [(chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks)]
@@ -190,4 +190,4 @@ def _rows(kv: Tensor, first_position: int) -> KvRows:
 
 
 SCHEMES: Mapping[str, Prefill] = MappingProxyType({"tsp_dense": tsp_dense, "tsp_causal": tsp_causal, "zigzag": zigzag})
-"""Schemes by the names that results carry."""
+"""Schemes by their names in results."""

@@ -1,1 +1,1 @@
-"""Parts of benchmarks.cuda: models of real shapes, a machine's rates, and the measurements compared with them."""
+"""Modules of benchmarks.cuda: models of real shapes, rates of a machine, and the measurements to compare with them."""

@@ -1,4 +1,4 @@
-"""A chain of processes on one device, linked by gloo, compared with one process. Each has its own model and engine."""
+"""A chain of processes on one device, linked by gloo. Each process has its own model and engine."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Specification from which a rank's process starts."""
+    """Arguments of a rank's process."""
 
     device: str
     shape: Shape
@@ -37,29 +37,29 @@ class RankSpec:
     rank: int
     num_ranks: int
     port: int
-    """Port of the store at which the ranks meet."""
+    """Port of the store through which the ranks connect."""
 
 
 class Discarding:
-    """A KvSender that keeps nothing."""
+    """KvSender that discards everything."""
 
     num_present = 0
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Drop the rows that are pushed."""
+        """Discard the rank's own KV."""
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Drop the rows that came from earlier ranks."""
+        """Discard the KV of earlier ranks."""
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
-        """Drop the first tokens of the job."""
+        """Discard the first output tokens of the job."""
 
     def abort(self, error: BaseException) -> None:
-        """Leave it to the job's future to raise."""
+        """Do nothing: the job's future raises the error."""
 
 
 class Chain:
-    """The processes of a chain. Make one with `running`."""
+    """Processes of a chain. Create with `running`."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes, self._number = pipes, 0
@@ -67,7 +67,7 @@ class Chain:
     @classmethod
     @contextlib.contextmanager
     def running(cls, device: str, shape: Shape, num_ranks: int, max_position: int) -> Iterator["Chain"]:
-        """Start the processes, yield the chain once they have met, and end them afterwards."""
+        """Start the processes, yield the chain when they are connected, and end them afterwards."""
         store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         with contextlib.ExitStack() as stack:
@@ -79,14 +79,14 @@ class Chain:
                 process.start()
                 theirs.close()
                 stack.callback(process.join)
-                stack.callback(ours.close)  # which ends the process
+                stack.callback(ours.close)  # this ends the process
                 pipes.append(ours)
             for pipe in pipes:
                 pipe.recv()
             yield cls(pipes)
 
     def prefill_ms(self, num_tokens: int) -> float:
-        """Return the milliseconds of a prompt in even chunks, until its first token is returned."""
+        """Return the milliseconds from sending a prompt, in even chunks, until its first token is returned."""
         self._number += 1
         num_ranks = len(self._pipes)
         edges = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]

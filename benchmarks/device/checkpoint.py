@@ -16,7 +16,7 @@ _MAX_TOKENS = 8192
 
 
 def letter_shape(shape: Shape) -> LetterShape:
-    """Return the shape as writers of checkpoints take it."""
+    """Convert a shape to the type that checkpoint writers accept."""
     return LetterShape(
         shape.num_layers,
         shape.hidden_size,
@@ -31,7 +31,7 @@ def letter_shape(shape: Shape) -> LetterShape:
 def main() -> None:
     """Write the checkpoint that the command line describes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device.checkpoint", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder of the checkpoint, which is made")
+    parser.add_argument("folder", type=Path, help="folder to create for the checkpoint")
     parser.add_argument("--quick", action="store_true", help="a tiny shape: a smoke test")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)

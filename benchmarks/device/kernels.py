@@ -1,9 +1,9 @@
-"""Measures kernels of one layer on a GPU: attention (ours and torch's), matrix products, and sampling.
+"""Measures kernels of one layer on a GPU: attention (Baton's and torch's), matrix products, and sampling.
 
-KV is random and stored in pages, as a server's is. A prompt's pages form the number of contiguous runs that the case
-names: in a server's steady state a prompt of 1,024 tokens has 8 to 12 runs, one of 8,192 about 28.
+KV is random and stored in pages, as in a server. A prompt's pages form a given number of contiguous runs. In a server's
+steady state, a prompt of 1,024 tokens has 8 to 12 runs, one of 8,192 about 28.
 
-B rows, T queries, S keys, N heads, G kv heads, H head dim, K inputs and O outputs of a product, V vocabulary.
+B sequences, T queries, S keys, N heads, G kv heads, H head dim, K inputs and O outputs of a product, V vocabulary.
 """
 
 import functools
@@ -30,21 +30,21 @@ from benchmarks.device.model import Shape
 from benchmarks.device.rates import times_s
 
 PREFILLS = ((1024, 0, 1), (1024, 0, 8), (2048, 6144, 1), (2048, 6144, 28), (8192, 0, 1), (8192, 0, 28))
-"""Queries, keys before them, and runs of pages in which all keys are stored."""
+"""(queries, keys before them, contiguous runs of pages) of each case."""
 DECODES = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (16, 4096), (16, 32768))
-"""Rows, and keys of each."""
+"""(sequences, keys of each) of each case."""
 PRODUCT_ROWS = (1, 16, 64, 256, 2048)
 DRAWN = ((1, 32_000), (64, 32_000), (64, 128_256), (256, 128_256))
-"""Rows, and tokens of the vocabulary."""
+"""(sequences, vocabulary size) of each case."""
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _COPIES = 8
-"""Layers, or weights, that follow each other in a measurement, so that the cache does not hold what is read."""
+"""Number of layers, or of weights, between which a measurement alternates, so that they are not read from a cache."""
 _REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Time of a kernel, and the time that it is compared with: another kernel's, or the least by the device's rates."""
+    """Time of a kernel, and the baseline's time: that of another kernel, or the minimum by the device's rates."""
 
     case: Mapping[str, object]
     metric: str
@@ -55,14 +55,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of the device: bytes per second, read and written, of a copy; operations per second of a large product."""
+    """Rates of the device. `memory`: bytes per second that a copy reads and writes together. `product`: operations per
+    second of a large matrix product."""
 
     memory: float
     product: float
 
 
 def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Yield the prefill attention of one layer, compared with the time of its operations and with torch's kernels."""
+    """Measure the prefill attention of one layer, compared with the time of its operations and with torch's kernels."""
     for num_queries, num_before, num_runs in PREFILLS:
         q_TNH, k_SGH, v_SGH = _random_heads(shape, device, num_queries, num_before + num_queries)
         segments = _runs(k_SGH, v_SGH, num_runs)
@@ -78,7 +79,7 @@ def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Yield the decode attention of one layer, replayed from a graph, compared with the time of reading its KV."""
+    """Measure the decode attention of one layer, replayed from a CUDA graph, compared with the time to read its KV."""
     for batch, context in DECODES:
         row_pages = -(-context // PAGE_TOKENS)
         pages = _COPIES, batch * row_pages, PAGE_TOKENS, 2, shape.num_kv_heads, shape.head_dim
@@ -104,8 +105,8 @@ def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def products(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Yield torch's products with weights of the model's shapes, compared with the time of their bytes or of their
-    operations, whichever is longer."""
+    """Measure torch's matrix products with weights of the model's shapes, compared with max(time to read the weights,
+    time of the operations)."""
     hidden, heads = shape.hidden_size, shape.num_heads + 2 * shape.num_kv_heads
     shapes = {
         "qkv": (heads * shape.head_dim, hidden),
@@ -130,7 +131,7 @@ def products(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def draws(device: Device, rates: Rates) -> Iterator[Measured]:
-    """Yield the sampling of tokens from fp32 logits, by kind, compared with the time of reading the logits."""
+    """Measure sampling from fp32 logits by kind of sampling, compared with the time to read the logits."""
     for batch, vocab_size in DRAWN:
         logits_BV = torch.randn(batch, vocab_size, device=device.torch_device)
         row = RowDraw(key=7, top_k=50, floor=-math.inf, top_p=0.95, temperature=0.8)
@@ -142,7 +143,7 @@ def draws(device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def _runs(k_SGH: Tensor, v_SGH: Tensor, num_runs: int) -> list[KvRows]:
-    """Return keys and values as rows in `num_runs` runs of whole pages."""
+    """Return keys and values as `num_runs` runs of whole pages."""
     num_pages = len(k_SGH) // PAGE_TOKENS
     edges = [PAGE_TOKENS * (num_pages * run // num_runs) for run in range(num_runs)] + [len(k_SGH)]
     spans = itertools.pairwise(edges)
@@ -159,7 +160,7 @@ def _random_heads(shape: Shape, device: Device, num_queries: int, num_keys: int)
 
 
 def _sdpa_ms(device: Device, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, backend: SDPBackend) -> float:
-    """Return the milliseconds of torch's causal attention by that backend; NaN where it refuses."""
+    """Return the milliseconds of torch's causal attention with that backend; NaN if the backend does not support it."""
     q, k, v = (each.transpose(0, 1).unsqueeze(0).contiguous() for each in (q_TNH, k_SGH, v_SGH))
     try:
         with sdpa_kernel(backend):
@@ -173,7 +174,7 @@ def _ms(device: Device, run: Callable[[], object]) -> float:
 
 
 def _replayed_ms(device: Device, run: Callable[[], object]) -> float:
-    """Return the milliseconds of what is launched, replayed from a CUDA graph."""
+    """Return the milliseconds of the kernels that `run` launches, replayed from a CUDA graph."""
     run()
     torch.cuda.synchronize(device.torch_device)
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,6 @@
-"""Defines the loads of an engine on a device, and reports their times compared with the least times.
+"""Defines the loads of an engine on a device, and reports their times compared with the minimum times.
 
-A step's least time is the longer one of the bytes that it reads, at the rate of a copy, and the operations of the
-prompts in it, at the rate of a large product.
+minimum time of a step = max(bytes read / rate of a copy, operations of its prompts / rate of a large product)
 """
 
 import json
@@ -20,20 +19,20 @@ from benchmarks.device.served import TOGETHER, Load, LoggedEngine, Served, Step,
 from generate_workers.config import EngineConfig
 
 MOST_SHOWN = 12
-"""Functions, and kernels, of a profile that are reported."""
+"""Maximum number of functions, and of kernels, that are reported from a profile."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine's settings, and the loads that it has to bear one after the other."""
+    """Settings of an engine, and the loads that it runs one after the other."""
 
     name: str
     config: EngineConfig
     loads: tuple[Load, ...]
     profiled: Load | None = None
-    """A load during which the stack is sampled and kernels are traced, which lengthens its own times."""
+    """Load during which the stack is sampled and kernels are traced, which increases its times."""
     warm_s: float = 6.0
-    """Seconds of that load before its profile begins."""
+    """Seconds from the start of that load to the start of its profile."""
 
 
 _WIDE = {"num_slots": 256, "max_slot_tokens": 1280, "max_waiting": 1024, **TOGETHER}
@@ -54,7 +53,7 @@ FULL = (
     ),
     Setting("long", EngineConfig(**_LONG, speculation="off"), (Load(4, 8192, 64, 2),)),
 )
-"""Settings by speculation. The first load meets an engine that has served no request."""
+"""Settings of speculation and prompt length. An engine has served no request before its first load."""
 QUICK = (Setting("auto", EngineConfig(num_slots=2, max_slot_tokens=64), (Load(2, 24, 4, 2),), Load(2, 24, 4, 2), 0.0),)
 _WINDOW_S, _LIMIT_S = 1.5, 40.0
 
@@ -62,7 +61,7 @@ _WINDOW_S, _LIMIT_S = 1.5, 40.0
 def measure(
     decoder: Decoder, shape: Shape, rates: Rates, settings: tuple[Setting, ...], folder: Path | None
 ) -> Iterator[Measured]:
-    """Yield the results of all loads. Writes steps, compilations and a trace to `folder`, if given."""
+    """Run all loads and yield their results. Steps, compilations and a trace are written to `folder`, if given."""
     for setting in settings:
         with compilations() as compiled, running_engine(decoder, setting.config) as engine:
             yield from _total({"setting": setting.name, "when": "start"}, compiled)
@@ -79,7 +78,8 @@ def measure(
 
 
 def _load_times(case: dict[str, object], served: Served, shape: Shape, rates: Rates) -> Iterator[Measured]:
-    """Yield a load's times. Those of whole steps are of the ones in which all users' rows decode, if there were any."""
+    """Yield the times of a load. Times of whole steps include only steps in which all users' sequences decode, if there
+    are any."""
     load, least_s = served.load, partial(_least_s, shape=shape, rates=rates)
     prompt_ms = 1e3 * shape.prefill_flops(load.prompt_tokens) / rates.product
     yield Measured(case, "load_ms", 1e3 * served.took_s, "floor", 1e3 * sum(map(least_s, served.steps)))
@@ -105,8 +105,8 @@ def _load_times(case: dict[str, object], served: Served, shape: Shape, rates: Ra
 
 
 def _profile(setting: Setting, engine: LoggedEngine, *, is_gpu: bool, folder: Path | None) -> Iterator[Measured]:
-    """Yield the most frequent functions on the engine's stack, and the kernels that took the GPU longest, compared with
-    the length of the window."""
+    """Yield the most frequent functions on the engine's stack and the kernels with the longest GPU time, each as time
+    within the profile's window."""
     assert setting.profiled is not None
     name, stacks, kernels = setting.name, dict[str, int](), dict[str, float]()
 
@@ -135,7 +135,8 @@ def _least_s(step: Step, shape: Shape, rates: Rates) -> float:
 
 
 def _total(case: dict[str, object], compiled: list[Compilation]) -> Iterator[Measured]:
-    """Yield how long Triton took to compile kernels, and to load them from its cache, if it did either."""
+    """Yield the total time in which Triton compiled kernels, and the total time in which it loaded them from its cache.
+    A time without kernels is omitted."""
     for name, was_cached in {"compiled": False, "loaded": True}.items():
         taken_ms = [1e3 * each.took_s for each in compiled if each.was_cached is was_cached]
         if taken_ms:

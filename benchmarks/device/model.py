@@ -1,6 +1,6 @@
-"""Models of real shapes with random weights, made on the device that they run on.
+"""Models of real shapes with random weights, created on the device that they run on.
 
-N outputs, K inputs of a weight.
+N outputs and K inputs of a weight.
 """
 
 import math
@@ -24,7 +24,7 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model of the Llama family."""
+    """Shape of a model of the Llama family."""
 
     name: str
     num_layers: int
@@ -36,11 +36,11 @@ class Shape:
 
     @property
     def hidden_size(self) -> int:
-        """Return the channels of a token: one for each of all heads' dimensions."""
+        """Return the number of channels of a token: num_heads * head_dim."""
         return self.num_heads * self.head_dim
 
     def config(self, max_position: int) -> ModelConfig:
-        """Return the model's facts, for a context of `max_position` tokens."""
+        """Return the model's configuration, for a context of `max_position` tokens."""
         return ModelConfig(
             model_type="llama",
             vocab_size=self.vocab_size,
@@ -58,12 +58,13 @@ class Shape:
 
     @property
     def num_weights(self) -> int:
-        """Return the weights that multiply each token: those of all layers, without embedding and head."""
+        """Return the number of weights that multiply each token: those of all layers, without embedding and head."""
         attention = self.hidden_size * (2 * self.hidden_size + 2 * self.num_kv_heads * self.head_dim)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Return the operations of a prefill: products with weights, and causal attention; the head for one token."""
+        """Return the number of operations of a prefill: matrix products and causal attention for all tokens, and the
+        head for one token."""
         attention = 2 * self.num_layers * self.hidden_size * num_tokens**2
         return 2.0 * self.num_weights * num_tokens + attention + 2.0 * self.hidden_size * self.vocab_size
 
@@ -71,7 +72,7 @@ class Shape:
 SEVEN_B = Shape("7b", 32, 32, 8, 14336, 32000)
 """Shape of Mistral 7B."""
 ONE_B = Shape("7b-8-layers", 8, 32, 8, 14336, 32000)
-"""A quarter of Mistral 7B's layers, for processes that each have a copy."""
+"""Shape with a quarter of Mistral 7B's layers, for several processes that each have a copy of the model."""
 TINY = Shape("tiny", 4, 4, 2, 256, 512, head_dim=32)
 """Shape for a smoke test."""
 
@@ -79,7 +80,7 @@ TINY = Shape("tiny", 4, 4, 2, 256, 512, head_dim=32)
 def random_model(
     shape: Shape, device: Device, *, max_position: int, dtype: str = "bfloat16", kernel: Kernel | None = None
 ) -> Decoder:
-    """Return a model whose weights are random, the same for the same shape and kind of device."""
+    """Return a model with random weights, which are equal for equal shapes and kinds of device."""
     config, where = shape.config(max_position), device.torch_device
     return Decoder(config, _weights(config, where, dtype), kernel, device=device)
 

@@ -1,7 +1,7 @@
-"""Decode steps of residency policies over a device's real link, on rows with random KV.
+"""Decode steps of residency policies over a device's real link, for sequences with random KV.
 
-Residency `infinigen` chooses a tenth of the keys, by a third of a head's columns. Weights are random, too, so the share
-of keys that stay hot from step to step says nothing about a real model.
+Residency `infinigen` selects a tenth of the keys, using a third of a head's columns. The weights are also random, so
+the fraction of keys that stay selected from step to step is not that of a real model.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _COLUMNS_SHARE = 0.3
 
 @dataclass(frozen=True)
 class FirstColumns(SelectionSource):
-    """A selection that was not fitted to a text: a head's first columns are its partial keys."""
+    """Selection that is not fitted to a text: the partial keys are the first columns of each head."""
 
     def load(self) -> PreparedSelection:
         """Make the selection for the decoder."""
@@ -40,19 +40,19 @@ class FirstColumns(SelectionSource):
 
 
 class PolicyRows:
-    """Rows of one policy that take steps together. Make them with `opened`."""
+    """Sequences of one policy that are stepped as a batch. Create with `opened`."""
 
     def __init__(self, decoder: Decoder, residency: Residency, lengths: list[int]) -> None:
         self._decoder, self._residency, self._lengths = decoder, residency, lengths
         self.step_bytes = 0
-        """Bytes over the link in the last step."""
+        """Number of bytes that crossed the link in the last step."""
 
     @classmethod
     @contextlib.contextmanager
     def opened(
         cls, decoder: Decoder, device: Device, policy: str, lengths: list[int], num_steps: int
     ) -> Iterator["PolicyRows"]:
-        """Open rows of `lengths` tokens with room for `num_steps` steps; release them afterwards."""
+        """Open sequences of `lengths` tokens with room for `num_steps` steps; release them at the end of the block."""
         layout, most = decoder.layout, max(lengths) + num_steps
         shape = KvShape(layout, decoder.config.windows, len(lengths), most)
         residency = make_residency(policy, shape, device, FirstColumns(decoder))
@@ -68,7 +68,7 @@ class PolicyRows:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one step of one new token a row, and read the next tokens as an engine does."""
+        """Run one step with one new token per sequence, and read the next tokens as an engine does."""
         before = self._residency.num_link_bytes
         rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
         with self._residency.step(rows) as step:
@@ -79,6 +79,6 @@ class PolicyRows:
 
 
 def measure(decoder: Decoder, device: Device, policy: str, lengths: list[int], rounds: int) -> tuple[list[float], int]:
-    """Return the milliseconds of a policy's steps, and the bytes over the link in the last one."""
+    """Return the milliseconds of a policy's steps, and the number of bytes that crossed the link in the last step."""
     with PolicyRows.opened(decoder, device, policy, lengths, rounds + 1) as rows:
         return [1e3 * s for s in times_s(device, rows.step, rounds)], rows.step_bytes

@@ -1,7 +1,7 @@
-"""Measures fixed costs of a device: launches from the host, replays of CUDA graphs, allocation of pinned memory.
+"""Measures fixed costs of a device: kernel launches by the host, replays of CUDA graphs, allocation of pinned memory.
 
-Times of launches are the host's: it does not wait for the device in between. On other devices than a GPU only torch's
-own launches are measured.
+Times of launches are host times: the host does not wait for the device between launches. On devices other than a GPU,
+only launches of torch operators are measured.
 """
 
 import statistics
@@ -17,13 +17,13 @@ from benchmarks.device.rates import synchronize, times_s
 
 _LAUNCHES = 200
 _NODES = 360
-"""Kernels of a decode step of a model of 32 layers."""
+"""Number of kernels of a decode step of a model with 32 layers."""
 _ROUNDS = 5
 
 
 def launches_us(device: Device) -> dict[str, float]:
-    """Return the host's microseconds of one launch, by what is launched: an operator of torch, a kernel of ours in
-    Triton, and a node of a replayed graph, the device's time included."""
+    """Return the host's microseconds per launch, by kind: an operator of torch, a Triton kernel of Baton, and a node of
+    a replayed graph (including the device's time)."""
     x_TD = torch.zeros(1, 256, device=device.torch_device)
     found = {"torch operator": _us(device, lambda: x_TD.add_(1.0))}
     if x_TD.is_cuda:
@@ -34,7 +34,7 @@ def launches_us(device: Device) -> dict[str, float]:
 
 
 def pinning_ms(num_bytes: int) -> float:
-    """Return the milliseconds in which `num_bytes` bytes of host memory are allocated and pinned. Needs a GPU."""
+    """Return the milliseconds to allocate and pin `num_bytes` bytes of host memory. Needs a GPU."""
     began_s = time.perf_counter()
     torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return 1e3 * (time.perf_counter() - began_s)
@@ -53,7 +53,7 @@ def _us(device: Device, launch: Callable[[], object]) -> float:
 
 
 def _graph_us(device: Device, x_TD: Tensor) -> float:
-    """Return the microseconds of a graph of `_NODES` tiny kernels, from its launch to its end."""
+    """Return the microseconds from the launch to the end of a graph of `_NODES` tiny kernels."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(_NODES):

@@ -19,11 +19,11 @@ _SAMPLE_S = 0.002
 
 
 class Compilation(NamedTuple):
-    """A kernel in Triton that was compiled, or loaded from Triton's cache, while others waited."""
+    """A Triton kernel that was compiled, or loaded from Triton's cache, during a load."""
 
     kernel: str
     at_s: float
-    """Instant of its completion, by the clock of `time.perf_counter`."""
+    """Time of its completion, by the clock of `time.perf_counter`."""
     took_s: float
     was_cached: bool
     """True if the kernel was loaded from Triton's cache."""
@@ -31,7 +31,7 @@ class Compilation(NamedTuple):
 
 @contextmanager
 def compilations() -> Iterator[list[Compilation]]:
-    """Collect the compilations by Triton during the block, in any thread."""
+    """Record the compilations by Triton during the block, in any thread."""
     import triton.knobs
 
     found = list[Compilation]()
@@ -47,8 +47,8 @@ def compilations() -> Iterator[list[Compilation]]:
 
 
 def engine_stacks(seconds: float) -> Counter[str]:
-    """Return where the engine's thread was, sampled every two milliseconds for `seconds`: the innermost function of
-    Baton on its stack, and how often it was found there. Blocks."""
+    """Sample the stack of the engine's thread every two milliseconds for `seconds`. Return how often each function of
+    Baton was the innermost on it. Blocks."""
     ident = next(each.ident for each in threading.enumerate() if each.name == ENGINE_THREAD)
     counts, pause, over_s = Counter[str](), threading.Event(), time.perf_counter() + seconds
     while time.perf_counter() < over_s:
@@ -62,8 +62,8 @@ def engine_stacks(seconds: float) -> Counter[str]:
 
 
 def gpu_kernels(seconds: float, trace: Path | None) -> dict[str, float]:
-    """Return the seconds of each of the GPU's kernels and copies in a window of `seconds`, the longest first. Write
-    them to `trace`, if given, as a trace for Chrome. Blocks."""
+    """Return the seconds of each GPU kernel and copy in a window of `seconds`, longest first. If `trace` is given,
+    write a Chrome trace to it. Blocks."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         threading.Event().wait(seconds)
         torch.cuda.synchronize()

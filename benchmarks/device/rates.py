@@ -1,4 +1,4 @@
-"""Rates of a device and its link, by which a step's or a prefill's best time is calculated."""
+"""Rates of a device and its link, from which the minimum time of a step or a prefill is computed."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ def synchronize(device: Device) -> None:
 
 
 def times_s(device: Device, run: Callable[[], object], rounds: int = _ROUNDS, repeats: int = 1) -> list[float]:
-    """Return the seconds of a call in each of some rounds of `repeats` calls, after one that is not counted."""
+    """Return the seconds per call in each of `rounds` rounds of `repeats` calls, after one warm-up call."""
     run()
     found = []
     for _ in range(rounds):
@@ -32,20 +32,20 @@ def times_s(device: Device, run: Callable[[], object], rounds: int = _ROUNDS, re
 
 
 def memory_rate(device: Device, num_bytes: int) -> float:
-    """Return the bytes a second that a copy of `num_bytes` bytes on the device reads and writes, together."""
+    """Return the bytes per second that a copy of `num_bytes` bytes on the device reads and writes together."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
     to = torch.empty_like(source)
     return 2 * num_bytes / statistics.median(times_s(device, lambda: to.copy_(source)))
 
 
 def product_rate(device: Device, size: int, dtype: torch.dtype) -> float:
-    """Return the operations a second of a product of two square matrices of random numbers."""
+    """Return the operations per second of a product of two random square matrices."""
     a, b = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     return 2.0 * size**3 / statistics.median(times_s(device, lambda: a @ b, repeats=5))
 
 
 def link_rates(device: Device, num_bytes: int) -> tuple[float, float]:
-    """Return the bytes a second of fetches and of stores of `num_bytes` bytes, from and to pinned memory on a GPU."""
+    """Return the bytes per second of a fetch and of a store of `num_bytes` bytes. On a GPU, host memory is pinned."""
     is_gpu = device.torch_device.type == "cuda"
     home = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)

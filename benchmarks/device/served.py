@@ -1,7 +1,7 @@
-"""A generation engine under closed loops of users, in process: every step's time, and which part of it the host takes.
+"""A generation engine under closed loops of users, in process: the time of every step, and the host's fraction of it.
 
-The engine is made as a worker of a cluster without prefill groups makes it, with its scheduling policy, its speculation
-and its CUDA graphs. Its streams go to the process's asyncio loop. It runs without Ray and gRPC, so their costs are not
+The engine is created as in a worker of a cluster without prefill groups, with its scheduling policy, speculation and
+CUDA graphs. Its streams are read on the process's asyncio loop. It runs without Ray and gRPC, so their costs are not
 included.
 """
 
@@ -42,42 +42,42 @@ TOGETHER: dict[str, Any] = {
     "mixed_step_s": 0.3,
     "burst_step_s": 1.0,
 }
-"""Settings of an engine on a GPU that does all prefills (deploy.machine.arrangement)."""
+"""Settings of a GPU engine that does all prefills (deploy.machine.arrangement)."""
 ENGINE_THREAD = "generate-engine"
 _KEEP_S = 60.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """Users that each wait for an answer before they send the next request."""
+    """Closed loop: each user waits for its answer before it sends the next request."""
 
     users: int
     prompt_tokens: int
-    """Tokens of each prompt, give or take 2 %."""
+    """Number of tokens of each prompt, plus or minus 2 %."""
     output_tokens: int
     rounds: int
-    """Requests of each user."""
+    """Number of requests of each user."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine, in seconds."""
+    """One step of the engine. Times are in seconds."""
 
     at_s: float
-    """Beginning of the step, in seconds from the beginning of the load."""
+    """Seconds from the start of the load to the start of the step."""
     took_s: float
     num_rows: int
-    """Rows that decode in the step."""
+    """Number of sequences that decode in the step."""
     num_prefill_tokens: int
     num_drafts: int
     num_bytes: int
-    """Bytes of weights and KV that the step read."""
+    """Number of bytes of weights and KV that the step read."""
     device_s: float
-    """Seconds from the copy of the inputs until the tokens are read, if the step runs whole on the device; else 0."""
+    """Seconds from copying the inputs until the tokens are read, if the whole step runs on the device; else 0."""
     draft_s: float
-    """Seconds for planning drafts, making them, and learning from them."""
+    """Seconds to plan and make drafts, and to learn from them."""
     batch_s: float
-    """Seconds for choosing what the step runs."""
+    """Seconds to select the work of the step."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Served:
 
 
 class Timed:
-    """Passes calls on to an object, and adds up the seconds that they take."""
+    """Wrapper of an object that adds up the seconds of calls to its methods."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._seconds = inner, 0.0
@@ -116,13 +116,13 @@ class Timed:
         return call
 
     def take(self) -> float:
-        """Return the seconds since the previous call."""
+        """Return the seconds added up since the previous `take`."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 class LoggedEngine(GenerationEngine):
-    """An engine that logs its steps."""
+    """Engine that logs its steps."""
 
     def __init__(self, model: ServedModel, running: RunningRows, config: EngineConfig, *, decode_steps: Any) -> None:
         self._batching: Any = Timed(running.scheduling_policy)
@@ -135,7 +135,7 @@ class LoggedEngine(GenerationEngine):
         self.log: list[Step] = []
 
     def step(self) -> None:
-        """Run a step and log it, if there was one."""
+        """Run a step, and log it if there was any work."""
         num_steps, began_s = self._num_steps, time.perf_counter()
         super().step()
         took_s, last = time.perf_counter() - began_s, self._last_step
@@ -147,7 +147,8 @@ class LoggedEngine(GenerationEngine):
 
 @contextlib.contextmanager
 def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEngine]:
-    """Start an engine as a worker does, with a tokenizer of letters; close it afterwards."""
+    """Start an engine as a worker does, with a tokenizer of letters, and yield it. It is closed at the end of the
+    block."""
     clock = SystemClock()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.load(write_letters(Path(folder), decoder.config.vocab_size))
@@ -166,8 +167,8 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
 
 
 def serve(engine: LoggedEngine, load: Load, limit_s: float, observe: Callable[[], None] | None = None) -> Served:
-    """Run a load for `limit_s` seconds at most, and return its results; `observe` is called in a thread meanwhile.
-    Blocks."""
+    """Run a load for at most `limit_s` seconds, and return its results. `observe`: function that runs in a thread
+    during the load. Blocks."""
     served = Served(load)
     engine.log.clear()
     with contextlib.suppress(TimeoutError):

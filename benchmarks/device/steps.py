@@ -1,4 +1,4 @@
-"""An engine's decode steps over KV in pages: with graphs, without, and the time in which their bytes could be read."""
+"""Decode steps of an engine over paged KV, with and without CUDA graphs, and the minimum time to read their bytes."""
 
 import contextlib
 from collections.abc import Callable
@@ -26,18 +26,18 @@ class StepTimes:
     """Times of one case, in milliseconds."""
 
     graphs_ms: list[float]
-    """Steps that run whole: replayed from a CUDA graph, or on a CPU launched kernel by kernel."""
+    """Steps run as a whole: replayed from a CUDA graph, or on a CPU launched kernel by kernel."""
     launched_ms: list[float]
-    """Steps of an engine without graphs: a forward, and sampling after it."""
+    """Steps of an engine without graphs: a forward pass, then sampling."""
     num_bytes: int
-    """Bytes that a step reads: weights but the embedding, and the KV of all rows."""
+    """Number of bytes that a step reads: weights except the embedding, and the KV of all sequences."""
 
 
 class PagedRows:
-    """Rows of residency `device` that take steps together, as `generate_workers.engine.model_runner` runs them."""
+    """Sequences of residency `device` that are stepped as a batch, as in `generate_workers.engine.model_runner`."""
 
     def __init__(self, decoder: Decoder, residency: PagedResidency, batch: int, context: int, most_tokens: int) -> None:
-        """Open rows of `context` tokens each, whose KV is random, with room for `most_tokens` tokens."""
+        """Open `batch` sequences with random KV of `context` tokens each, and room for `most_tokens` tokens."""
         self._decoder, self._residency, self._lengths = decoder, residency, [context] * batch
         for slot in range(batch):
             residency.open(SlotId(slot), context, most_tokens).commit(TokenRange(0, context))
@@ -49,7 +49,7 @@ class PagedRows:
 
     @torch.inference_mode()
     def step(self, *, graphs: bool) -> None:
-        """Run a step of one new token a row, whole or kernel by kernel, and read the next tokens."""
+        """Run a step with one new token per sequence, as a whole or kernel by kernel, and read the next tokens."""
         rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
         with self._residency.step(rows) as step:
             if graphs:
@@ -64,8 +64,8 @@ class PagedRows:
 
 
 def measure(decoder: Decoder, device: Device, batch: int, context: int, rounds: int) -> StepTimes:
-    """Measure greedy steps of `batch` rows whose KV, of `context` tokens each at first, is random."""
-    num_steps = rounds * _STEPS + 1  # each way of running makes one step that is not counted
+    """Measure greedy steps of `batch` sequences with random KV. `context`: initial number of tokens per sequence."""
+    num_steps = rounds * _STEPS + 1  # each kind of run has one warm-up step
     most_tokens = context + 2 * num_steps
     shape = KvShape(decoder.layout, decoder.config.windows, batch, most_tokens)
     with contextlib.closing(PagedResidency(shape, device)) as residency:
@@ -82,7 +82,7 @@ def measure(decoder: Decoder, device: Device, batch: int, context: int, rounds: 
 
 
 def roofline_ms(times: StepTimes, rate: float) -> float:
-    """Return the milliseconds in which a memory of that many bytes a second reads what a step reads."""
+    """Return the milliseconds to read the bytes of a step at `rate` bytes per second."""
     return 1e3 * times.num_bytes / rate
 
 

@@ -1,1 +1,1 @@
-"""Drives orchestrators and gateways with scripted engines (`benchmarks.gateway`)."""
+"""Runs orchestrators and gateways with scripted engines (`benchmarks.gateway`)."""

@@ -1,4 +1,4 @@
-"""The orchestrator's process of the gateway benchmark: the real server, over groups that are in another process."""
+"""Orchestrator process of the gateway benchmark: the real server, with generation groups in another process."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -30,20 +30,20 @@ VOCAB_SIZE = 49_152
 
 @dataclass(frozen=True)
 class Brain:
-    """Settings with which the server's process starts."""
+    """Arguments of the server's process."""
 
     folder: Path
-    """Folder of the model whose tokenizer is used."""
+    """Folder of the model that provides the tokenizer."""
     ports: tuple[int, ...]
     """Ports of the generation groups."""
     num_slots: int
-    """Slots of each group."""
+    """Number of slots of each group."""
 
 
 @contextlib.asynccontextmanager
 async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
-    """Run the server as a process's role: it greets with its port. `usage` returns the resources that the process has
-    used. `profile` starts a profile; `profiled` ends it and returns its text."""
+    """Role of a process that runs the server. Its greeting is the server's port. `usage` returns the resources that the
+    process has used, `profile` starts a profile, and `profiled` ends it and returns it as text."""
     members = Membership()
     planner = ChainPlanner(
         nominal_calibration(ResolvedModel(told.folder), "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS

@@ -1,7 +1,7 @@
-"""Generation groups that compute nothing: the real service over engines whose tokens come from a script, at a pace.
+"""Generation groups that compute nothing: the real service, with engines that emit scripted tokens at a given pace.
 
-Output token i is 1000 + i, its text one word. All groups are in one process. Their steps alternate on one thread, so
-that a group's streams get their tokens together, as from a batch.
+Output token i has id 1000 + i, and its text is one word. All groups are in one process. Their steps alternate on one
+thread, so that all streams of a group get their tokens at the same time, as from a batch.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ class Groups:
 
     num_groups: int
     num_slots: int
-    """Slots of each group."""
+    """Number of slots of each group."""
     step_s: float
-    """Seconds between two tokens of a stream, when the processor keeps up."""
+    """Seconds between two tokens of a stream, if the processor is fast enough."""
     says_time: bool = False
-    """True: a token's text is the time at which it is made, in unix nanoseconds. False: it is a word."""
+    """True: the text of a token is the time at which it is made, in unix nanoseconds. False: it is a word."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Row:
 
 
 class ScriptedEngine:
-    """The part of an engine that a servicer uses; every stream has one choice and gets a token at each step."""
+    """Methods of an engine that a servicer uses. Every stream has one choice, and gets a token at each step."""
 
     def __init__(self, num_slots: int, *, says_time: bool = False) -> None:
         self._says_time = says_time
@@ -70,7 +70,7 @@ class ScriptedEngine:
         return stream_id
 
     def cancel(self, stream_id: StreamId) -> None:
-        """End a stream with a cancelled event; does nothing if it has ended."""
+        """End a stream with a cancelled event. Does nothing if the stream has ended."""
         with self._lock:
             row = self._rows.pop(stream_id, None)
         if row is not None:
@@ -92,7 +92,7 @@ class ScriptedEngine:
         self._num_steps += 1
 
     def status(self) -> EngineStatus:
-        """Return a status with the slots of the running streams, and without memory."""
+        """Return a status with the slots of the running streams, and with all memory counts 0."""
         active = min(len(self._rows), self._num_slots)
         kv = KvLedger(num_bytes=0, num_bytes_free=0, num_bytes_leased=0, num_bytes_active=0, num_bytes_quarantined=0)
         ledger = SlotLedger(self._num_slots, self._num_slots - active, 0, active, 0, 0, 0, kv)
@@ -101,8 +101,8 @@ class ScriptedEngine:
 
 @contextlib.asynccontextmanager
 async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
-    """Run the engines as a process's role: it greets with the groups' ports, and answers any question with the
-    resources that the process has used."""
+    """Role of a process that runs the engines. Its greeting is the list of the groups' ports. It answers any question
+    with the resources that the process has used."""
     made = [ScriptedEngine(groups.num_slots, says_time=groups.says_time) for _ in range(groups.num_groups)]
     servers, servicers, ports = [], [], []
     for engine in made:
@@ -130,7 +130,8 @@ async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
 
 
 def _step(made: Sequence[ScriptedEngine], step_s: float, closing: threading.Event) -> None:
-    """Step one engine after the other, each once in `step_s`. A late engine does not catch up by faster steps."""
+    """Step each engine once every `step_s` seconds, one after the other. A late engine does not catch up by faster
+    steps."""
     due_s = time.monotonic()
     while True:
         for engine in made:

@@ -1,4 +1,4 @@
-"""The clients' process of the gateway benchmark: thousands of streams, each checked token by token."""
+"""Client process of the gateway benchmark: thousands of streams, each checked token by token."""
 
 import asyncio
 import contextlib
@@ -20,35 +20,35 @@ from benchmarks.gateways.process import Answer, usage
 
 NUM_CONNECTIONS = 8
 PROMPT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old oak tree."
-"""A prompt of some two dozen tokens."""
+"""Prompt of about two dozen tokens."""
 
 
 @dataclass(frozen=True)
 class Streams:
-    """The streams to open."""
+    """Number, length and start times of streams."""
 
     num_streams: int
     max_tokens: int
     within_s: float
-    """Seconds within which the streams begin, at random times."""
+    """Seconds within which the streams start, at random times."""
 
 
 @dataclass
 class Seen:
-    """Tokens, streams and errors that the clients have seen so far."""
+    """Tokens, streams and errors that the clients have received so far."""
 
     num_tokens: int = 0
     num_done: int = 0
-    """Streams that ended as they should: all tokens, in order, and the last message."""
+    """Number of streams that ended correctly: with all tokens, in order, and the last message."""
     errors: list[str] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
-    """Seconds from each stream's call to its first token."""
+    """Seconds from the call of each stream to its first token."""
     late_ms: list[float] = field(default_factory=list)
-    """Milliseconds of each token from the engine to the client."""
+    """Milliseconds from the engine to the client, for each token."""
 
 
 class Clients(ABC):
-    """Streams that run in this process, over any protocol."""
+    """Streams that run in this process, independent of the protocol."""
 
     def __init__(self) -> None:
         self._running: list[asyncio.Task[None]] = []
@@ -58,10 +58,10 @@ class Clients(ABC):
 
     @abstractmethod
     async def _one(self, number: int, at_s: float) -> None:
-        """Run the stream of this number, which begins in `at_s` seconds, to its end."""
+        """Run stream `number`, which starts in `at_s` seconds, to its end."""
 
     async def open(self, asked: Streams) -> None:
-        """Open the streams; return when all have their first token, or have ended."""
+        """Start the streams, and return when each has received its first token or has ended."""
         self._asked, self.seen = asked, Seen()
         self._begun.clear()
         rng = random.Random(0)
@@ -70,14 +70,14 @@ class Clients(ABC):
         await self._begun.wait()
 
     async def drain(self) -> Seen:
-        """Wait until all streams have ended; return what they received."""
+        """Wait until all streams have ended, and return what they have received."""
         await asyncio.gather(*self._running)
         return self.seen
 
     async def answer(self, question: Any) -> Any:
-        """Return the answer to a question to the clients' process. Streams opens them, and is answered when all run.
-        `seen` returns the number of tokens received, and the delays of those since the last `seen`. `usage` returns
-        the resources that the process has used. `drain` waits until all streams have ended."""
+        """Answer a question to the clients' process. A `Streams` object opens streams, and is answered when all have
+        their first token. `seen` returns the number of received tokens, and the delays of those received since the last
+        `seen`. `usage` returns the resources that the process has used. `drain` waits until all streams have ended."""
         if isinstance(question, Streams):
             return await self.open(question)
         if question == "seen":
@@ -89,13 +89,13 @@ class Clients(ABC):
         return await self.drain()
 
     def _note(self) -> None:
-        """Note that a stream has its first token, or has failed."""
+        """Record that a stream has received its first token or has failed."""
         if len(self.seen.first_s) + len(self.seen.errors) >= self._asked.num_streams:
             self._begun.set()
 
 
 class Load(Clients):
-    """The streams that run in this process, over gRPC."""
+    """Streams over gRPC that run in this process."""
 
     def __init__(self, target: str) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Load(Clients):
         self._note()
 
     async def _follow(self, call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]") -> None:
-        """Follow a stream to its end. Raises ValueError when a token is missing or out of place."""
+        """Read a stream to its end. Raises ValueError if a token is missing or out of order."""
         seen, called_s, num_tokens, ended = self.seen, time.monotonic(), 0, False
         while isinstance(event := await call.read(), pb.GenerateEvent):
             if event.HasField("token"):
@@ -144,7 +144,7 @@ class Load(Clients):
 
 @contextlib.asynccontextmanager
 async def load(target: str) -> AsyncIterator[tuple[None, Answer]]:
-    """Run the clients as a process's role, which answers as `Clients.answer` says."""
+    """Role of a process that runs gRPC clients. Questions: see `Clients.answer`."""
     clients = Load(target)
     try:
         yield None, clients.answer

@@ -1,4 +1,4 @@
-"""A process of the gateway benchmark: it starts, sends a greeting, and answers one question after the other."""
+"""Process of the gateway benchmark: it starts, sends a greeting, and answers one question after the other."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from typing import Any
 
 Answer = Callable[[Any], Awaitable[Any]]
 Role = Callable[..., contextlib.AbstractAsyncContextManager[tuple[Any, Answer]]]
-"""Role of a process: a context manager that yields its greeting and the function that answers its questions. Must be a
-function of a module."""
+"""Context manager that yields the process's greeting and the function that answers its questions. Must be a
+module-level function."""
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 _END_S = 20.0
@@ -34,7 +34,7 @@ class Usage:
 
 
 class Child:
-    """The parent's end of the pipe to a process."""
+    """Parent's end of the pipe to a process."""
 
     def __init__(self, greeting: Any, pipe: Connection) -> None:
         self.greeting = greeting
@@ -48,24 +48,24 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def child(role: Role, *args: Any, new_loop: NewLoop | None = None) -> AsyncIterator[Child]:
-    """Start a process that runs `role(*args)`, on an event loop of asyncio's own, or on that of `new_loop`; end it when
-    the block is left."""
+    """Start a process that runs `role(*args)`, on asyncio's default event loop or on one from `new_loop`, and yield it.
+    The process ends with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, role, args, new_loop), daemon=True)
     process.start()
-    theirs.close()  # so that the death of the process ends our recv
+    theirs.close()  # so that `recv` on our end fails when the process dies
     try:
         yield Child(await asyncio.to_thread(ours.recv), ours)
     finally:
-        ours.close()  # which ends the process
+        ours.close()  # this ends the process
         await asyncio.to_thread(process.join, _END_S)
         process.kill()
 
 
 def usage() -> Usage:
-    """Return what this process has used; call it on the main thread. Collects garbage first, so that it does not
-    count."""
+    """Return the resources that this process has used. Call it on the main thread. Garbage is collected first, so that
+    it is not counted."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     return Usage(time.process_time(), time.thread_time(), resident)

@@ -1,7 +1,7 @@
-"""Profiles a process by samples of its main thread's stack, taken every few milliseconds of processor time.
+"""Profiles a process by sampling its main thread's stack every few milliseconds of processor time.
 
-A sample counts for the function that runs (C code that it calls included: gRPC's, protobuf's), and once for each
-function below it on the stack.
+A sample counts for the running function (including the C code that it calls, such as gRPC and protobuf), and once for
+each of its callers on the stack.
 """
 
 import gc
@@ -11,12 +11,12 @@ from collections import Counter
 from types import FrameType
 
 _PERIOD_S = 0.004
-"""Seconds between two samples; kernels tick no faster."""
+"""Seconds between two samples. Kernel timers are not faster."""
 _NUM_SHOWN = 25
 
 
 class Profile:
-    """Samples of the main thread between `start` and `stop`, which that thread calls."""
+    """Samples of the main thread between `start` and `stop`, which that thread must call."""
 
     def __init__(self) -> None:
         self._own: Counter[str] = Counter()
@@ -24,17 +24,17 @@ class Profile:
         self._num_samples = 0
         self._began = (0.0, 0.0)
         self._collecting_s = 0.0
-        """Seconds that the garbage collector took."""
+        """Seconds spent on garbage collection."""
 
     def start(self) -> None:
-        """Start to take samples."""
+        """Start sampling the stack."""
         self._began = (time.process_time(), time.thread_time())
         gc.callbacks.append(self._time_collection)
         signal.signal(signal.SIGPROF, self._sample)
         signal.setitimer(signal.ITIMER_PROF, _PERIOD_S, _PERIOD_S)
 
     def stop(self) -> str:
-        """Stop taking samples; return the profile as text."""
+        """Stop sampling, and return the profile as text."""
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         gc.callbacks.remove(self._time_collection)
         process_s, thread_s = time.process_time() - self._began[0], time.thread_time() - self._began[1]

@@ -1,4 +1,4 @@
-"""HTTP in the gateway benchmarks: the real HTTP gateway as a process, and the process of its clients, which read
+"""HTTP in the gateway benchmarks: a process with the real HTTP gateway, and a process with clients that read
 server-sent events. Groups send the time with each token (`Groups.says_time`), so that delays can be measured."""
 
 import asyncio
@@ -27,8 +27,8 @@ _PREFIX, _DONE = b"data: ", b"[DONE]"
 
 @contextlib.asynccontextmanager
 async def http_gateway(target: str, folder: Path) -> AsyncIterator[tuple[int, Answer]]:
-    """Run the HTTP gateway as a process's role: it greets with its port, and answers any question with the resources
-    that the process has used. `folder` is that of the model whose tokenizer is used."""
+    """Role of a process that runs the HTTP gateway. Its greeting is the gateway's port. It answers any question with
+    the resources that the process has used. `folder`: folder of the model that provides the tokenizer."""
     async with Upstream(target) as upstream:
         reader = Reader(Tokenizer.load(folder), await upstream.model({}))
         server = await HttpServer.start(Gateway(upstream, reader), open_socket(HOST, 0))
@@ -44,7 +44,7 @@ async def http_gateway(target: str, folder: Path) -> AsyncIterator[tuple[int, An
 
 
 class HttpLoad(Clients):
-    """The streams that run in this process, over HTTP."""
+    """Streams over HTTP that run in this process."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class HttpLoad(Clients):
         self._note()
 
     async def _follow(self) -> None:
-        """Follow a stream to its end. Raises ValueError when a token is missing, or the stream ends in another way."""
+        """Read a stream to its end. Raises ValueError if a token is missing or the stream does not end by its
+        length."""
         body = {"prompt": PROMPT.decode(), "max_tokens": self._asked.max_tokens, "stream": True, "ignore_eos": True}
         called_s, num_tokens, finish = time.monotonic(), 0, None
         async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
@@ -90,7 +91,7 @@ class HttpLoad(Clients):
 
 @contextlib.asynccontextmanager
 async def http_load(url: str) -> AsyncIterator[tuple[None, Answer]]:
-    """Run the clients as a process's role, which answers as `Clients.answer` says."""
+    """Role of a process that runs HTTP clients. Questions: see `Clients.answer`."""
     connections = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=None)) as session:
         yield None, HttpLoad(session, url).answer

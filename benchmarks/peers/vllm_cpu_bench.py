@@ -1,32 +1,35 @@
 """Measures vLLM's CPU build: time to first token, and decode step time, on random token ids.
 
-Run it with the Python of the environment that setup_vllm_cpu.sh made, and nothing else running:
+Run it with the Python of the environment that setup_vllm_cpu.sh made, while nothing else runs:
 
     DIR/bin/python vllm_cpu_bench.py MODEL_DIR [--prefill 512,2048,6000] [--decode 16x192,8x4096] [--steps 32]
 
 MODEL_DIR is a Hugging Face folder (config.json, safetensors, tokenizer). Prints one JSON object per line:
-prefill rows carry `tokens` and `ttft_s` (best of 3); decode rows carry `batch`, `context`, `step_ms` and `tokens_s`
-(two whole runs, 1 new token and steps + 1 new tokens, differ by `steps` decode steps).
-With --serve it measures nothing by itself: it says `{"ready": VERSION}`, then reads lines from standard input and
-answers each, until the input ends:
+prefill rows have `tokens` and `ttft_s` (best of 3); decode rows have `batch`, `context`, `step_ms` and `tokens_s`,
+computed from the difference of two runs with 1 and with steps + 1 output tokens.
 
-    {"tokens": 6000}             the `ttft_s` of one new prompt
-    {"rows": [180, 192, 204]}    prefills prompts of these lengths, which then stay in the batch, in the place of what
-                                 was there; says how many `rows` there are
+With --serve it runs no measurement of its own: it prints `{"ready": VERSION}`, then reads questions from standard
+input, one per line, and answers each until the input ends:
+
+    {"tokens": 6000}             returns the `ttft_s` of one new prompt
+    {"rows": [180, 192, 204]}    prefills prompts of these lengths, which replace the sequences in the batch. Returns
+                                 the number of sequences as `rows`
     {"beside": [6000, 6000], "every_s": 20, "idle_s": 10, "seconds": 60}
-                                 goes on with the rows, for idle_s alone and then for the given seconds, in which new
-                                 prompts of these lengths come, one every so often, for one token each; says `idle_ms`
-                                 and `loaded_ms`, from a token to the next of its row, and `ttft_s` of each prompt
-    {"texts": [[1, 2], [3]]}     the same with prompts of these token ids
-    {"generate": 512}            goes on with the rows until so many more tokens have come; says `tokens_s`
-    {"steps": 8}                 the `step_ms` of each of so many steps of the engine, all rows together: one token for
-                                 each, chosen greedily, not turned into text
+                                 continues the sequences, first alone for idle_s seconds, then for `seconds` seconds in
+                                 which new prompts of these lengths arrive, one every every_s seconds, for one output
+                                 token each. Returns `idle_ms` and `loaded_ms`, the times between two tokens of a
+                                 sequence, and `ttft_s` of each prompt
+    {"texts": [[1, 2], [3]]}     like "rows", with prompts of these token ids
+    {"generate": 512}            continues the sequences for at least this number of tokens in total. Returns `tokens_s`
+    {"steps": 8}                 runs this number of engine steps. Returns the `step_ms` of each. A step yields one
+                                 token per sequence, sampled greedily and not detokenized
 
-Steps are the engine's own (schedule, run the model, sample, update), with nothing in flight between them: so a peer can
-be asked in turn with another side, and long prompts are prefilled once. They need the engine in this process, so with
-VLLM_ENABLE_V1_MULTIPROCESSING=0: one in a process of its own runs on unasked.
-Prefix caching is off, so that no prompt is served from memory. Numbers hold only beside a run of
-the other side on the same machine in the same hour: quote ratios.
+Steps are those of vLLM's engine (schedule, run the model, sample, update). Nothing runs between questions, so that vLLM
+can alternate with another side, and long prompts are prefilled only once. This needs the engine in this process
+(VLLM_ENABLE_V1_MULTIPROCESSING=0), because an engine in a separate process continues to run between questions.
+
+Prefix caching is off, so that every prompt is computed. Numbers are comparable only with a run of the other side on the
+same machine within the same hour: quote ratios.
 """
 
 import argparse
@@ -42,7 +45,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 class Rows:
-    """Requests that generate for as long as they are stepped."""
+    """Requests that generate tokens whenever the engine is stepped."""
 
     def __init__(self, engine, prompts, params) -> None:
         self.engine = engine
@@ -66,7 +69,7 @@ class Rows:
         return elapsed
 
     def tokens_s(self, num_tokens):
-        """Step until so many more tokens have come, any number of them a step."""
+        """Step until `num_tokens` more tokens have been generated in total. A step may yield any number of tokens."""
         start, goal = time.perf_counter(), self.num_tokens + num_tokens
         before = self.num_tokens
         while self.num_tokens < goal:
@@ -76,8 +79,8 @@ class Rows:
         return (self.num_tokens - before) / (time.perf_counter() - start)
 
     def run_beside(self, prompts, params, asked):
-        """Step all rows while prompts come; return the gaps between a row's tokens, and the prompts' times to first
-        token."""
+        """Step all sequences while prompts arrive. Return the gaps between tokens of a sequence, and the prompts' times
+        to first token."""
         last, gaps, came, ttft_s = {}, {"idle_ms": [], "loaded_ms": []}, {}, {}
         start = time.perf_counter()
         loaded = start + asked["idle_s"]
@@ -133,7 +136,9 @@ def parse_args():
     parser.add_argument("--prefill", default="512,2048,6000")
     parser.add_argument("--decode", default="1x192,16x192,32x192,16x1024,8x4096,16x4096")
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens of a step, over all rows")
+    parser.add_argument(
+        "--batched-tokens", type=int, default=8192, help="maximum number of tokens of a step, over all sequences"
+    )
     parser.add_argument("--ngram-drafts", type=int, default=0, help="drafts from n-grams of the text; 0: none")
     parser.add_argument("--serve", action="store_true")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""The plot of benchmarks.decode: time per token against context and batch: measured, predicted, and the floor."""
+"""Plot of benchmarks.decode: measured time per token, prediction, and lower bound, over context and over batch size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """The measured step time at one batch and context."""
+    """Measured step time for one batch size and context."""
 
     batch: int
     context: int
     step_ms: float
-    """The median of our side's rounds."""
+    """Median of the rounds of Baton."""
 
 
 def draw(measured: Sequence[Step], model: ServedModel, chip: Chip, path: Path) -> None:
-    """Draw a PNG. A step makes one token for each row, so its time is the time per token that a reader sees."""
+    """Draw a PNG. A step yields one token per sequence, so its duration is the time per token of a stream."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
@@ -41,7 +41,7 @@ def draw(measured: Sequence[Step], model: ServedModel, chip: Chip, path: Path) -
 
 
 def _panel(panel: "Axes", measured: Sequence[Step], model: ServedModel, chip: Chip, *, by_batch: bool) -> None:
-    """Draw a curve for each batch along contexts, or for each context along batches."""
+    """Draw one curve per batch size over contexts, or one per context over batch sizes."""
     sizes = [(step.batch, step.context) for step in measured]
     each, along = (0, 1) if by_batch else (1, 0)
     xs = np.unique(np.geomspace(min(size[along] for size in sizes), max(size[along] for size in sizes), 60).astype(int))
@@ -69,5 +69,5 @@ def _panel(panel: "Axes", measured: Sequence[Step], model: ServedModel, chip: Ch
 
 
 def floor_s(model: ServedModel, bandwidth: float, batch: int, context: int) -> float:
-    """Return the seconds to read weights and KV once from memory: no step can be faster."""
+    """Return the lower bound of a step in seconds: the time to read weights and KV once from memory."""
     return (model.all_weight_bytes + batch * model.kv_read_bytes(context)) / bandwidth

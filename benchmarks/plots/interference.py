@@ -1,12 +1,12 @@
-"""The plot of `benchmarks.interference`: how often a stream waits longer than a given time for its next token, alone
-and while long prompts come; a panel for each side."""
+"""Plot of `benchmarks.interference`: how often a stream waits longer than a given time for its next token, alone and
+while long prompts arrive; one panel per side."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 Rounds = Sequence[tuple[Sequence[float], Sequence[float]]]
-"""Milliseconds between tokens of each round: streams alone, and while prompts come."""
+"""For each round, milliseconds between tokens: (streams alone, while prompts arrive)."""
 _TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
 

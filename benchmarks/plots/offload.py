@@ -1,4 +1,4 @@
-"""The plot of `benchmarks.offload`: speedup over `host` along batches and along lengths, and the parts of a step."""
+"""Plot of `benchmarks.offload`: speedup over `host`, over batch size and over length, and the parts of a step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def draw(cells: Sequence[CellTimes], breakdowns: Sequence[Breakdown], path: Path) -> None:
-    """Draw a PNG. Along batches, the length is the one that most cells have; along lengths, the batch is."""
+    """Draw a PNG. The plot over batch size uses the length that most cells have, and the plot over length the most
+    frequent batch size."""
     from matplotlib.figure import Figure
 
     num_panels = 3 if breakdowns else 2
@@ -28,21 +29,21 @@ def draw(cells: Sequence[CellTimes], breakdowns: Sequence[Breakdown], path: Path
 
 
 def along_batch(cells: Sequence[CellTimes]) -> list[CellTimes]:
-    """Return the cells of the length that most cells have, the longer one of equals, by batch."""
+    """Return the cells of the most frequent length (of equals, the longest), ordered by batch size."""
     contexts = Counter(cell.context for cell in cells)
     context = max(contexts, key=lambda each: (contexts[each], each))
     return sorted((cell for cell in cells if cell.context == context), key=lambda cell: cell.batch)
 
 
 def along_context(cells: Sequence[CellTimes]) -> list[CellTimes]:
-    """Return the cells of the batch that most cells have, the larger one of equals, by length."""
+    """Return the cells of the most frequent batch size (of equals, the largest), ordered by length."""
     batches = Counter(cell.batch for cell in cells)
     batch = max(batches, key=lambda each: (batches[each], each))
     return sorted((cell for cell in cells if cell.batch == batch), key=lambda cell: cell.context)
 
 
 def _speedups(panel: "Axes", curve: Sequence[CellTimes], *, by_batch: bool) -> None:
-    """Draw a line for each policy."""
+    """Draw one line per policy."""
     ticks = [cell.batch if by_batch else cell.context for cell in curve]
     for policy in curve[0].times_ms:
         panel.plot(ticks, [cell.speedup(policy) for cell in curve], "o-", label=policy)
@@ -56,7 +57,7 @@ def _speedups(panel: "Axes", curve: Sequence[CellTimes], *, by_batch: bool) -> N
 
 
 def _parts(panel: "Axes", breakdowns: Sequence[Breakdown]) -> None:
-    """Draw a bar for each policy, of the milliseconds of its parts."""
+    """Draw one bar per policy, with the milliseconds of its parts."""
     names = [each.policy for each in breakdowns]
     left = [0.0] * len(breakdowns)
     for part in breakdowns[0].medians_ms():

@@ -1,4 +1,5 @@
-"""The plot of `benchmarks.served`: what clients of each server saw in each cell, median and range of the rounds."""
+"""Plot of `benchmarks.served`: metrics of each server in each cell, as seen by clients; median and range of the
+rounds."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ _COLOURS = {"baton": "tab:blue", "vllm": "0.6", "llama.cpp": "tab:orange"}
 
 
 def draw(cells: Mapping[str, Mapping[str, Sequence[Answered]]], path: Path) -> None:
-    """Draw a PNG with a group of bars for each cell, of the sides that have rounds."""
+    """Draw a PNG with a group of bars per cell, one bar per server that was measured."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 8.5), layout="constrained")

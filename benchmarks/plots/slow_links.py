@@ -1,4 +1,4 @@
-"""The plot of `benchmarks.slow_links`: measured times to first token and the model's lines, over bandwidth."""
+"""Plot of `benchmarks.slow_links`: measured and predicted times to first token, over bandwidth."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,21 @@ _STYLES = {
     "zigzag": ("zigzag ring", "tab:purple"),
     "single": ("one rank", "0.5"),
 }
-"""Label and colour of each scheme."""
+"""(label, colour) of each scheme."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The curves of one prompt length, one for each scheme."""
+    """Curves of one prompt length, one per scheme."""
 
     num_tokens: int
     links_mb_s: Sequence[float]
     measured: Mapping[str, Sequence[Sequence[float]]]
-    """Measured seconds by scheme, at each link, in each round."""
+    """Measured seconds by scheme; one list of rounds per link."""
     grid_mb_s: Sequence[float]
-    """Bandwidths in MB/s at which the model predicts."""
+    """Bandwidths in MB/s of the predictions."""
     predicted: Mapping[str, Sequence[float]]
-    """Predicted seconds by scheme, over the grid."""
+    """Predicted seconds by scheme, one per bandwidth of the grid."""
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:

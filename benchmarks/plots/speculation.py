@@ -1,4 +1,4 @@
-"""The plot of benchmarks.speculation: speedup over contexts, and throughput against time per token."""
+"""Plot of benchmarks.speculation: speedup over contexts, and throughput over time per token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cell:
-    """Measurements at one batch and context."""
+    """Measurements for one batch size and context."""
 
     batch: int
     context: int
     best: float
-    """Speedup of the best fixed choice over plain steps."""
+    """Speedup of the best fixed number of drafts over plain steps."""
     auto: float
-    """Speedup of what was planned over plain steps."""
+    """Speedup of planned rounds over plain steps."""
     plain_rate: float
-    """Tokens a second of plain steps, of all rows."""
+    """Tokens per second of plain steps, over all sequences."""
     auto_rate: float
-    """Tokens a second of what was planned, of all rows."""
+    """Tokens per second of planned rounds, over all sequences."""
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Draw a PNG: on the left the speedup, on the right tokens a second against time per token."""
+    """Draw a PNG: on the left the speedup, on the right tokens per second over time per token."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")

@@ -1,1 +1,1 @@
-"""Runs one side of a comparison in a process of its own."""
+"""Sides of comparisons, each of which runs in a separate process."""

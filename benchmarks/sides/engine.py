@@ -1,6 +1,6 @@
-"""The engine's own side of a comparison: one GenerationEngine in a process of its own, called without gRPC or Ray.
+"""The bare engine as a side of a comparison: one GenerationEngine in a separate process, called without gRPC or Ray.
 
-It prefills the prompts by itself. Its process waits for a load, runs it, answers with the times, and waits again.
+It prefills the prompts itself. Its process waits for a load, runs it, answers with the times, and waits again.
 """
 
 import asyncio
@@ -38,18 +38,18 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How the engine is made: in the same way as a cluster's generation group."""
+    """Arguments of the engine's process. The engine is configured like that of a cluster's generation group."""
 
     folder: Path
     dtype: str
     num_threads: int
     cores: tuple[int, ...]
-    """Cores that the engine's process is pinned to; empty: not pinned."""
+    """Cores that the process is pinned to; empty: not pinned."""
     config: EngineConfig
 
 
 class EngineSide:
-    """A side (benchmarks.support.streams) over an engine's process."""
+    """Side (benchmarks.support.streams) with the engine's process."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -63,23 +63,23 @@ class EngineSide:
 
 @contextlib.asynccontextmanager
 async def engine_alone(spec: EngineSpec) -> AsyncIterator[EngineSide]:
-    """Start an engine and yield its side when it is ready; end its process afterwards."""
+    """Start an engine and yield its side when it is ready. Its process ends with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, spec), daemon=True)
     process.start()
-    theirs.close()  # so that the death of the process ends our recv
+    theirs.close()  # so that `recv` on our end fails when the process dies
     try:
         await asyncio.to_thread(ours.recv)
         yield EngineSide(ours)
     finally:
-        ours.close()  # which ends the process's loop
+        ours.close()  # this ends the process's loop
         process.join(_END_S)
         process.kill()
 
 
 class _Collector:
-    """Collects one stream's tokens from the engine's thread."""
+    """Collects the tokens of one stream on the engine's thread."""
 
     def __init__(self) -> None:
         self.asked_ns = time_ns()

@@ -1,7 +1,7 @@
-"""A generation engine whose rows already run: their KV was pushed to leased slots, as a prefill group does it.
+"""A generation engine with running sequences, whose KV was pushed to leased slots as by a prefill group.
 
-So a step is a served request's: the policy's memory, the batch, sampling, text and events included. Only the content is
-artificial: random KV, and the same prompt token everywhere. Used by one thread, the one that made it.
+So a step is that of a served request, including the policy's memory, batching, sampling, text and events. Only the
+content is artificial: random KV, and the same prompt token everywhere. Used only by the thread that creates it.
 """
 
 import asyncio
@@ -35,13 +35,14 @@ _SPREAD = 0.1
 
 
 def row_lengths(batch: int, context: int, less: int = 0) -> list[int]:
-    """Return a length for each row, spread evenly over a tenth around `context` on both sides, minus `less` tokens."""
+    """Return the length of each sequence: spread evenly within a tenth below and above `context`, minus `less`
+    tokens."""
     shares = [(2 * row + 1) / batch - 1 for row in range(batch)]
     return [max(1, round(context * (1 + _SPREAD * share)) - less) for share in shares]
 
 
 class EngineRows:
-    """A generation engine with running rows. Make one with `running`."""
+    """Generation engine with running sequences. Create with `running`."""
 
     def __init__(self, engine: GenerationEngine, num_rows: int) -> None:
         self._engine = engine
@@ -52,8 +53,8 @@ class EngineRows:
     def running(
         cls, decoder: Decoder, folder: Path, lengths: Sequence[int], max_steps: int, config: EngineConfig
     ) -> Iterator["EngineRows"]:
-        """Make an engine with a row for each of `lengths`, which can take `max_steps` steps, and close it afterwards.
-        Raises InvalidArgumentError and ResourceExhaustedError when the rows' KV does not fit."""
+        """Create an engine with one sequence for each of `lengths`, which can run `max_steps` steps, and close it at
+        the end of the block. Raises InvalidArgumentError and ResourceExhaustedError if the KV does not fit."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
         running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config))
@@ -73,7 +74,7 @@ class EngineRows:
             engine.close()
 
     def step_ms(self, num_steps: int) -> float:
-        """Return the mean milliseconds of `num_steps` steps, after one that is not counted."""
+        """Return the mean milliseconds of `num_steps` steps, after one warm-up step."""
         with torch.inference_mode():
             self._engine.step()
             start_s = time.perf_counter()
@@ -85,15 +86,15 @@ class EngineRows:
 
     @property
     def last(self) -> StepStats:
-        """The engine's account of its last step."""
+        """Statistics of the engine's last step."""
         stats = self._engine.status().last_step
         assert stats is not None
         return stats
 
 
 def num_rows_that_fit(decoder: Decoder, length: int, config: EngineConfig) -> tuple[int, str]:
-    """Return how many rows of `length` tokens, with room for one more each, get their memory, and why no more do; the
-    reason is empty when all slots are taken."""
+    """Return how many sequences of `length` tokens, with room for one more each, fit in memory, and why the next does
+    not. The reason is empty if all slots are used."""
     memory = make_memory(decoder, config)
     slots = SlotTable(memory, SystemClock(), endpoint="none:0")
     try:
@@ -108,7 +109,7 @@ def num_rows_that_fit(decoder: Decoder, length: int, config: EngineConfig) -> tu
 
 
 def _push(slots: SlotTable, lease: Lease, source: KvBuffer) -> None:
-    """Push all KV of a lease, from the first tokens of `source`, and commit it with a first token."""
+    """Push all KV of a lease, copied from the first tokens of `source`, and commit it with a first token."""
     tokens = TokenRange(0, lease.num_tokens)
     with slots.open_push(lease.ref) as target:
         for layer in range(slots.layout.num_layers):

@@ -1,6 +1,6 @@
-"""Baton's front door: a cluster of `baton serve` in processes of its own, called over gRPC.
+"""Baton's front door: a cluster of `baton serve` in separate processes, called over gRPC.
 
-It is called on the caller's loop, and all instants are those at which this loop has a message.
+It is called on the caller's event loop. Times are those at which this loop receives a message.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from deploy.commands.record import load_record
 
 
 class BatonDoor:
-    """A front door (benchmarks.support.answers) of a cluster of `baton serve`."""
+    """Front door (benchmarks.support.answers) of a cluster of `baton serve`."""
 
     def __init__(self, cluster: OwnCluster, client: AsyncClient) -> None:
         self._cluster = cluster
@@ -26,8 +26,8 @@ class BatonDoor:
     @classmethod
     @contextlib.asynccontextmanager
     async def opened(cls, settings: Sequence[str], say: Callable[[str], None]) -> AsyncIterator["BatonDoor"]:
-        """Bring a cluster up with these settings, and end it afterwards; `say` is called with its lines. Raises
-        ConfigError or UnavailableError when it does not come up."""
+        """Start a cluster with these settings, and end it with the block. `say` receives its lines. Raises ConfigError
+        or UnavailableError if it does not start."""
         options = [part for setting in settings for part in ("--set", setting)]
         async with (
             own_cluster("served-bench", options, say) as cluster,
@@ -43,8 +43,8 @@ class BatonDoor:
         return own | rays
 
     def processes(self) -> tuple[set[int], set[int], set[int]]:
-        """Return the processes of Baton itself (launcher, supervisor, orchestrator, workers), those of its Ray, and
-        those of the former that are Ray's actors, whose main threads are loops of Ray."""
+        """Return three sets of process ids: Baton's own processes (launcher, supervisor, orchestrator, workers), Ray's
+        processes, and those of the first set that are Ray actors, whose main threads run Ray's loops."""
         record = load_record(self._cluster.name)
         assert record is not None, "a cluster that serves has a record"
         everything = with_descendants([record.launcher_pid])
@@ -53,8 +53,8 @@ class BatonDoor:
         return own, everything - own, actors
 
     async def _one(self, ask: Ask) -> Answer:
-        """Send one request. The tokens of one step have an event each, but count as one message, received with the
-        last of them. That token carries their number."""
+        """Send one request. A step with accepted drafts sends one event per token. They count as one message, received
+        with the last of them, whose `drafts` gives their number."""
         await asyncio.sleep(ask.at_s)  # from the load's start
         params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
         asked_ns, message_ns, num_tokens = time_ns(), list[int](), 0
@@ -71,17 +71,18 @@ class BatonDoor:
 
 
 def last_of_step(token_ns: list[int], num_tokens: int) -> list[int]:
-    """Return the instants with those of the last `num_tokens` tokens, which one step made, replaced by the latest."""
+    """Return the times with the last `num_tokens` of them, which belong to one step, replaced by the latest one."""
     return [*token_ns[:-num_tokens], token_ns[-1]]
 
 
 def checked(answer: Answer, ask: Ask) -> Answer:
-    """Return an answer that has the requested number of tokens. Raises RuntimeError for any other."""
+    """Return the answer if it has the requested number of tokens and at least two messages, else raise RuntimeError."""
     if answer.num_tokens != ask.max_tokens or len(answer.message_ns) < 2:
         raise RuntimeError(f"asked for {ask.max_tokens} tokens in two messages or more, and got {answer}")
     return answer
 
 
 def _is_actor(title: str) -> bool:
-    """Return whether a process is an actor: Ray gives it the title ray::CLASS, and others ray::IDLE or their path."""
+    """Return whether a process title is that of a Ray actor. Ray sets it to ray::CLASS; other processes have ray::IDLE
+    or their path."""
     return title.startswith("ray::") and "Actor" in title

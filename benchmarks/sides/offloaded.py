@@ -1,4 +1,4 @@
-"""Rows of one residency policy on an emulated device of its own, which read text, for `benchmarks.offload`."""
+"""Sequences of one residency policy on its own emulated device, which are fed text, for `benchmarks.offload`."""
 
 import contextlib
 import statistics
@@ -16,39 +16,40 @@ from generate_workers.residency.policies import SelectionSource
 
 COUNTED_STEPS = 2
 STEPS_A_ROUND = COUNTED_STEPS + 1
-"""Steps of each round; the first is not counted."""
+"""Number of steps per round: one warm-up step, and COUNTED_STEPS measured ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedSelection(SelectionSource):
-    """A selection that was read or fitted before, and is shared by many policies, because fitting is slow."""
+    """Selection that was loaded or fitted earlier and is shared by several policies, because fitting is slow."""
 
     prepared: PreparedSelection
 
     def load(self) -> PreparedSelection:
-        """Return the selection that was read before."""
+        """Return the selection that was loaded earlier."""
         return self.prepared
 
     def load_early(self) -> PreparedSelection:
-        """Return the selection that was read before."""
+        """Return the selection that was loaded earlier."""
         return self.prepared
 
 
 class Side:
-    """Rows of one policy on a device of its own."""
+    """Sequences of one policy on its own device."""
 
     def __init__(self, rows: PassageRows, device: MeasuredDevice, clock: PartClock | None = None) -> None:
         """`clock`: times the parts of the rows' steps."""
         self._rows, self.device, self._clock = rows, device, clock
         self.step_bytes = self.counted_bytes = 0.0
-        """Bytes over the link in a step, as the link counted and as the steps did."""
+        """Bytes over the link per step: `step_bytes` as counted by the link, `counted_bytes` as counted by the
+        steps."""
         self.hidden = 1.0
-        """Part of the fetches' time for which no step waited."""
+        """Fraction of the fetch time during which no step waited."""
         self.parts_ms: Mapping[Part, float] = {}
-        """Milliseconds of a step by part, with a clock; the rest of the step is in none."""
+        """Milliseconds of a step by part, if there is a clock. Their sum may be less than the step."""
 
     def step_ms(self) -> float:
-        """Return the mean milliseconds of a few steps, after one that is not counted."""
+        """Return the mean milliseconds of COUNTED_STEPS steps, after one warm-up step."""
         self._rows.step()
         link = self.device.link
         bytes_before = link.num_bytes_fetched + link.num_bytes_stored

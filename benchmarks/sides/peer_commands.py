@@ -1,6 +1,6 @@
-"""The servers that Baton is compared with: commands and settings with which each serves best on these cores.
+"""Commands and settings of the servers that Baton is compared with, chosen for their best performance on these cores.
 
-No server keeps KV of earlier prompts, so that no prompt is served from memory. None logs requests.
+No server caches KV of earlier prompts, so that every prompt is computed. None logs requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from benchmarks.sides.peer_server import MODEL, Peer
 
 VLLM, LLAMA_CPP = "vllm", "llama.cpp"
 _VLLM_MODULE = "vllm.entrypoints.openai.api_server"
-"""Runs what `vllm serve` runs: that command itself fails in the CPU build, whose package has another name."""
+"""Module behind `vllm serve`. The command itself fails in the CPU build, whose package has another name."""
 _VLLM_KV_GB = 4
 _MAX_TOKENS = 8192
-"""Most tokens of a sequence."""
+"""Maximum number of tokens of a sequence."""
 _FILE_TYPE = "general.file_type"
 
 
@@ -28,11 +28,12 @@ def vllm(
     options: Sequence[str] = (),
     environment: Mapping[str, str],
 ) -> Peer:
-    """Return vLLM's CPU build (peers/setup_vllm_cpu.sh), run by the Python of its environment, with a thread on each
-    core. `model` is a Hugging Face folder. `options` and `environment` are more of `vllm serve`.
+    """Return vLLM's CPU build (peers/setup_vllm_cpu.sh), run by the Python of its environment, with one thread per
+    core. `model`: Hugging Face folder. `options`, `environment`: additional options and environment variables of `vllm
+    serve`.
 
-    Chunked prefill is on, in chunks as large as vLLM chooses for servers. OMP_NUM_THREADS is left unset, because vLLM
-    warns that its other processes would spin with it.
+    Chunked prefill is on, with vLLM's default chunk size for servers. OMP_NUM_THREADS is not set, because according to
+    vLLM's warning its other processes would then busy-wait.
     """
     variables = {
         "HF_HUB_OFFLINE": "1",
@@ -55,10 +56,10 @@ def vllm(
 
 
 def llama_cpp(server: Path, model: Path, cores: Sequence[int], num_slots: int, *, options: Sequence[str] = ()) -> Peer:
-    """Return llama.cpp's llama-server (peers/setup_llamacpp.sh), with a thread for each core and `num_slots` slots.
-    `model` is a GGUF file, whose weights are used as they are stored. `options` are more of `llama-server`.
+    """Return llama.cpp's llama-server (peers/setup_llamacpp.sh), with one thread per core and `num_slots` slots.
+    `model`: GGUF file, whose weights are used as stored. `options`: additional options of `llama-server`.
 
-    Each slot has memory for as many tokens as a sequence may have. Comments that llama-server sends on silent streams
+    Each slot has memory for a sequence of the maximum length. The comments that llama-server sends on silent streams
     are off.
     """
     command = [str(server), "--model", str(model), "--alias", MODEL, "--threads", str(len(cores))]
@@ -74,6 +75,6 @@ def llama_cpp(server: Path, model: Path, cores: Sequence[int], num_slots: int, *
 
 
 def _stored_as(model: Path) -> str:
-    """Return the format of most weights of a GGUF file, like Q4_1."""
+    """Return the format of most weights of a GGUF file, for example Q4_1."""
     field = GGUFReader(model).fields.get(_FILE_TYPE)
     return "unknown" if field is None else LlamaFileType(field.contents()).name.removeprefix("MOSTLY_")

@@ -1,6 +1,6 @@
 """A server with OpenAI's API that Baton is compared with: started in its own environment, called, and ended.
 
-`benchmarks.sides.peer_commands` makes one for each supported server.
+`benchmarks.sides.peer_commands` creates one for each supported server.
 """
 
 import asyncio
@@ -25,34 +25,35 @@ HOST = "127.0.0.1"
 MODEL = "model"
 """Name under which peers serve the model."""
 _HEALTH = "/health"
-"""Path that has status 200 while the server serves, and another status, or no listener, while it loads."""
+"""Path that returns status 200 when the server is ready. While it loads, it returns another status or does not
+listen."""
 _POLL_S, _ANSWER_S, _END_S = 0.25, 5.0, 30.0
 _NUM_LINES = 20
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A server that can be started, and the parts of its API in which it differs from others."""
+    """A server that can be started, with the parts of its API that are specific to it."""
 
     name: str
-    """Name as a baseline of rows."""
+    """Name of the server as a baseline."""
     weights: str
-    """Format of the weights that it computes with."""
+    """Format of the weights used for computation."""
     command: Sequence[str]
     """Command that serves the model as MODEL; `--host` and `--port` are appended."""
     version: tuple[str, str]
-    """Path of a JSON document and its field that holds the version."""
+    """(path of a JSON document, name of its field with the version)."""
     count: tuple[str, str]
-    """Object in a message, and its field that holds the number of output tokens so far."""
+    """(name of an object in a message, name of its field with the number of output tokens so far)."""
     fields: Mapping[str, object]
-    """Fields of a request in addition to those that all peers get."""
+    """Fields of a request in addition to those sent to all peers."""
 
 
 class PeerDoor:
-    """A front door (benchmarks.support.answers) of a peer that serves."""
+    """Front door (benchmarks.support.answers) of a running peer."""
 
     def __init__(self, peer: Peer, port: int, version: str, pid: int) -> None:
-        """`pid` is the process from which all of the server's descend."""
+        """`pid`: root of the server's process tree."""
         self._peer = peer
         self._port = port
         self._pid = pid
@@ -91,8 +92,8 @@ class PeerDoor:
 
 @contextlib.asynccontextmanager
 async def peer_server(peer: Peer) -> AsyncIterator[PeerDoor]:
-    """Start a peer and yield its front door when it serves, which may take minutes; end all its processes afterwards.
-    Raises RuntimeError with its last lines when it ends before."""
+    """Start a peer and yield its front door when it is ready, which may take minutes. All its processes end with the
+    block. Raises RuntimeError with its last lines if it ends before it is ready."""
     port = _free_port()
     command = [*peer.command, "--host", HOST, "--port", str(port)]
     process = await asyncio.create_subprocess_exec(
@@ -111,13 +112,13 @@ async def peer_server(peer: Peer) -> AsyncIterator[PeerDoor]:
 
 
 async def _read(output: asyncio.StreamReader, lines: "collections.deque[str]") -> None:
-    """Read all lines to the end, because a process that is not read blocks when the pipe is full."""
+    """Read all lines to the end, because the process would block on a full pipe."""
     while line := await output.readline():
         lines.append(line.decode(errors="replace").rstrip())
 
 
 async def _serves(reading: "asyncio.Task[None]", port: int) -> bool:
-    """Wait until the server serves; return False when its output ends before."""
+    """Wait until the server is ready. Return False if its output ends before."""
     healthy = asyncio.create_task(_until_healthy(port))
     try:
         await asyncio.wait((healthy, reading), return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +128,7 @@ async def _serves(reading: "asyncio.Task[None]", port: int) -> bool:
 
 
 async def _until_healthy(port: int) -> None:
-    """Wait until the server serves. Has no timeout: vLLM compiles for minutes when it runs for the first time."""
+    """Wait until the server is ready. There is no timeout, because vLLM compiles for minutes at its first start."""
     while True:
         if await asyncio.to_thread(_get, port, _HEALTH) is not None:
             return
@@ -135,7 +136,7 @@ async def _until_healthy(port: int) -> None:
 
 
 async def _end(process: Process) -> None:
-    """End the server as Ctrl-C does. After a while, kill the remaining processes of its session."""
+    """End the server as Ctrl-C does. After a timeout, kill the remaining processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     with contextlib.suppress(TimeoutError):
@@ -161,7 +162,7 @@ def _version(port: int, peer: Peer) -> str:
 
 
 def _get(port: int, path: str) -> bytes | None:
-    """Return the body at a path; None when the server does not answer, or not with status 200."""
+    """Return the body at a path; None if the server does not answer with status 200."""
     connection = HTTPConnection(HOST, port, timeout=_ANSWER_S)
     try:
         connection.request("GET", path)

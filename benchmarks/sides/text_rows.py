@@ -1,6 +1,6 @@
-"""Generation engines whose rows continue natural texts: real prompts, their real KV, prefilled once for all engines.
+"""Generation engines whose sequences continue natural texts, with real KV that is prefilled once for all engines.
 
-So drafts are accepted as they are in service, which random KV would not show. Used by one thread.
+So drafts are accepted at realistic rates, which random KV would not give. Used by one thread.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from generate_workers.speculation.streaming import StreamingView
 
 _TTL_S = 3600.0
 _CHUNK = 512
-"""Tokens that are prefilled at a time."""
+"""Number of tokens that are prefilled at a time."""
 NO_DRAFTS = SpeculationStats()
 
 
@@ -49,7 +49,7 @@ class PrefilledText:
     @classmethod
     @torch.inference_mode()
     def of(cls, decoder: Decoder, token_ids: Sequence[int]) -> "PrefilledText":
-        """Prefill a prompt, and choose what follows greedily."""
+        """Prefill a prompt, and sample the next token greedily."""
         with torch.inference_mode(False):
             kv = KvBuffer(decoder.layout, TokenRange(0, len(token_ids)))
         hidden_TD = torch.empty(0)
@@ -61,20 +61,20 @@ class PrefilledText:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates measured over some steps."""
+    """Rates over a number of steps."""
 
     rate: float
-    """Tokens a second, of all rows."""
+    """Tokens per second of all sequences together."""
     tokens_step: float
-    """Tokens of a row and a step."""
+    """Mean number of tokens per sequence and step."""
     accepted_share: float
-    """Part of the drafts that were accepted; 0 where there were none."""
+    """Fraction of the drafts that were accepted; 0 if there were none."""
     link_mb: float
-    """Megabytes that were copied between host and device for a token."""
+    """Megabytes copied between host and device per token."""
 
 
 class TextRows:
-    """An engine with a running row for each text. Make one with `running`."""
+    """Engine with one running sequence for each text. Create with `running`."""
 
     def __init__(self, engine: GenerationEngine, decoder: Decoder, slots: SlotTable, lengths: Sequence[int]) -> None:
         self.engine = engine
@@ -82,7 +82,7 @@ class TextRows:
         self._residency = slots.memory.residency
         self._lengths = lengths
         self.num_tokens = 0
-        """Tokens sampled so far, in all rows."""
+        """Number of tokens sampled so far, in all sequences."""
 
     @classmethod
     @contextlib.contextmanager
@@ -96,8 +96,8 @@ class TextRows:
         *,
         speculation: str,
     ) -> Iterator["TextRows"]:
-        """Make an engine whose rows have their prompts' KV, and close it afterwards. `speculation`: name of its drafts,
-        as `make_speculation` takes it."""
+        """Create an engine whose sequences have their prompts' KV, and close it at the end of the block. `speculation`:
+        name of the drafts, as in `make_speculation`."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
         model = ServedModel(decoder, Tokenizer.load(folder))
@@ -121,8 +121,9 @@ class TextRows:
 
     @torch.inference_mode()
     def bare_ms(self, num_drafts: int, keys: DraftKeys | None = None) -> float:
-        """Return the milliseconds of one forward and its logits, without the engine: of each row's last prompt token
-        and `num_drafts` drafts over all keys, or of one token over `keys`. It overwrites the rows' KV."""
+        """Return the milliseconds of one forward pass with logits, without the engine. With `keys` None: each
+        sequence's last prompt token and `num_drafts` drafts attend to all keys. Otherwise: one token per sequence
+        attends to `keys`. Overwrites the KV of the sequences."""
         spans = [(SlotId(slot), TokenRange(end - 1, end + num_drafts)) for slot, end in enumerate(self._lengths)]
         view = self._residency if keys is None else StreamingView(self._residency, keys)
         token_ids = [1] * sum(len(tokens) for _, tokens in spans)
@@ -133,7 +134,7 @@ class TextRows:
         return (time.perf_counter() - start_s) * 1e3
 
     def measure(self, num_tokens: int) -> Measured:
-        """Step until at least `num_tokens` more tokens have come, and return their rates."""
+        """Step until at least `num_tokens` more tokens have been sampled, and return the rates."""
         before, start_s = self.num_tokens, time.perf_counter()
         first, link_bytes = self.engine.status(), self._residency.num_link_bytes
         with torch.inference_mode():

@@ -1,9 +1,9 @@
-"""A step on an emulated device whose parts are timed (`benchmarks.support.step_parts`) by wrappers around its ports.
+"""Steps on an emulated device whose parts are measured (`benchmarks.support.step_parts`) by wrappers around its ports.
 
-The wrappers enclose the parts of a step: a policy's residency and its turns between layers, the link, and the decoder's
-linear layers and attention. The code that is measured does not depend on them. All are used by the thread that
-runs steps. The decoder runs its layers piece by piece. It does so for all policies but `device`, whose layers otherwise
-run in one native call that has no parts: a timed step of `device` takes longer than another.
+The wrappers enclose the parts of a step: a policy's residency and its hooks between layers, the link, and the decoder's
+linear layers and attention. The measured code does not depend on them. All are used by the thread that runs steps. The
+decoder runs its layers piece by piece. Policy `device` otherwise runs all layers in one native call, which has no
+parts, so a timed step of `device` takes longer than an untimed one.
 """
 
 import time
@@ -31,7 +31,7 @@ from generate_workers.residency.traits import PolicyTraits
 
 
 class TimedDecoder(Decoder):
-    """A decoder whose linear layers, attention and policies' turns are timed."""
+    """Decoder with timed linear layers, attention and layer hooks of policies."""
 
     def __init__(self, decoder: Decoder, device: EmulatedDevice, clock: PartClock) -> None:
         """Run the model of `decoder` on `device`."""
@@ -40,17 +40,17 @@ class TimedDecoder(Decoder):
         self._clock = clock
 
     def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
-        """Project as the decoder does, timed."""
+        """Project queries, keys and values, and measure the time."""
         with self._clock.part(Part.LINEAR):
             return super().project(layer, hidden_TD, step)
 
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
-        """Complete the layer as the decoder does, timed."""
+        """Complete the layer, and measure the time."""
         with self._clock.part(Part.LINEAR):
             return super().complete(layer, hidden_TD, attended_TNH)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return the decoder's logits, timed."""
+        """Return the logits, and measure the time."""
         with self._clock.part(Part.LINEAR):
             return super().logits(hidden_RD)
 
@@ -63,7 +63,7 @@ class TimedDecoder(Decoder):
         most_queries: int = 1,
         picks: StepPicks | None = None,
     ) -> Tensor:
-        """Run all layers as the decoder does, with timed turns."""
+        """Run all layers, and measure the time of the layer hooks."""
         timed = None if turns is None else TimedTurns(turns, self._clock)
         return super().forward(token_ids, spans, timed, most_queries=most_queries, picks=picks)
 
@@ -80,29 +80,29 @@ class TimedDecoder(Decoder):
 
 
 class TimedTurns:
-    """The LayerTurns of a policy, timed."""
+    """LayerTurns of a policy that measure their time."""
 
     def __init__(self, turns: LayerTurns, clock: PartClock) -> None:
         self._turns, self._clock = turns, clock
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Take the turn before a layer."""
+        """Run the policy's hook before a layer."""
         with self._clock.part(Part.POLICY):
             self._turns.begin(layer, hidden_TD)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the policy's picks."""
+        """Return the keys that the policy selects."""
         with self._clock.part(Part.POLICY):
             return self._turns.picks(layer, q_TNH)
 
     def end(self, layer: int) -> None:
-        """Take the turn after a layer."""
+        """Run the policy's hook after a layer."""
         with self._clock.part(Part.POLICY):
             self._turns.end(layer)
 
 
 class TimedResidency:
-    """A Residency that is timed when a step is entered and left."""
+    """Residency that measures the time to enter and to leave a step."""
 
     def __init__(self, residency: Residency, clock: PartClock) -> None:
         self._inner, self._clock = residency, clock
@@ -114,21 +114,21 @@ class TimedResidency:
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the frames of the policy's pushed KV."""
+        """Return the staging frames for pushed KV."""
         return self._inner.frames
 
     @property
     def num_link_bytes(self) -> int:
-        """Return the bytes that the policy brought over the link so far."""
+        """Return the number of bytes that crossed the link so far."""
         return self._inner.num_link_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes that the policy holds in addition to its rows."""
+        """Return the number of bytes that the policy uses in addition to its sequences."""
         return self._inner.scratch_bytes
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that a row of that many tokens takes."""
+        """Return the number of bytes of a sequence of `num_tokens` tokens."""
         return self._inner.bytes_for(num_tokens)
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
@@ -136,7 +136,7 @@ class TimedResidency:
         return self._inner.open(slot, num_tokens, capacity_tokens)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy a row's first tokens to another slot."""
+        """Copy the first tokens of a sequence to another slot."""
         self._inner.copy(source, target, num_tokens)
 
     @contextmanager
@@ -150,23 +150,23 @@ class TimedResidency:
                 entered.close()
 
     def close(self) -> None:
-        """End the policy's threads."""
+        """Stop the policy's threads."""
         self._inner.close()
 
 
 class TimedTransfer:
-    """A Transfer whose waits are timed."""
+    """Transfer whose waiting time is measured."""
 
     def __init__(self, transfer: Transfer, clock: PartClock) -> None:
         self._transfer, self._clock = transfer, clock
 
     def result(self) -> None:
-        """Wait until all is copied; raise what went wrong."""
+        """Wait until everything is copied, and raise the transfer's error, if any."""
         with self._clock.part(Part.TRANSFER):
             self._transfer.result()
 
     def join(self) -> None:
-        """Wait as the link's transfer does before what is computed next."""
+        """Wait, as the link's transfer does, before the data is used."""
         with self._clock.part(Part.TRANSFER):
             self._transfer.join()
 
@@ -235,19 +235,19 @@ class TimedLink(MeasuredLink):
         self._clock = clock
 
     def fetch(self, copies: Copies) -> Transfer:
-        """Begin to copy to the device."""
+        """Start copying to the device."""
         return TimedTransfer(super().fetch(copies), self._clock)
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Begin to copy picked keys and values to the device."""
+        """Start copying selected keys and values to the device."""
         return TimedTransfer(super().fetch_heads(heads), self._clock)
 
     def store(self, copies: Copies) -> Transfer:
-        """Begin to copy to host memory."""
+        """Start copying to host memory."""
         return TimedTransfer(super().store(copies), self._clock)
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Begin to copy rows to host memory."""
+        """Start copying rows to host memory."""
         return TimedTransfer(super().store_rows(rows), self._clock)
 
 
@@ -255,6 +255,6 @@ class TimedDevice(MeasuredDevice):
     """An emulated device whose link is timed."""
 
     def __init__(self, rate: LinkRate, clock: PartClock) -> None:
-        """`rate`: of the link."""
+        """`rate`: rate of the link."""
         super().__init__(rate)
         self._connect(TimedLink(rate, clock))

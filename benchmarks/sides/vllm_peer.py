@@ -1,4 +1,4 @@
-"""vLLM in its own environment, in a process that waits for questions (peers/vllm_cpu_bench.py --serve)."""
+"""vLLM in its own environment, in a process that answers questions (peers/vllm_cpu_bench.py --serve)."""
 
 import contextlib
 import json
@@ -29,8 +29,8 @@ class VllmPeer:
         *,
         options: Sequence[str] = (),
     ) -> Iterator["VllmPeer"]:
-        """Start vLLM and yield it when it is ready, after a minute or so; end it afterwards. `settings` are vLLM's own,
-        by their environment names; `options` are the script's."""
+        """Start vLLM, and yield it when it is ready, after about a minute. It ends with the block. `settings`:
+        environment variables of vLLM. `options`: options of the script."""
         threads = ",".join(str(core) for core in cores)
         all_settings = {"VLLM_CPU_OMP_THREADS_BIND": threads, "OMP_NUM_THREADS": str(len(cores)), **settings}
         environment = ["env", *(f"{name}={value}" for name, value in all_settings.items())]
@@ -38,11 +38,11 @@ class VllmPeer:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield cls(process)
             assert process.stdin is not None
-            process.stdin.close()  # which ends the process
+            process.stdin.close()  # this ends the process
 
     def ask(self, question: Mapping[str, object]) -> dict[str, object]:
-        """Send one of the script's questions and return the answer, when vLLM is quiet again. Raises RuntimeError when
-        the process has ended."""
+        """Send a question to the script, and return its answer when vLLM is idle again. Raises RuntimeError if the
+        process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
@@ -51,7 +51,7 @@ class VllmPeer:
         return answer
 
     def _answer(self) -> dict[str, object]:
-        """Return the next line that is the script's; vLLM itself may print lines, too."""
+        """Return the next line of the script. Lines that vLLM itself prints are skipped."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):

@@ -1,1 +1,1 @@
-"""Helpers that several benchmarks share: pairs, reports, loads, rates."""
+"""Helpers that several benchmarks share: pairs of measurements, reports, loads, rates."""

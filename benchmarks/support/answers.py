@@ -1,4 +1,4 @@
-"""Answers of a front door to concurrent requests, as a client sees them: times of messages, and latencies. Pure."""
+"""Answers of a server to concurrent requests, as its clients see them: times of messages, and latencies. Pure."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ class Ask:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    """Output tokens of the answer, exactly."""
+    """Exact number of output tokens of the answer."""
     at_s: float = 0.0
-    """Instant at which it is sent, in seconds from the load's start."""
+    """Time at which it is sent, in seconds from the start of the load."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Instants at which a request was sent, and at which each message with tokens came, in unix nanoseconds. A message
-    holds the tokens of one step: with speculation there may be several."""
+    """Times of one request in unix nanoseconds: when it was sent, and when each message with tokens arrived. A message
+    holds the tokens of one step: with speculation, possibly several."""
 
     asked_ns: int
     message_ns: tuple[int, ...]
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answered:
-    """The answers to one load, in the order of its requests."""
+    """Answers to one load, in the order of its requests."""
 
     answers: Sequence[Answer]
 
@@ -59,42 +59,42 @@ class Answered:
 
     @property
     def tokens_s(self) -> float:
-        """All output tokens, over the seconds from the first request to the last token."""
+        """Output tokens of all requests per second, from the first request to the last token."""
         return sum(each.num_tokens for each in self.answers) / self.seconds
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token, median of the requests."""
+        """Median seconds to the first token over the requests."""
         return statistics.median(each.ttft_s for each in self.answers)
 
     @property
     def last_ttft_s(self) -> float:
-        """Seconds to the first token of the request that was sent last."""
+        """Seconds to the first token of the request sent last."""
         return max(self.answers, key=lambda each: each.asked_ns).ttft_s
 
     @property
     def tpot_ms(self) -> float:
-        """Milliseconds per output token after the first message, median of the requests."""
+        """Median milliseconds per output token after the first message, over the requests."""
         return statistics.median(each.tpot_ms for each in self.answers)
 
     @property
     def gap_ms(self) -> float:
-        """Milliseconds between messages of a request, median of all."""
+        """Median milliseconds between consecutive messages of a request."""
         return statistics.median(self.gaps_ms)
 
     @property
     def p99_ms(self) -> float:
-        """Milliseconds between messages of a request, 99th percentile of all."""
+        """99th percentile of the milliseconds between consecutive messages of a request."""
         return percentile(self.gaps_ms, 99)
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Milliseconds between consecutive messages, of all requests."""
+        """Milliseconds between consecutive messages of a request, for all requests."""
         return [gap for each in self.answers for gap in each.gaps_ms]
 
 
 class FrontDoor(Protocol):
-    """A running server, called as its clients call it."""
+    """Running server, called through the interface of its clients."""
 
     async def answer(self, asks: Sequence[Ask]) -> Answered:
         """Send all requests, each at its time, and return the answers when all have ended. Raises RuntimeError for an
@@ -102,5 +102,5 @@ class FrontDoor(Protocol):
         ...
 
     def pids(self) -> set[int]:
-        """Return the server's processes."""
+        """Return the ids of the server's processes."""
         ...

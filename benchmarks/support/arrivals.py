@@ -1,4 +1,4 @@
-"""Arrivals of prompts: two long ones at once, and short ones while those are served. Pure."""
+"""Arrivals of prompts: two long prompts at once, and short ones while the long ones are served. Pure."""
 
 import random
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _LAST_S = 2.0
 
 @dataclass(frozen=True, order=True)
 class Arrival:
-    """One prompt, and its arrival in seconds from the start."""
+    """One prompt, and its arrival time in seconds from the start."""
 
     at_s: float
     num_tokens: int
@@ -22,8 +22,8 @@ class Arrival:
 
 
 def burst(seed: int, long_tokens: int = LONG_TOKENS, short_tokens: int = SHORT_TOKENS) -> tuple[Arrival, ...]:
-    """Return two long prompts at 0 and ten short ones at random between 0.2 and 2 s, in order; the same for the same
-    seed."""
+    """Return two long prompts at 0 s and ten short ones at random times between 0.2 and 2 s, in order, determined by
+    the seed."""
     rng = random.Random(seed)
     first = seed * (_NUM_LONG + _NUM_SHORT)
     long = [Arrival(0.0, long_tokens, first + index) for index in range(_NUM_LONG)]

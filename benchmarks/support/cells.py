@@ -1,4 +1,4 @@
-"""Cells of a grid of closed loads: a number of streams at once, and perhaps a long prompt that joins them. Pure."""
+"""Cells of a grid of closed loads: a number of concurrent streams, optionally joined by a long prompt. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ _CELL = re.compile(r"(\d+)x(\d+):(\d+)(?:\+(\d+):(\d+)@(\d+(?:\.\d+)?))?")
 
 @dataclass(frozen=True)
 class Joining:
-    """A prompt that joins running streams."""
+    """Prompt that joins running streams."""
 
     num_tokens: int
     max_tokens: int
     at_s: float
-    """When it comes, in seconds from the streams' start."""
+    """Arrival time, in seconds from the start of the streams."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,18 @@ class Cell:
     num_streams: int
     num_tokens: int
     max_tokens: int
-    """Output tokens of each stream."""
+    """Number of output tokens of each stream."""
     joining: Joining | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Cell":
-        """Read STREAMSxPROMPT:OUTPUT, or STREAMSxPROMPT:OUTPUT+PROMPT:OUTPUT@SECONDS with a prompt that joins. Raises
-        ValueError for anything else, and for outputs of fewer than two tokens, which have no gap."""
+        """Parse STREAMSxPROMPT:OUTPUT, or STREAMSxPROMPT:OUTPUT+PROMPT:OUTPUT@SECONDS with a prompt that joins. Raises
+        ValueError for any other text, and for outputs of fewer than two tokens, which have no gap."""
         found = _CELL.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is not a cell: use STREAMSxPROMPT:OUTPUT, like 16x205:64 or 8x205:96+4400:16@1")
+            raise ValueError(
+                f"{text!r} is not a cell: use STREAMSxPROMPT:OUTPUT, for example 16x205:64 or 8x205:96+4400:16@1"
+            )
         streams, tokens, output, *joins = found.groups()
         joining = Joining(int(joins[0]), int(joins[1]), float(joins[2])) if joins[0] else None
         cell = cls(int(streams), int(tokens), int(output), joining)
@@ -52,12 +54,12 @@ class Cell:
 
     @property
     def keys(self) -> dict[str, object]:
-        """Keys by which a row's case names this cell."""
+        """Key-value pairs that identify this cell in the case of a result row."""
         keys: dict[str, object] = {"tokens": self.num_tokens, "streams": self.num_streams, "output": self.max_tokens}
         return keys if self.joining is None else {**keys, "joining": self.joining.num_tokens}
 
     def asks(self, passages: Passages) -> list[Ask]:
-        """Return the load, of prompts that were not used before."""
+        """Return the requests of the load, with prompts that were not used before."""
         return [Ask(passages.take(each.num_tokens), each.max_tokens, each.at_s) for each in self.sizes]
 
     def __str__(self) -> str:
@@ -67,5 +69,5 @@ class Cell:
 
 
 def parse_grid(text: str) -> list[Cell]:
-    """Read cells with commas between them. Raises ValueError for any other text."""
+    """Parse cells separated by commas. Raises ValueError for any other text."""
     return [Cell.parse(each) for each in text.split(",")]

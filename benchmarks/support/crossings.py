@@ -1,6 +1,6 @@
-"""Where one curve overtakes another, and whether a prediction agrees. Pure.
+"""Crossings of two curves, and whether a prediction agrees with them. Pure.
 
-Curves are sampled at the same ascending points, here bandwidths; between two points they are straight in log-log.
+Curves are sampled at the same ascending points, here bandwidths. Between two points they are straight in log-log scale.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def crossing(points: Sequence[float], ratios: Sequence[float]) -> float | None:
-    """Return the first point at which `ratios`, one curve over another, pass 1; None when they never do."""
+    """Return the first point at which the ratio of two curves passes 1; None if there is none."""
     for index in range(len(points) - 1):
         low, high = math.log(ratios[index]), math.log(ratios[index + 1])
         if low == 0.0:
@@ -20,7 +20,7 @@ def crossing(points: Sequence[float], ratios: Sequence[float]) -> float | None:
 
 
 def value_at(points: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Return the value of a curve between its points; outside, the nearest point's value."""
+    """Return the value of a curve at `at`; outside of its points, the value of the nearest point."""
     if at <= points[0]:
         return values[0]
     for index in range(len(points) - 1):
@@ -32,11 +32,12 @@ def value_at(points: Sequence[float], values: Sequence[float], at: float) -> flo
 
 
 def disagreement(points: Sequence[float], measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Return how far apart two curves are, as a fraction, where measurement and prediction differ on which is lower.
+    """Return the largest gap between two curves, as a fraction, where measurement and prediction disagree on which is
+    lower.
 
-    Both arguments are ratios of the one curve over the other. Where the prediction says they cross, the measured ones
-    ought to meet, and the other way round; the larger gap counts. When neither crosses: 0 when both agree on which is
-    lower, else the smallest measured gap.
+    `measured` and `predicted` are ratios of one curve to the other. At a crossing of one of them, the gap is the
+    difference of the other's ratio from 1; the larger gap counts. If neither has a crossing: 0 if both agree on which
+    curve is lower, else the smallest measured gap.
     """
     gaps = []
     for ours, theirs in ((predicted, measured), (measured, predicted)):

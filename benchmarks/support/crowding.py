@@ -1,28 +1,30 @@
-"""Share of the processors' time that other programs took during a measurement. If it is large, numbers mean little."""
+"""Fraction of the processors' time that other programs used during a measurement. If it is large, results are
+unreliable."""
 
 import os
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6, 7)
-"""Columns of a line of /proc/stat in which a processor did something: user, nice, system, interrupts, and stolen."""
+"""Columns of a line of /proc/stat that count as busy: user, nice, system, interrupts, and stolen time."""
 
 
 class Crowding:
-    """Counts from its creation. Linux only: elsewhere no time counts as taken by others."""
+    """Measures from its creation. Linux only; on other systems the result is 0."""
 
     def __init__(self) -> None:
         self._before = _read()
 
     def share(self) -> float:
-        """Return the fraction of all processors' time that other processes took. Children of this process count as its
-        own once they have ended."""
+        """Return the fraction of all processors' time that other processes used. Children of this process count as its
+        own only after they have ended."""
         busy_s, own_s, all_s = (after - before for after, before in zip(_read(), self._before, strict=True))
         return max(busy_s - own_s, 0.0) / all_s if all_s else 0.0
 
 
 def _read() -> tuple[float, float, float]:
-    """Return the seconds in which processors were busy, those of this process and its children, and all seconds."""
+    """Return the seconds that all processors were busy, the seconds used by this process and its ended children, and
+    the total seconds of all processors."""
     times = os.times()
     own_s = times.user + times.system + times.children_user + times.children_system
     if not _STAT.exists():

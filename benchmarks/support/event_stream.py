@@ -1,7 +1,7 @@
-"""A light HTTP client of streamed answers: one POST, whose answer is a chunked stream of server-sent events.
+"""A light HTTP client for streamed answers: one POST, answered by a chunked stream of server-sent events.
 
-Runs on the caller's loop. It does no more for an event than gRPC's client does, so that both sides of a comparison cost
-this process about the same.
+Runs on the caller's event loop. Its work per event is similar to that of gRPC's client, so that both sides of a
+comparison cost this process about the same.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _DONE = b"[DONE]"
 
 
 class EventStream:
-    """A connection to an HTTP server on this machine, good for one request. Make one with `connected`."""
+    """Connection to an HTTP server on this machine, for one request. Create with `connected`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
         self._reader = reader
@@ -25,7 +25,8 @@ class EventStream:
     @classmethod
     @contextlib.asynccontextmanager
     async def connected(cls, host: str, port: int) -> AsyncIterator["EventStream"]:
-        """Connect, and close the connection after the block, which ends the request if it still runs."""
+        """Connect and yield the connection. It is closed at the end of the block, which ends a request that is still
+        running."""
         reader, writer = await asyncio.open_connection(host, port)
         try:
             yield cls(reader, writer, f"{host}:{port}")
@@ -35,8 +36,8 @@ class EventStream:
                 await writer.wait_closed()
 
     async def post(self, path: str, body: object) -> AsyncIterator[dict[str, Any]]:
-        """Send `body` as JSON and yield each event's JSON as it comes. Raises RuntimeError for an answer that is not
-        200, is not chunked or ends too early."""
+        """Send `body` as JSON, and yield the JSON of each event as it arrives. Raises RuntimeError if the answer is not
+        200, is not chunked, or ends too early."""
         data = json.dumps(body, separators=(",", ":")).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         self._writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)

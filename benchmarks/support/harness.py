@@ -1,8 +1,8 @@
-"""Parts that all benchmarks share: interleaved pairs, rows in one form, and a note of where they were measured.
+"""Common parts of all benchmarks: alternating measurements, rows in one format, and a description of the machine.
 
 Machines are noisy, so two sides are always measured alternately (A, B, A, B, ...) and compared by the median of the
-pairs' ratios. A row is `{"bench", "case", "metric", "value", "unit", "baseline", "baseline_value", "ratio"}`; `ratio`
-says how many times better than the baseline the value is (above 1 is better, for any unit).
+pairs' ratios. A row is `{"bench", "case", "metric", "value", "unit", "baseline", "baseline_value", "ratio"}`. `ratio`
+is how many times better than the baseline the value is; above 1 is better, for every metric.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from deploy.config.environment import DEFAULT_MODEL
 PAIRS = 9
 QUICK_PAIRS = 3
 _RATES = ("gb_s", "gb_cpu_s", "tokens_s", "tokens_step", "gflops", "goodput")
-"""Metrics that are better when larger."""
+"""Metrics for which larger is better."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured number, and the same number of a baseline."""
+    """Result row: one measured value, and the baseline's value."""
 
     bench: str
     case: str
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Interleaved measurements of two sides, in the same unit."""
+    """Alternating measurements of two sides, in the same unit."""
 
     ours: list[float]
     theirs: list[float]
@@ -63,8 +63,8 @@ class Pairs:
         return statistics.median(self.theirs)
 
     def quartiles(self, smaller_is_better: bool) -> tuple[float, float, float]:
-        """Return the lower quartile, median and upper quartile of the pairs' ratios, where above 1 our side is better.
-        For one pair all three are equal."""
+        """Return the lower quartile, median and upper quartile of the pairs' ratios. A ratio above 1 means that `ours`
+        is better. For one pair all three are equal."""
         pairs = zip(self.ours, self.theirs, strict=True)
         ratios = [b / a if smaller_is_better else a / b for a, b in pairs]
         low, middle, high = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
@@ -82,21 +82,21 @@ def interleave(ours: Callable[[], float], theirs: Callable[[], float], pairs: in
 
 
 def random_prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
-    """Return token ids that most vocabularies have; the same for the same seed."""
+    """Return token ids that exist in most vocabularies, determined by the seed."""
     rng = random.Random(seed)
     return tuple(rng.randint(100, 40_000) for _ in range(num_tokens))
 
 
 def case(**keys: object) -> str:
-    """Return a case's name, like `tokens=512,ranks=2`, from keyword arguments in their order. A key has the same
-    meaning in all benchmarks; those with a unit: `link` MB/s, `context` keys, `tokens` of a prompt or a chunk."""
+    """Return a case name such as `tokens=512,ranks=2` from keyword arguments in their order. A key has the same meaning
+    in all benchmarks. Keys with a unit: `link` in MB/s, `context` in keys, `tokens` in tokens of a prompt or chunk."""
     return ",".join(f"{key}={value}" for key, value in keys.items())
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row on standard output")
     parser.add_argument("--quick", action="store_true", help="fewer cases and pairs: a smoke test, not a claim")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or known name")
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
@@ -105,12 +105,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def _finite(value: object) -> object:
-    """Return None for a number that is not finite, because JSON has no such number; any other value unchanged."""
+    """Return None in place of NaN and infinity, which JSON does not support; return any other value unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Reporter:
-    """Prints rows as they come: as JSON lines, or in a table at the end."""
+    """Prints each row when it is added, as a JSON line or as text, and a table at the end."""
 
     def __init__(self, bench: str, as_json: bool) -> None:
         self._bench = bench
@@ -122,7 +122,7 @@ class Reporter:
         self._console.print(f"{bench}: {describe_machine()}", style="dim", highlight=False)
 
     def add(self, case_name: str, metric: str, unit: str, baseline: str, pairs: Pairs) -> Row:
-        """Report one comparison and return its row. Rates are better when larger, all other metrics when smaller."""
+        """Report one comparison and return its row. Larger is better for rates, smaller for all other metrics."""
         low, ratio, high = pairs.quartiles(smaller_is_better=metric not in _RATES)
         ours, theirs = pairs.our_median, pairs.their_median
         row = Row(self._bench, case_name, metric, round(ours, 6), unit, baseline, round(theirs, 6), round(ratio, 3))
@@ -139,7 +139,7 @@ class Reporter:
 
 
 class Bars:
-    """Checks what is promised, and prints each verdict when it is found and once more at the end."""
+    """Checks values against bars. Prints each result at once, and all of them at the end."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -154,7 +154,7 @@ class Bars:
         self._check(f"{what}: {value:.3f}, at most {bar:g}", value <= bar)
 
     def close(self) -> int:
-        """Print all verdicts; return the exit status, 1 when something does not hold."""
+        """Print all results; return the exit status, 1 if a bar is missed."""
         for verdict in self._verdicts:
             self._print(verdict)
         return 0 if all(holds for holds, _ in self._verdicts) else 1
@@ -170,7 +170,7 @@ class Bars:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a line on standard error, which counts rounds on a terminal. Yields a function to call after each round."""
+    """Show a line on standard error that counts rounds on a terminal. Yields a function to call after each round."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console.print(f"  {what}: {total} rounds", style="dim")
@@ -187,7 +187,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def describe_machine() -> str:
-    """Return processor, versions and commit in one line."""
+    """Return the processor, library versions and commit in one line."""
     cpu = _cpu_name()
     versions: Mapping[str, str] = {name: version(name) for name in ("torch", "grpcio", "transformers")}
     commit = subprocess.run(
@@ -207,7 +207,7 @@ def _cpu_name() -> str:
 
 
 def resolve(args: argparse.Namespace) -> Path:
-    """Find or make the model's folder; return its path."""
+    """Return the model's folder, converting the model first if necessary."""
     from baton.modeling.checkpoints.catalog import resolve_model
     from baton.text.gguf_tokenizer import write_tokenizer
 

@@ -1,4 +1,4 @@
-"""Configurations of the relays that benchmarks measure."""
+"""Configurations of the local clusters that benchmarks measure."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from deploy.config.file import WrittenConfig
 def local_config(
     dtype: str, *, num_ranks: int, prefix_share: float = 0.0, link: int = 0, **generate: Any
 ) -> ClusterConfig:
-    """Return the configuration of one engine and, unless `num_ranks` is 0, one chain. Prefixes are not kept
-    by default, because prompts come again and again; the engine computes with one thread, and makes a token a step,
-    unless `generate` says otherwise. `link`: bytes a second to an emulated device; 0: as fast as the machine copies."""
+    """Return the configuration of one engine and, unless `num_ranks` is 0, one chain. By default, prefixes are not
+    cached, because prompts repeat, and the engine uses one thread and no speculation; `generate` overrides settings of
+    the engine. `link`: rate of the link to an emulated device in bytes per second; 0: as fast as the machine copies."""
     chain = {"num_ranks": num_ranks} if num_ranks else {"num_groups": 0}
     return WrittenConfig(
         {

@@ -1,6 +1,6 @@
-"""Running streams and prompts that come meanwhile: gaps between tokens, and times to first token.
+"""Running streams with prompts that arrive meanwhile: gaps between tokens, and times to first token.
 
-Drives a controller in this process, on its loop. Times of tokens are those of the engine that made them.
+Drives a scheduler in this process, on its event loop. Times of tokens are those of the engine that made them.
 """
 
 import asyncio
@@ -28,32 +28,33 @@ from orchestrator.requests.request import Request
 from orchestrator.scheduler import RequestScheduler
 
 STREAM_TOKENS = 192
-"""Prompt tokens of a stream that runs all along."""
+"""Number of prompt tokens of each running stream."""
 _OUTPUT_TOKENS = 4000
-"""Output tokens of such a stream, after which another takes its place."""
+"""Number of output tokens of a running stream, after which a new stream replaces it."""
 _FIRST_SEED = 1_000_000
-"""Seed of the first such stream's prompt, far from those of other prompts, so that they share nothing."""
+"""Seed of the first running stream's prompt, far from those of other prompts, so that no prompts are equal."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The result of one prompt that came and was served."""
+    """Result of one prompt that was served."""
 
     num_tokens: int
     ttft_s: float
     reason: str
-    """Why the prompt was prefilled where it was."""
+    """Reason for the placement of the prompt's prefill."""
 
 
 @dataclass
 class Gaps:
-    """When the tokens of each stream that runs all along were made, in unix nanoseconds."""
+    """Times at which the tokens of each running stream were made, in unix nanoseconds."""
 
     token_ns: list[list[int]] = field(default_factory=list)
-    """One list of times for each stream."""
+    """One list of times per stream."""
 
     def between_ms(self, start_ns: int, end_ns: int) -> list[float]:
-        """Return the milliseconds from a token to the next of its stream, for tokens made in that time."""
+        """Return the milliseconds between consecutive tokens of a stream, for tokens made between `start_ns` and
+        `end_ns`."""
         return [
             (after - before) / 1e6
             for times in self.token_ns
@@ -63,8 +64,8 @@ class Gaps:
 
 
 def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arrival, ...]:
-    """Return short prompts (32 to 256 tokens) and long ones (2,000 to 4,000) at random times within `seconds`, a long
-    one first; the same for the same seed."""
+    """Return short prompts (32 to 256 tokens) and long ones (2,000 to 4,000) at random times within `seconds`,
+    determined by the seed. A long one arrives first."""
     rng = random.Random(seed)
     sizes = [rng.randint(32, 256) for _ in range(num_short)] + [rng.randint(2000, 4000) for _ in range(num_long)]
     times = [rng.uniform(0.0, seconds) for _ in sizes]
@@ -74,7 +75,7 @@ def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arr
 
 
 async def ask(scheduler: RequestScheduler, arrival: Arrival) -> Asked:
-    """Send a prompt for one token at its arrival time; return when it has ended."""
+    """Send a prompt for one token at its arrival time, and return when its stream has ended."""
     await asyncio.sleep(arrival.at_s)  # from the load's start
     clock, first_s, timings = SystemClock(), math.nan, None
     start_s = clock.now_s()
@@ -91,7 +92,7 @@ async def ask(scheduler: RequestScheduler, arrival: Arrival) -> Asked:
 
 @contextlib.asynccontextmanager
 async def streaming(scheduler: RequestScheduler, num_streams: int) -> AsyncIterator[Gaps]:
-    """Keep `num_streams` streams running for the block, which begins when each has its first token."""
+    """Keep `num_streams` streams running during the block, which begins when each has received its first token."""
     gaps, begun = Gaps(), asyncio.Semaphore(0)
     tasks = [asyncio.create_task(_run_on(scheduler, number, gaps, begun)) for number in range(num_streams)]
     try:
@@ -138,7 +139,7 @@ async def controlled(
 
 
 def p99(values: Sequence[float]) -> float:
-    """Return the 99th percentile; NaN for no values."""
+    """Return the 99th percentile; NaN if there are no values."""
     return percentile(values, 99)
 
 

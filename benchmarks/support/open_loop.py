@@ -1,7 +1,7 @@
-"""Load that arrives whether or not it is served: requests at random times, and their outcomes.
+"""Open-loop load: requests at random times, and their outcomes.
 
-Drives a controller in this process, on its loop, so that the time until a refusal is the server's own. An arrival never
-waits for another's answer, so a server that falls behind gets no fewer requests.
+Drives a scheduler in this process, on its event loop, so that the time until a refusal is the server's own. Arrivals do
+not wait for earlier answers, so a slow server gets as many requests as a fast one.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class Ask:
     """Parameters of every request of a load."""
 
     num_tokens: int
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
     max_tokens: int
     deadline_s: float | None = None
     """Seconds from the request's arrival until its deadline; None: no deadline."""
@@ -39,17 +39,17 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fate:
-    """Outcome of one request; times in seconds from the load's start."""
+    """Outcome of one request. Times are in seconds from the start of the load."""
 
     at_s: float
-    """When the request arrived."""
+    """Arrival time of the request."""
     end_s: float
     first_s: float | None
-    """When its first token came; None if it had none."""
+    """Arrival time of its first token; None if there was none."""
     refused: bool
-    """True: it was refused, at once or when another request took its place in the queue."""
+    """True: it was refused, either at once or when another request replaced it in the queue."""
     in_time: bool
-    """True: it got all tokens that it requested."""
+    """True: it received all requested tokens."""
 
     @property
     def ttft_s(self) -> float:
@@ -58,7 +58,7 @@ class Fate:
 
 
 class Source:
-    """Sends a controller the same request again and again, with different prompts."""
+    """Sends the same kind of request to a scheduler repeatedly, with different prompts."""
 
     def __init__(self, scheduler: RequestScheduler, seed: int) -> None:
         self._scheduler = scheduler
@@ -68,7 +68,7 @@ class Source:
         self._num_asked = 0
 
     async def one(self, ask: Ask, start_s: float) -> Fate:
-        """Send one request and return its outcome. Raises errors other than refusals and deadlines."""
+        """Send one request and return its outcome. Raises all errors except refusals and exceeded deadlines."""
         clock = self._clock
         at_s, first_s, error = clock.now_s() - start_s, None, None
         try:
@@ -85,8 +85,8 @@ class Source:
         return Fate(at_s, end_s, first_s, isinstance(error, ResourceExhaustedError), error is None)
 
     async def at_once(self, ask: Ask, num_streams: int, seconds: float) -> list[Fate]:
-        """Run `num_streams` streams for `seconds`, each of which sends a new request when the last one was served. This
-        measures the most that can be served."""
+        """Run `num_streams` streams for `seconds` seconds, each of which sends a new request when its last one was
+        served. This measures the capacity."""
         start_s = self._clock.now_s()
 
         async def stream() -> list[Fate]:
@@ -98,7 +98,8 @@ class Source:
         return [fate for fates in await asyncio.gather(*(stream() for _ in range(num_streams))) for fate in fates]
 
     async def at_rate(self, ask: Ask, rate: float, seconds: float) -> list[Fate]:
-        """Send requests at random times, `rate` a second in the mean, for `seconds`; return when the last has ended."""
+        """Send requests at random times for `seconds` seconds, on average `rate` per second. Return when the last one
+        has ended."""
         start_s, tasks = self._clock.now_s(), []
         self._seed += 1
         for at_s in arrival_times(rate, seconds, self._seed):
@@ -121,21 +122,22 @@ class Source:
 
 
 def arrival_times(rate: float, seconds: float, seed: int) -> Iterator[float]:
-    """Yield the arrivals of a Poisson process in seconds from the start, ascending; the same for the same seed."""
+    """Yield the arrival times of a Poisson process in seconds from the start, ascending, determined by the seed."""
     rng, at_s = random.Random(seed), 0.0
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
         yield at_s
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that `percent` percent of all do not exceed; NaN for no values."""
+    """Return the smallest value that at least `percent` percent of the values do not exceed; NaN if there are no
+    values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def throughput(fates: Sequence[Fate], from_s: float, to_s: float) -> float:
-    """Return the requests a second that ended between these times and got all tokens that they requested."""
+    """Return the number of requests per second that ended between these times with all requested tokens."""
     return sum(fate.in_time and from_s < fate.end_s <= to_s for fate in fates) / (to_s - from_s)
 
 

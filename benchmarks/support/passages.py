@@ -1,4 +1,4 @@
-"""Prompts that are passages of novels (tests/data), none of which begins like another."""
+"""Prompts that are passages of novels (tests/data) with different beginnings."""
 
 import gzip
 from pathlib import Path
@@ -8,11 +8,12 @@ from baton.text.tokenizer import Tokenizer
 _DATA = Path(__file__).parents[2] / "tests" / "data"
 _TEXTS = ("emma", "persuasion", "prideprejudice")
 _BEGINNING = 16
-"""Tokens at the beginning of a prompt, in which it differs from all others: fewer than a block of cached KV has."""
+"""Number of tokens at the beginning of a prompt that differ from all other prompts: fewer than in a block of cached
+KV."""
 
 
 class Passages:
-    """Hands out passages one after the other; begins again, a little later in the text, when the novels are read."""
+    """Returns consecutive passages. At the end of the novels, it continues near the beginning at another offset."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = token_ids
@@ -21,13 +22,13 @@ class Passages:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Passages":
-        """Read the novels with this tokenizer."""
+        """Make passages of the novels with this tokenizer."""
         texts = (gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode() for name in _TEXTS)
         return cls(tuple(token for text in texts for token in tokenizer.encode(text)))
 
     def take(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the next passage of `num_tokens` tokens, whose beginning no passage before it has. Raises ValueError
-        when the novels have none left."""
+        """Return the next passage of `num_tokens` tokens that begins differently from all earlier passages. Raises
+        ValueError when the novels have no such passage left."""
         last = len(self._token_ids) - num_tokens
         for _ in range(max(last + 1, 0)):
             self._at = self._at if self._at <= last else len(self._beginnings) % (last + 1)

@@ -1,7 +1,7 @@
-"""Steps of several policies at several batches and lengths, as one table: a line for each policy, a column a cell.
+"""Table of the steps of several policies in several cells: one line per policy, one column per batch size and length.
 
-The forms of InfiniGen's figures 14 to 16 (Lee et al., 2024): speedup over a policy that streams all KV, and a step's
-time compared with that of a device which has room for all.
+Shows the metrics of InfiniGen's figures 14 to 16 (Lee et al., 2024): speedup over a policy that streams all KV, and the
+step time relative to a device that has room for all KV.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,28 +12,28 @@ from rich.table import Table
 from benchmarks.support.harness import Pairs
 
 IDEAL, STREAMED = "device", "host"
-"""The policy whose device has room for all KV, and the one that streams all of it in each step."""
+"""IDEAL: policy whose device has room for all KV. STREAMED: policy that streams all KV in each step."""
 
 
 @dataclass(frozen=True)
 class CellTimes:
-    """Step times of all policies at one batch and length, measured alternately."""
+    """Step times of all policies for one batch size and length, measured alternately."""
 
     batch: int
     context: int
     times_ms: Mapping[str, Sequence[float]]
-    """Milliseconds of a step by policy, one number for each round."""
+    """Milliseconds of a step by policy, one value per round."""
 
     def pairs(self, policy: str, baseline: str) -> Pairs:
-        """Return the rounds of a policy paired with those of another."""
+        """Return the rounds of a policy paired with those of a baseline."""
         return Pairs(list(self.times_ms[policy]), list(self.times_ms[baseline]))
 
     def speedup(self, policy: str) -> float:
-        """Return how many times as fast as `host` a step is, in the median of the rounds."""
+        """Return the median speedup of a step over `host`."""
         return self._times(policy, STREAMED)
 
     def share_of_ideal(self, policy: str) -> float:
-        """Return the time of a step of `device` as a part of the policy's, in the median of the rounds."""
+        """Return the median of (step time of `device` / step time of the policy)."""
         return self._times(policy, IDEAL)
 
     def _times(self, policy: str, baseline: str) -> float:
@@ -41,8 +41,8 @@ class CellTimes:
 
 
 def policy_table(cells: Sequence[CellTimes]) -> Table:
-    """Return the table of all cells: median milliseconds of a step, speedup over `host`, and share of the ideal. All
-    cells have the same policies."""
+    """Return a table of all cells: median milliseconds of a step, speedup over `host`, and `device`'s step time as a
+    fraction of it. All cells must have the same policies."""
     title = f"a step: ms, times as fast as {STREAMED}, part of the ideal ({IDEAL}'s step / this step)"
     table = Table("policy", *(f"{cell.batch} x {cell.context}" for cell in cells), title=title)
     for policy in cells[0].times_ms:

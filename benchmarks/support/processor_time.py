@@ -1,4 +1,4 @@
-"""Processor time of groups of processes, by the kernel's account. Linux only."""
+"""Processor time of groups of processes, as counted by the kernel. Linux only."""
 
 import contextlib
 import os
@@ -8,22 +8,22 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-"""Seconds to which the kernel rounds a process's time."""
+"""Resolution of a process's time in the kernel, in seconds."""
 
 QUIET_SHARE = 0.2
-"""Part of a core that processes use at most while they are quiet."""
+"""Maximum number of cores that idle processes use together."""
 _QUIET_S = 0.25
 _MOST_S = 60.0
 
 
 def used_s(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor seconds that each process has used, all threads together; ended processes are left out."""
+    """Return the processor seconds that each process has used in all its threads. Ended processes are left out."""
     found = {pid: _fields(pid) for pid in pids}
     return {pid: (int(each[11]) + int(each[12])) * TICK_S for pid, each in found.items() if each}
 
 
 def main_threads_used_s(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor seconds that each process's main thread has used; ended processes are left out."""
+    """Return the processor seconds that each process's main thread has used. Ended processes are left out."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -32,16 +32,16 @@ def main_threads_used_s(pids: Iterable[int]) -> dict[int, float]:
 
 
 def share_of_a_core(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> float:
-    """Return the processor seconds a second between two answers of the functions above, at least one tick's; processes
-    that are in one of them only do not count."""
+    """Return the number of cores used between two results of the functions above, at least one tick. Processes that are
+    in only one of them are ignored."""
     total_s = sum(after[pid] - before[pid] for pid in before.keys() & after.keys())
     return max(total_s, TICK_S) / seconds
 
 
 def until_quiet(pids: Collection[int]) -> None:
-    """Return when these processes, all together, have used at most QUIET_SHARE of a core for a quarter of a second.
-    vLLM's worker spins on a core for a second after its last step, and would take it from what is measured next. Raises
-    TimeoutError when they are not quiet within a minute."""
+    """Wait until these processes together have used at most QUIET_SHARE of a core for a quarter of a second. vLLM's
+    worker busy-waits for a second after its last step, which would disturb the next measurement. Raises TimeoutError if
+    they are not idle within a minute."""
     limit_s = time.monotonic() + _MOST_S
     before, before_s = used_s(pids), time.monotonic()
     while time.monotonic() < limit_s:
@@ -54,7 +54,7 @@ def until_quiet(pids: Collection[int]) -> None:
 
 
 def with_descendants(pids: Collection[int]) -> set[int]:
-    """Return these processes and all that descend from them."""
+    """Return these processes and all their descendants."""
     everybody = (int(path.name) for path in _PROC.glob("[0-9]*"))
     parents = {pid: int(each[1]) for pid in everybody if (each := _fields(pid))}
     found = {*pids} & parents.keys()
@@ -64,7 +64,7 @@ def with_descendants(pids: Collection[int]) -> set[int]:
 
 
 def command_of(pid: int) -> str:
-    """Return the command line of a process, or the title that it gave itself; empty when it is gone."""
+    """Return the command line of a process, or the title that it set itself; empty if the process has ended."""
     try:
         return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
@@ -72,7 +72,7 @@ def command_of(pid: int) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name; empty when there is no such process."""
+    """Return the fields of /proc/PID/stat after the name; empty if the process does not exist."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

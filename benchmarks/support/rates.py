@@ -1,7 +1,7 @@
-"""The rates that one core reaches at the parts of prefill: matrices, attention, and moving memory.
+"""Rates of one core for the parts of prefill: matrices, attention, and copying memory.
 
-Rates on random data, medians over repeats; every call blocks for `seconds` or a little more. Those that the product
-measures, too, are in `deploy.machine.prefill_rates`.
+Rates are measured on random data, as medians over repeats. Every call blocks for about `seconds`. Rates that the
+product also measures are in `deploy.machine.prefill_rates`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from baton.planning.model_shape import ModelShape
 from deploy.machine.prefill_rates import attention_work, layer_work, median_s, random_numbers, rate_of
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"native": native_kernel, "sdpa": cpu_flash_kernel})
-"""Kernels of prefill attention on a CPU, by the names that results carry."""
+"""Kernels of prefill attention on a CPU, by their names in results."""
 _CACHED_WIDTH = 256
 _STREAM_BYTES = 2**27
 
@@ -28,18 +28,18 @@ def runnable(names: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class RateProbe:
-    """A rate for a rank to measure."""
+    """A rate that a rank measures."""
 
     kind: str
-    """Kind of rate: cached (bf16 matmul within the second-level cache), stream (a copy that no cache holds), layer (the
-    matmuls of a layer) or attention (a causal square)."""
+    """Kind of rate: cached (bf16 matmul within the second-level cache), stream (a copy larger than the caches), layer
+    (the matmuls of a layer) or attention (causal, with as many queries as keys)."""
     seconds: float
     shape: ModelShape
     num_tokens: int
     kernel: str = "native"
 
     def run(self) -> float:
-        """Measure and return FLOP/s; for stream, bytes a second, read and written."""
+        """Measure the rate in FLOP/s; for stream, in bytes per second read and written together."""
         if self.kind == "cached":
             return matmul_rate(_CACHED_WIDTH, _CACHED_WIDTH, _CACHED_WIDTH, self.seconds)
         if self.kind == "stream":
@@ -51,13 +51,13 @@ class RateProbe:
 
 
 def matmul_rate(num_rows: int, num_in: int, num_out: int, seconds: float) -> float:
-    """Return FLOP/s of torch's bf16 linear."""
+    """Return the FLOP/s of torch's bf16 linear."""
     x, weight = random_numbers(num_rows, num_in), random_numbers(num_out, num_in)
     return 2 * num_rows * num_in * num_out / median_s(lambda: torch.nn.functional.linear(x, weight), seconds)
 
 
 def stream_rate(seconds: float) -> float:
-    """Return the bytes a second, read and written, of a copy."""
+    """Return the bytes per second that a copy reads and writes together."""
     source = torch.zeros(_STREAM_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return 2 * _STREAM_BYTES / median_s(lambda: target.copy_(source), seconds)

@@ -1,4 +1,4 @@
-"""Answers of several servers to the same loads, as a Markdown table for documents: a line for each cell. Pure."""
+"""Results of several servers for the same loads, as a Markdown table for documents: one line per cell. Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ _COLUMNS = (("tokens_s", "tokens/s"), ("ttft_s", "first token p50, s"), ("p99_ms
 
 
 def side_table(cells: Mapping[str, Mapping[str, Sequence[Answered]]], notes: Sequence[str]) -> str:
-    """Return the table: medians of each server's rounds, by cell and server, with the notes below. All cells have the
+    """Return the table of the medians of the rounds, by cell and server, with the notes below. All cells must have the
     same servers."""
     sides = list(next(iter(cells.values())))
     heads = ["streams x prompt tokens : output tokens", *(f"{title}, {' / '.join(sides)}" for _, title in _COLUMNS)]
@@ -21,6 +21,6 @@ def side_table(cells: Mapping[str, Mapping[str, Sequence[Answered]]], notes: Seq
 
 
 def _median(rounds: Sequence[Answered], metric: str) -> str:
-    """Return the median of a metric, with three digits or all of its integer part."""
+    """Return the median of a metric: with three digits below 100, else rounded to an integer."""
     median = statistics.median(float(getattr(each, metric)) for each in rounds)
     return f"{median:,.0f}" if median >= 100 else f"{median:.3g}"

@@ -1,4 +1,4 @@
-"""Parts of a generation step's time: a clock that separates them, and what it measured in a benchmark's rounds."""
+"""Parts of a generation step's time: a clock that separates them, and their measurements over a benchmark's rounds."""
 
 import statistics
 import time
@@ -16,23 +16,23 @@ class Part(StrEnum):
     TRANSFER = "transfer"
     """Waiting for copies over the link, in both directions."""
     POLICY = "policy"
-    """The policy's own work: guessing and choosing keys, keeping account of hot keys, weighing keys, unpacking, asking
-    for transfers, entering and leaving the step."""
+    """The policy's own work: predicting and selecting keys, tracking hot keys, weighing keys, unpacking, starting
+    transfers, entering and leaving the step."""
     ATTENTION = "attention"
     LINEAR = "linear"
     """Projections, MLP and output head, with norms, positions, and writing the new tokens' KV."""
 
 
 class PartClock:
-    """Adds up the seconds of each part of the steps of one thread.
+    """Adds up the seconds of each part of one thread's steps.
 
-    Each moment counts for the part that was entered last, but what a policy calls in a turn of its own is the policy's,
-    such as the projection by which it guesses queries. Waiting for a transfer is the transfer's wherever it happens.
-    Entering and leaving a part costs about a microsecond.
+    Time counts for the part that was entered last. Exceptions: everything that a policy calls from its layer hooks
+    counts for the policy, such as the projection for predicted queries; and waiting for a transfer always counts for
+    the transfer. Entering and leaving a part costs about a microsecond.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """`now` returns the time in seconds."""
+        """`now`: function that returns the time in seconds."""
         self._now = now
         self._spent = dict.fromkeys(Part, 0.0)
         self._running: Part | None = None
@@ -40,12 +40,13 @@ class PartClock:
 
     @property
     def spent_s(self) -> Mapping[Part, float]:
-        """Return the seconds of each part so far, of calls that have ended."""
+        """Return the seconds of each part so far, in calls that have ended."""
         return dict(self._spent)
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Count the time inside for `part`, or for the policy in whose turn this is called."""
+        """Count the time inside the block for `part`, or for the policy if it is called from the policy's layer
+        hook."""
         outer = self._running
         self._turn_to(outer if outer is Part.POLICY and part is not Part.TRANSFER else part)
         try:
@@ -62,29 +63,29 @@ class PartClock:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of one policy's steps went, round by round."""
+    """Parts of the time of one policy's steps, by round."""
 
     policy: str
     plain_ms: Sequence[float]
-    """Milliseconds of steps whose parts were not timed, in the same rounds."""
+    """Milliseconds of untimed steps in the same rounds."""
     timed_ms: Sequence[float]
-    """Milliseconds of steps whose parts were timed."""
+    """Milliseconds of timed steps."""
     parts_ms: Sequence[Mapping[Part, float]]
     """Milliseconds of each part of the timed steps."""
 
     @property
     def other_ms(self) -> list[float]:
-        """Return the milliseconds of each round's timed steps that are in no part."""
+        """Return the milliseconds of each round's timed steps that are outside of all parts."""
         return [step - sum(parts.values()) for step, parts in zip(self.timed_ms, self.parts_ms, strict=True)]
 
     @property
     def other_share(self) -> float:
-        """Return the median fraction of a timed step that is in no part."""
+        """Return the median fraction of a timed step that is outside of all parts."""
         return statistics.median(other / step for other, step in zip(self.other_ms, self.timed_ms, strict=True))
 
     @property
     def times_plain(self) -> float:
-        """Return how many times as long a timed step takes as one that is not, in the median of the rounds."""
+        """Return the median ratio of a timed step to an untimed one."""
         return statistics.median(timed / plain for timed, plain in zip(self.timed_ms, self.plain_ms, strict=True))
 
     def medians_ms(self) -> dict[str, float]:
@@ -94,7 +95,7 @@ class Breakdown:
 
 
 def breakdown_table(title: str, breakdowns: Sequence[Breakdown]) -> Table:
-    """Return a table with a line for each policy and a column for each part, in milliseconds of a step."""
+    """Return a table with one line per policy and one column per part, in milliseconds per step."""
     table = Table("policy", *Part, "other", "step", "untimed", title=title)
     for each in breakdowns:
         steps = (*each.medians_ms().values(), statistics.median(each.timed_ms), statistics.median(each.plain_ms))
