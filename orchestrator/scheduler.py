@@ -27,7 +27,7 @@ from baton.process.endless import repeat
 from baton.process.request_log import SERVED_REQUEST
 from baton.types import FinishReason, TokenEvent
 from orchestrator.actuation.fleet import LiveFleet
-from orchestrator.admission.forecast import ChainForecast, Forecast
+from orchestrator.admission.forecast import ChainForecast
 from orchestrator.admission.gate import Admission, Entry
 from orchestrator.admission.undelivered import Outbox, Outboxes
 from orchestrator.dispatch.attempt import AttemptRunner
@@ -55,8 +55,8 @@ class _Run:
     record: RequestRecord
     entry: Entry
     """Its place in the queue, or among the running requests."""
-    forecast: Forecast | None
-    """The forecast of its first token, made when it came; None for a resumed stream."""
+    predicted_s: float | None
+    """Predicted seconds to its first token, when it came; None for a resumed stream."""
     outbox: Outbox
     """Events for its stream."""
 
@@ -138,16 +138,18 @@ class RequestScheduler:
     def _join(self, record: RequestRecord, give_up: Callable[[], object]) -> _Run:
         """Queue the request; `give_up` ends it. No prediction refuses a resumed stream, because it had its first token
         before."""
-        forecast = None if record.request.is_resumed else self.forecast.of(record)
+        predicted_s = None if record.request.is_resumed else self.forecast.predict_s(record)
         try:
-            entry = self.admission.join(record.request, None if forecast is None else forecast.cautious_s)
+            entry = self.admission.join(
+                record.request, None if predicted_s is None else self.forecast.cautious_s(predicted_s)
+            )
         except BatonError as error:
             self.journal.metrics.refused(error)
             raise
         self.budget.earn()
         self.fleet.arrived(record)
         self.journal.book.opened(record)
-        return _Run(record, entry, forecast, self._outboxes.open(record.request.tenant, give_up))
+        return _Run(record, entry, predicted_s, self._outboxes.open(record.request.tenant, give_up))
 
     def _check_choices(self, num_choices: int) -> None:
         """Refuse more choices than any generation group has slots, because a request's choices share a group."""
@@ -232,8 +234,8 @@ class RequestScheduler:
         finished = self._interrupted(run) if task.cancelled() else task.result()
         run.outbox.put(finished)  # first, so that the client's stream ends even if the rest fails
         self.fleet.ended(record)
-        if run.forecast is not None:
-            self.forecast.ended(record, run.forecast, self.clock.now_s())
+        if run.predicted_s is not None:
+            self.forecast.ended(record, run.predicted_s, self.clock.now_s())
         self.journal.ended(record, finished)
 
     def _interrupted(self, run: _Run) -> Finished:

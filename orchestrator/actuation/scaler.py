@@ -7,6 +7,7 @@ mode `advise` nothing is carried out. Made by `orchestrator.composition`. On the
 import asyncio
 import logging
 from collections import deque
+from typing import NoReturn
 
 from baton.calls.cluster_state import Scaling, ScalingChange
 from baton.process.backoff import Backoff
@@ -46,12 +47,13 @@ class Scaler:
         self._changes: deque[ScalingChange] = deque(maxlen=_NUM_CHANGES)
         self._told = ""
         """Which decision was logged last."""
-        self._deciding: asyncio.Task[None] | None = None
+        self._deciding: asyncio.Task[NoReturn] | None = None
 
     def start(self) -> None:
         """Start deciding, unless autoscaling is off. To be called once, on the loop."""
         if self._config.mode != "off":
-            self._deciding = asyncio.create_task(self._decide_always())
+            pauses = Backoff(self._config.interval_s, _MOST_PAUSE_S)
+            self._deciding = asyncio.create_task(repeat("the autoscaler", self._turn, pauses))
 
     async def close(self) -> None:
         """Stop making decisions. Idempotent."""
@@ -60,12 +62,9 @@ class Scaler:
             await asyncio.gather(self._deciding, return_exceptions=True)
         await self._actuator.close()
 
-    async def _decide_always(self) -> None:
-        async def turn() -> None:
-            await asyncio.sleep(self._config.interval_s)
-            self._decide()
-
-        await repeat("the autoscaler", turn, Backoff(self._config.interval_s, _MOST_PAUSE_S))
+    async def _turn(self) -> None:
+        await asyncio.sleep(self._config.interval_s)
+        self._decide()
 
     def _decide(self) -> None:
         """Decide once, and begin what was decided."""

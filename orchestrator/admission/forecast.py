@@ -15,7 +15,6 @@ caller that refuses by it allows for scatter. Used by `orchestrator.admission.ga
 """
 
 import math
-from dataclasses import dataclass
 
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.record import RequestRecord
@@ -111,16 +110,6 @@ def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: fl
     return 0.0 if num_missing <= 0 or slot_s is None else num_missing * slot_s
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The predicted seconds from a request's slots to its first token, as predicted when it came."""
-
-    predicted_s: float
-    """The prediction, not corrected; 0 if the workers that would prefill are unknown."""
-    cautious_s: float
-    """Seconds within which 39 of 40 such requests have their first token."""
-
-
 class ChainForecast:
     """Predicts the prefill time of a request that is placed now. A call takes as long as a choice of groups."""
 
@@ -128,20 +117,24 @@ class ChainForecast:
         self._chooser = chooser
         self._correction = Correction()
 
-    def of(self, record: RequestRecord) -> Forecast:
-        """Return the forecast of a request for the present state, cached prefixes included."""
-        predicted_s = self._chooser.predict_s(record)
-        return Forecast(predicted_s, predicted_s * self._correction.cautious_factor)
+    def predict_s(self, record: RequestRecord) -> float:
+        """Return the predicted seconds from a request's slots to its first token, not corrected, for the present state,
+        cached prefixes included; 0 if the workers that would prefill are unknown."""
+        return self._chooser.predict_s(record)
 
-    def ended(self, record: RequestRecord, forecast: Forecast, finished_s: float) -> None:
-        """Correct later predictions by a request that ended at `finished_s`, and for which this was the forecast.
+    def cautious_s(self, predicted_s: float) -> float:
+        """Return the seconds within which 39 of 40 requests with this prediction have their first token."""
+        return predicted_s * self._correction.cautious_factor
+
+    def ended(self, record: RequestRecord, predicted_s: float, finished_s: float) -> None:
+        """Correct later predictions by a request that ended at `finished_s`, and for which this was predicted.
 
         Counts only a request that was predicted, got its slots and had one attempt. One that ended without a token
         would have taken longer, so it counts only if it had already taken longer than predicted.
         """
-        if not forecast.predicted_s or record.attempt.leased_s is None or record.attempt.number > 1:
+        if not predicted_s or record.attempt.leased_s is None or record.attempt.number > 1:
             return
         has_token = record.first_seen_s is not None
         took_s = (finished_s if record.first_seen_s is None else record.first_seen_s) - record.admitted_s
-        if has_token or took_s > forecast.predicted_s * self._correction.factor:
-            self._correction.observe(forecast.predicted_s, took_s)
+        if has_token or took_s > predicted_s * self._correction.factor:
+            self._correction.observe(predicted_s, took_s)

@@ -110,16 +110,13 @@ def trace_from_proto(message: pb.Trace) -> Trace:
 
 def _require_below(folders: Sequence[Path], model: str) -> None:
     """Raise InvalidArgumentError unless the model's folder, links followed, is in one of these folders. Blocks."""
-    if not _is_below(folders, Path(model)):
+    try:
+        resolved = Path(model).resolve()
+        is_below = Path(model).is_absolute() and any(resolved.is_relative_to(each.resolve()) for each in folders)
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or no path at all
+        is_below = False
+    if not is_below:
         named = " or ".join(str(each) for each in folders) or "no folder at all"
         raise InvalidArgumentError(
             f"model = {model[:200]!r} is not in {named}: use a model there, or set orchestrator.model_folders"
         )
-
-
-def _is_below(folders: Sequence[Path], model: Path) -> bool:
-    try:
-        resolved = model.resolve()
-    except (OSError, RuntimeError, ValueError):  # links in a circle, or no path at all
-        return False
-    return model.is_absolute() and any(resolved.is_relative_to(each.resolve()) for each in folders)

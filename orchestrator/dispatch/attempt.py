@@ -43,10 +43,6 @@ _ANSWER_S = 5.0
 """Seconds that a group has to say whether it has kept a stream."""
 
 
-class NoRoomError(ResourceExhaustedError):
-    """The generation group that was chosen has no room for the attempt after all, and another one has."""
-
-
 @dataclass(frozen=True)
 class _Home:
     """The generation group of one attempt, where its KV goes and its tokens come from."""
@@ -127,9 +123,8 @@ class AttemptRunner:
                         learnt.fetch = await self._fetcher.run(plan.fetch, record)
                         if learnt.fetch.shortfall:
                             continue  # the blocks that the plan counts on are missing
-                    with contextlib.suppress(NoRoomError):  # `learnt` says so to the next plan
-                        home = self._home(record, plan.generation, held, learnt.fetch)
-                        await self._serve(home, plan, learnt, emit)
+                    home = self._home(record, plan.generation, held, learnt.fetch)
+                    await self._serve(home, plan, learnt, emit)
             except StalePrefixError as stale:
                 if not learnt.trusts_hints:
                     raise
@@ -177,11 +172,13 @@ class AttemptRunner:
         return group if any(each.request_id == request_id for each in status.kept) else None
 
     async def _serve(self, home: _Home, plan: Plan, learnt: _Learnt, emit: Emit) -> None:
-        """Run the request to its end as planned. Raises NoRoomError when the group has no room and another has. The job
-        is booked once it has its slot: no prompt is planned around a job that does not run."""
+        """Run the request to its end as planned, or do nothing when the group has no room and another has, as `learnt`
+        says then. The job is booked once it has its slot: no prompt is planned around a job that does not run."""
         lease = None
         if plan.reserves:
             lease = await self._reserve(home, plan, learnt)
+            if lease is None:
+                return
             plan = self.chooser.replan(plan, home.record)  # other jobs were booked meanwhile
         if plan.way is None or lease is None:
             await self._generate(home, plan, lease, None, emit)
@@ -251,8 +248,8 @@ class AttemptRunner:
                 self._lease_reaper.cancel(home.group.endpoint, number)
                 stream.cancel()
 
-    async def _reserve(self, home: _Home, plan: Plan, learnt: _Learnt) -> Lease:
-        """Lease a slot for each choice, trying again while no group has room; raises NoRoomError once another has.
+    async def _reserve(self, home: _Home, plan: Plan, learnt: _Learnt) -> Lease | None:
+        """Lease a slot for each choice, trying again while no group has room; return None once another has.
 
         A Reserve under way is never cancelled: it might be granted without a caller to free its slot. One whose answer
         was lost is undone by its number.
@@ -278,7 +275,7 @@ class AttemptRunner:
                 return lease
             learnt.full.add(group.incarnation)
             if self.chooser.has_room(record, record.avoid | learnt.full):
-                raise NoRoomError(f"{group.name} has no room for request {record.request_id}, and another group has")
+                return None
             learnt.full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
 

@@ -150,14 +150,14 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
 
 
 def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+    return _filled(GaugeMetricFamily(name, text, labels=labels), samples)
 
 
 def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
+    return _filled(CounterMetricFamily(name, text, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
     for values, value in samples:
         family.add_metric(values, value)
     return family

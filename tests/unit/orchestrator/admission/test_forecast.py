@@ -142,7 +142,8 @@ class Cluster:
         self.chooser = Chooser(self.members, linear_planner(), self.clock, self.config)
 
     def chain_s(self, record: RequestRecord) -> float:
-        return ChainForecast(self.chooser).of(record).cautious_s
+        forecast = ChainForecast(self.chooser)
+        return forecast.cautious_s(forecast.predict_s(record))
 
     def book(self, job: Pending) -> None:
         self.members.prefill_queues.add(GROUP.incarnation, JobId(1), job, self.clock.now_s())
@@ -206,10 +207,11 @@ def ended(record: RequestRecord, admitted_s: float, first_s: float | None) -> Re
 def test_predictions_are_corrected_by_what_requests_took() -> None:
     cluster, record = Cluster(), request(200)
     forecast = ChainForecast(cluster.chooser)
-    made = forecast.of(record)
-    alone_s = made.predicted_s
-    forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), made, 9.0)
-    assert forecast.of(request(200)).cautious_s == pytest.approx(factor_after(alone_s, 3 * alone_s) * alone_s, rel=1e-6)
+    alone_s = forecast.predict_s(record)
+    forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), alone_s, 9.0)
+    assert forecast.cautious_s(forecast.predict_s(request(200))) == pytest.approx(
+        factor_after(alone_s, 3 * alone_s) * alone_s, rel=1e-6
+    )
 
 
 def factor_after(predicted_s: float, measured_s: float) -> float:
@@ -222,28 +224,26 @@ def factor_after(predicted_s: float, measured_s: float) -> float:
 def test_a_request_without_a_token_tells_that_it_takes_longer(waited: float) -> None:
     cluster, record = Cluster(), request(200)
     forecast = ChainForecast(cluster.chooser)
-    made = forecast.of(record)
-    alone_s = made.predicted_s
-    forecast.ended(ended(record, 5.0, None), made, 5.0 + waited * alone_s)
+    alone_s = forecast.predict_s(record)
+    forecast.ended(ended(record, 5.0, None), alone_s, 5.0 + waited * alone_s)
     factor = factor_after(alone_s, waited * alone_s) if waited > 1 else 1.0
-    assert forecast.of(request(200)).cautious_s == pytest.approx(factor * alone_s, rel=1e-6)
+    assert forecast.cautious_s(forecast.predict_s(request(200))) == pytest.approx(factor * alone_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("spoilt", ["retried", "not predicted", "not placed"])
 def test_what_tells_nothing_of_a_prediction_is_left_out(spoilt: str) -> None:
     cluster, record = Cluster(), request(200)
     forecast = ChainForecast(cluster.chooser)
-    made = forecast.of(record)
-    alone_s = made.predicted_s
+    alone_s = made = forecast.predict_s(record)
     ended(record, 5.0, 50.0)
     if spoilt == "retried":
         record.retry()
     elif spoilt == "not placed":
         record.replan()
     else:
-        made = replace(made, predicted_s=0.0)
+        made = 0.0
     forecast.ended(record, made, 60.0)
-    assert forecast.of(request(200)).cautious_s == pytest.approx(alone_s)
+    assert forecast.cautious_s(forecast.predict_s(request(200))) == pytest.approx(alone_s)
 
 
 @dataclass
@@ -272,11 +272,12 @@ class Served:
         ahead = Pending(now_s, now_s + 9.0, {Rank(0): busy_s, Rank(1): busy_s})
         prefill_queues.add(GROUP.incarnation, JobId(2 * number), ahead, now_s)
         self._maybe_step()
-        made = self.forecast.of(record)
-        self.predicted_s.append(made.cautious_s)
+        made = self.forecast.predict_s(record)
+        cautious_s = self.forecast.cautious_s(made)
+        self.predicted_s.append(cautious_s)
         asked = replace(record.request, deadline_s=clock.now_s() + rng.uniform(0.1, 1.5))
         try:
-            self._admission.leave(self._admission.join(asked, made.cautious_s))
+            self._admission.leave(self._admission.join(asked, cautious_s))
         except ResourceExhaustedError:
             self.refused.append(number)
         record.admit(clock)
@@ -286,7 +287,7 @@ class Served:
             record.place(clock, Attempt(placement=plan.placement))
             prefill_queues.add(GROUP.incarnation, JobId(2 * number + 1), plan.way.chain.job, clock.now_s())
             self._maybe_step()
-            clock.advance(made.predicted_s * rng.uniform(0.5, 2.0))
+            clock.advance(made * rng.uniform(0.5, 2.0))
         record.see_token(clock.now_s())
         for job in (2 * number, 2 * number + 1):
             prefill_queues.release(GROUP.incarnation, JobId(job), (Rank(0), Rank(1)), clock.now_s())
