@@ -131,7 +131,6 @@ class Admission:
 
     @property
     def num_queued(self) -> int:
-        """Return the number of requests that wait."""
         return len(self._waiting)
 
     @property
@@ -141,7 +140,6 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests that run."""
         return len(self._running)
 
     def resize(self, num_slots: int, *, is_asleep: bool = False) -> None:

@@ -296,7 +296,6 @@ class Membership:
         return bool(self._loads)
 
     def load(self, name: str) -> Load:
-        """Return the load of the group of that name."""
         return self._loads.get(name, Load())
 
     @contextlib.contextmanager

@@ -156,7 +156,6 @@ class RequestRecord:
 
     @property
     def request_id(self) -> RequestId:
-        """Return the request's id."""
         return self.request.request_id
 
     @property

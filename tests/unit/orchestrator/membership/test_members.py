@@ -185,8 +185,7 @@ async def test_whoever_waits_hears_of_a_drain_and_of_its_end() -> None:
 
 async def test_a_group_that_fails_again_and_again_is_not_ready_and_then_gets_one_attempt() -> None:
     clock = ManualClock()
-    members = members_of(GROUP, OTHER)
-    members.breakers = Breakers(clock, 2, Backoff(1.0, 10.0))
+    members = members_of(GROUP, OTHER, breakers=Breakers(clock, 2, Backoff(1.0, 10.0)))
     members.failed(GROUP.incarnation)
     assert members.may_have_work(GROUP)
     members.failed(GROUP.incarnation)
@@ -201,8 +200,7 @@ async def test_a_group_that_fails_again_and_again_is_not_ready_and_then_gets_one
 
 async def test_an_attempt_that_raises_proves_nothing() -> None:
     clock = ManualClock()
-    members = members_of(GROUP)
-    members.breakers = Breakers(clock, 1, Backoff(1.0, 10.0))
+    members = members_of(GROUP, breakers=Breakers(clock, 1, Backoff(1.0, 10.0)))
     members.failed(GROUP.incarnation)
     clock.advance(1.0)
     with pytest.raises(UnavailableError), members.hold("g"):
@@ -211,23 +209,21 @@ async def test_an_attempt_that_raises_proves_nothing() -> None:
 
 
 async def test_whoever_waits_hears_of_a_pause_s_end() -> None:
-    members = members_of(GROUP)
-    members.breakers = Breakers(SystemClock(), 1, Backoff(0.05, 10.0))
+    members = members_of(GROUP, breakers=Breakers(SystemClock(), 1, Backoff(0.05, 10.0)))
     members.failed(GROUP.incarnation)
     assert await members.until(lambda: first_group(members), 20) == GROUP
 
 
 def test_a_repaired_group_is_not_broken_any_more() -> None:
-    members = members_of(GROUP)
-    members.breakers = Breakers(ManualClock(), 1)
+    members = members_of(GROUP, breakers=Breakers(ManualClock(), 1))
     members.breakers.failed(GROUP.incarnation)
     members.update(ClusterView(generation=(replace(GROUP, endpoint="h:9"),)))
     assert len(members.breakers) == 0
 
 
-def members_of(*groups: PrefillGroup | GenerationGroup) -> Membership:
+def members_of(*groups: PrefillGroup | GenerationGroup, breakers: Breakers | None = None) -> Membership:
     """All ready."""
-    members = Membership()
+    members = Membership(breakers)
     prefill = tuple(group for group in groups if isinstance(group, PrefillGroup))
     members.update(ClusterView(prefill, tuple(group for group in groups if isinstance(group, GenerationGroup))))
     return members
