@@ -17,18 +17,12 @@ from baton.modeling.kernels.triton.tiles import PrefillTiles, padded, prefill_ti
 
 @dataclass(frozen=True)
 class Visibility:
-    """Keys that a query attends to, by absolute positions."""
+    """Keys of a segment that a query attends to."""
 
-    first_query: int = 0
-    """Position of the first query. The others follow it."""
-    first_key: int = 0
-    """Position of the first key. The others follow it."""
     is_causal: bool = True
-    """True if a query attends only to keys up to its own position."""
-    window: int | None = None
-    """Number of latest keys, up to its own position, that a query attends to. None: all."""
+    """True if query t attends only to keys 0 to t of the segment."""
     mask_TS: Tensor | None = None
-    """Optional bool mask [T, S], applied in addition to the other fields. None: no extra mask."""
+    """Optional bool mask [T, S], applied in addition to the causal mask. None: no extra mask."""
 
 
 DENSE = Visibility(is_causal=False)
@@ -68,7 +62,6 @@ def prefill_attention(
         head_dim=head_dim,
         head_pad=padded(head_dim),
         is_causal=seen.is_causal,
-        window=seen.window or 0,
         has_mask=seen.mask_TS is not None,
         tile_rows=tiles.rows,
         tile_keys=tiles.keys,
@@ -78,7 +71,6 @@ def prefill_attention(
     with on(q_TNH.device, kernels.attend_block):
         kernels.attend_block[(-(-num_queries // tiles.rows), num_heads)](
             kernels.Segment(q, k, v, o_TNH, lse_TN, *_mask(seen.mask_TS)),
-            seen.first_query - seen.first_key,
             num_queries,
             len(k_SGH),
             shape,
@@ -123,7 +115,6 @@ def _check(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, seen: Visibility) -> Non
         len({each.dtype for each in tensors}) == 1 and q_TNH.dtype in DTYPES, "use bfloat16, float16 or float32 for all"
     )
     check(len({each.device for each in tensors}) == 1, "queries, keys and values must be on one device")
-    check(seen.window is None or seen.window > 0, f"window = {seen.window}: use 1 or more, or None")
     if seen.mask_TS is not None:
         shape = len(q_TNH), len(k_SGH)
         check(seen.mask_TS.shape == shape and seen.mask_TS.dtype == torch.bool, f"a mask must be {list(shape)}, bool")

@@ -23,8 +23,6 @@ class PrefillShape:
     head_dim: int
     head_pad: int
     is_causal: bool
-    window: int
-    """Number of latest keys, up to its own position, that a query attends to. 0: all."""
     has_mask: bool
     tile_rows: int
     tile_keys: int
@@ -56,8 +54,6 @@ class Block(NamedTuple):
     """Numbers of the queries."""
     is_query_M: Any
     """True for queries that exist, False for padding of the block."""
-    own_M: Any
-    """Numbers of the queries' own keys in the segment."""
     end: Any
     """End of the keys that some query attends to, exclusive."""
 
@@ -75,7 +71,7 @@ def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.ten
 def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
     """Attend to the tile of keys from number `first` on. Takes and returns the state: largest scores, totals and sums.
     Without `is_masked` all queries attend to all keys of the tile."""
-    segment, q_MH, kv_head, query_M, is_query_M, own_M, end = block
+    segment, q_MH, kv_head, query_M, is_query_M, end = block
     largest_M, total_M, sum_MH = state
     key_S = first + tl.arange(0, shape.tile_keys)
     is_key_S = key_S < end
@@ -84,9 +80,7 @@ def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.cons
     if is_masked:
         sees_MS = is_key_S[None, :] & is_query_M[:, None]
         if shape.is_causal:
-            sees_MS = sees_MS & (key_S[None, :] <= own_M[:, None])
-        if shape.window > 0:
-            sees_MS = sees_MS & (key_S[None, :] > own_M[:, None] - shape.window)
+            sees_MS = sees_MS & (key_S[None, :] <= query_M[:, None])
         if shape.has_mask:
             mask_MS = segment.mask + query_M.to(tl.int64)[:, None] * segment.mask_stride + key_S[None, :]
             sees_MS = sees_MS & (tl.load(mask_MS, mask=sees_MS, other=0) != 0)
@@ -97,31 +91,28 @@ def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.cons
     return largest_M, total_M, sum_MH
 
 
-@triton.jit(do_not_specialize=["shift", "num_queries", "num_keys"])
-def attend_block(segment: Segment, shift: int, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
-    """Compute the attention of one block of one head's queries. Grid: (blocks of queries, N). Query t is at the
-    position of key number t + shift. New values of `num_queries` and `num_keys` do not compile the kernel again."""
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def attend_block(segment: Segment, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
+    """Compute the attention of one block of one head's queries. Grid: (blocks of queries, N). New values of
+    `num_queries` and `num_keys` do not compile the kernel again."""
     number = tl.num_programs(0) - 1 - tl.program_id(0)  # blocks with the most keys first, those with the fewest last
     head = tl.program_id(1)
     query_M = number * shape.tile_rows + tl.arange(0, shape.tile_rows)
     is_query_M = query_M < num_queries
-    begin = 0
     end = num_keys
     if shape.is_causal:
         last = tl.minimum((number + 1) * shape.tile_rows, num_queries) - 1
-        end = tl.minimum(num_keys, last + shift + 1)
-    if shape.window > 0:
-        begin = tl.maximum(number * shape.tile_rows + shift - shape.window + 1, 0)
+        end = tl.minimum(num_keys, last + 1)
     q_MH = loaded(segment.q, head, query_M, is_query_M, shape)
     state = begun(shape.tile_rows, shape.head_pad)
-    block = Block(segment, q_MH, head // shape.group, query_M, is_query_M, query_M + shift, end)
-    seen_by_all = begin
-    if shape.window == 0 and not shape.has_mask:
+    block = Block(segment, q_MH, head // shape.group, query_M, is_query_M, end)
+    seen_by_all = 0
+    if not shape.has_mask:
         seen_by_all = end
         if shape.is_causal:
-            seen_by_all = tl.maximum(tl.minimum(end, number * shape.tile_rows + shift + 1), 0)
+            seen_by_all = tl.minimum(end, number * shape.tile_rows + 1)
         seen_by_all = seen_by_all // shape.tile_keys * shape.tile_keys
-    for first in range(begin, seen_by_all, shape.tile_keys):
+    for first in range(0, seen_by_all, shape.tile_keys):
         state = attended(block, first, state, False, shape)
     for first in range(seen_by_all, end, shape.tile_keys):
         state = attended(block, first, state, True, shape)

@@ -90,7 +90,7 @@ def _call_all(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) 
     picks = _whole(num_rows, num_kv_heads, 200), _whole(num_rows, num_kv_heads)
     seen = SeenKeys(window=100, picks=picks, unseen_B2=_whole(num_rows, 2))
     decode_attention(q_TNH[: num_rows * most_queries], pages_PS2GH, rows, seen)
-    prefill_attention(q_TNH, kv_S2GH[:, 0], kv_S2GH[:, 1], Visibility(window=100))
+    prefill_attention(q_TNH, kv_S2GH[:, 0], kv_S2GH[:, 1], Visibility())
     append_kv(kv_S2GH[:num_rows, 0], kv_S2GH[:num_rows, 1], pages_PS2GH, rows)
     home_B, there_B = torch.zeros(2, num_rows, dtype=torch.int64)
     head_bytes = head_dim * dtype.itemsize

@@ -4,7 +4,8 @@ Keys and values that no query sees are NaN. T queries, S keys, N heads, G kv hea
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ LEVELS: Levels = {
     "num_kv_heads": (1, 2),
     "head_dim": (64, 80, 96, 128, 192, 256),
     "first_query": (0, 7, 40),
-    "first_key": (0, 11),
+    "first_key": (0, 7),
     "is_causal": (False, True),
     "window": (None, 1, 9, 1000),
     "tile_keys": (None, 16, 32),
@@ -76,16 +77,14 @@ def check_prefill(case: PrefillCase, device: str, spoilt: str = "") -> None:
     """Assert that the kernel's results are the definition's. `spoilt`: what the kernel is told wrongly, a name of
     SPOILERS: the assertion must fail then."""
     tensors = made(case)
-    seen = Visibility(case.first_query, case.first_key, case.is_causal, case.window)
-    if spoilt == "is_causal":
-        seen = Visibility(case.first_query, case.first_key, not case.is_causal, case.window)
-    if spoilt == "window":
-        seen = Visibility(case.first_query, case.first_key, case.is_causal, 3)
-    if spoilt == "first_query":
-        seen = Visibility(case.first_query - 1, case.first_key, case.is_causal, case.window)
-    if spoilt == "first_key":
-        seen = Visibility(case.first_query, case.first_key - 1, case.is_causal, case.window)
-    check_results(case, attended(case, tensors, seen, device), by_definition(case, tensors))
+    told: dict[str, Any] = {
+        "is_causal": not case.is_causal,
+        "window": 3,
+        "first_query": case.first_query - 1,
+        "first_key": case.first_key - 1,
+    }
+    seen = replace(case, **{spoilt: told[spoilt]}) if spoilt else case
+    check_results(case, attended(seen, tensors, device), by_definition(case, tensors))
 
 
 SPOILERS = ("is_causal", "window", "first_query", "first_key")
@@ -99,7 +98,7 @@ def check_merging(device: str) -> None:
     parts = []
     for start, end in ((0, 25), (25, 41), (41, 60)):
         piece = Tensors(tensors.q_TNH, tensors.k_SGH[start:end], tensors.v_SGH[start:end])
-        parts.append(attended(case, piece, Visibility(case.first_query, start, window=case.window), device))
+        parts.append(attended(replace(case, first_key=start, num_keys=end - start), piece, device))
     o_TNH, lse_TN = merged(merged(parts[0], parts[1]), parts[2])
     check_results(case, (o_TNH, lse_TN), by_definition(case, tensors))
 
@@ -128,11 +127,21 @@ def made(case: PrefillCase) -> Tensors:
     return Tensors(*(each if case.is_view else each.contiguous() for each in views))
 
 
-def attended(case: PrefillCase, tensors: Tensors, seen: Visibility, device: str) -> tuple[Tensor, Tensor]:
-    """The kernel's results."""
+def attended(case: PrefillCase, tensors: Tensors, device: str) -> tuple[Tensor, Tensor]:
+    """The kernel's results. What `is_causal` cannot say is said by a mask of the keys that some query sees."""
     q_TNH, k_SGH, v_SGH = (each.to(device) for each in (tensors.q_TNH, tensors.k_SGH, tensors.v_SGH))
+    visibility = Visibility(case.is_causal)
+    if case.window is not None or (case.is_causal and case.first_query != case.first_key):
+        seen = [case.sees(query) for query in range(case.num_queries)]
+        numbers = {key for keys in seen for key in keys}
+        first, end = min(numbers, default=0), max(numbers, default=-1) + 1
+        k_SGH, v_SGH = k_SGH[first:end], v_SGH[first:end]
+        mask_TS = torch.zeros(case.num_queries, end - first, dtype=torch.bool)
+        for query, keys in enumerate(seen):
+            mask_TS[query, [key - first for key in keys]] = True
+        visibility = Visibility(is_causal=False, mask_TS=mask_TS.to(device))
     tiles = None if case.tile_keys is None else PrefillTiles(case.tile_keys, case.tile_keys, num_warps=4)
-    return prefill_attention(q_TNH, k_SGH, v_SGH, seen, tiles=tiles)
+    return prefill_attention(q_TNH, k_SGH, v_SGH, visibility, tiles=tiles)
 
 
 def check_results(case: PrefillCase, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

@@ -64,7 +64,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "head dim is 16, that of keys 8": lambda: prefill(k_SGH=zeros(5, 2, 8), v_SGH=zeros(5, 2, 8)),
     "4 heads do not share 3 kv heads": lambda: prefill(k_SGH=zeros(5, 3, 16), v_SGH=zeros(5, 3, 16)),
     "use bfloat16, float16 or float32 for all": lambda: prefill(zeros(2, 4, 16, dtype=torch.float16)),
-    "window = -1": lambda: prefill(seen=Visibility(window=-1)),
     "a mask must be [2, 5], bool": lambda: prefill(seen=Visibility(mask_TS=zeros(2, 5))),
     "keys [2, 2, 16] and values [2, 2, 8]": lambda: append(zeros(2, 2, 16), zeros(2, 2, 8)),
     "4 kv heads, and pages of 2": lambda: append(zeros(2, 4, 16), zeros(2, 4, 16)),
