@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from baton.modeling.device.port import Device
-from baton.modeling.forward.attention import attend
 from baton.modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
 from baton.modeling.forward.triton.attention import triton_kernel
 from baton.modeling.kernels.triton.decode import decode_attention
@@ -28,6 +27,7 @@ from baton.modeling.kv.buffers import KvRows
 from baton.modeling.kv.pages import PAGE_TOKENS
 from benchmarks.device.model import Shape
 from benchmarks.device.rates import times_s
+from tests.support.kernels.segments import attend
 
 PREFILLS = ((1024, 0, 1), (1024, 0, 8), (2048, 6144, 1), (2048, 6144, 28), (8192, 0, 1), (8192, 0, 28))
 """(queries, keys before them, contiguous runs of pages) of each case."""

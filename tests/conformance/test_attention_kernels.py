@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.modeling.forward.attention import Kernel, Partial, attend, cpu_flash_kernel, native_kernel, plain_kernel
+from baton.modeling.forward.attention import Kernel, Partial, cpu_flash_kernel, native_kernel, plain_kernel
 from baton.modeling.forward.triton.attention import triton_kernel
 from baton.modeling.kernels import native
 from baton.modeling.kv.buffers import KvRows
 from tests.support.kernels.brute_attention import brute_attention
 from tests.support.kernels.paths import PATHS, TILED, KernelPath, has_tiles, lane, require
+from tests.support.kernels.segments import attend
 
 
 @dataclass(frozen=True)

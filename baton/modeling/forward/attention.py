@@ -13,7 +13,7 @@ T query tokens, S keys, N heads, G kv heads, R = N / G query heads per kv head, 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -209,13 +209,3 @@ class Attention:
 
     def _take(self, found: Partial) -> None:
         self._found = found if self._found is None else merged(self._found, found)
-
-
-def attend(
-    q_TNH: Tensor, first_position: int, segments: Iterable[KvRows], window: int | None, kernel: Kernel
-) -> Tensor:
-    """Return the attention of `q_TNH`, at positions from `first_position`, to `segments`: `[T, N, H]`, in the queries'
-    dtype."""
-    attention = Attention(q_TNH, first_position, window, kernel)
-    attention.add(*segments)
-    return attention.result()

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.modeling.forward.attention import attend, merged
+from baton.modeling.forward.attention import merged
 from baton.modeling.forward.triton.attention import triton_kernel
 from baton.modeling.kernels.triton.prefill import Visibility, prefill_attention
 from baton.modeling.kernels.triton.tiles import PrefillTiles
 from baton.modeling.kv.buffers import KvRows
 from tests.support.kernels.covering import Levels
+from tests.support.kernels.segments import attend
 from tests.support.kernels.triton.decode import TOLERANCES
 
 LEVELS: Levels = {

@@ -15,7 +15,6 @@ from torch import Tensor
 from baton.modeling.forward.attention import (
     Attention,
     Partial,
-    attend,
     cpu_flash_kernel,
     default_kernel,
     native_kernel,
@@ -24,6 +23,7 @@ from baton.modeling.forward.attention import (
 from baton.modeling.kernels import native
 from baton.modeling.kv.buffers import KvRows
 from tests.support.kernels.brute_attention import brute_attention
+from tests.support.kernels.segments import attend
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 
