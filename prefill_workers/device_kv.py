@@ -86,7 +86,6 @@ class FetchedPrefix:
         """The fetch of the layer that was requested last."""
 
     def fetch(self, layer: int) -> None:
-        """Begin to fetch a layer."""
         if self._pieces:
             copies = [(there.span(layer, tokens), piece.span(layer, tokens)) for piece, tokens, there in self._pieces]
             self._fetching = self._link.fetch(copies)

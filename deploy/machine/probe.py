@@ -21,11 +21,11 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import bytes_per_step
 from baton.modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer
 from baton.planning.chips import Chip
 from baton.planning.model_shape import ModelShape
 from baton.types import TokenRange
-from generate_workers.engine.model_runner import bytes_per_step
 
 _READ_BYTES = 2**28
 _OUT_OF_CACHE_BYTES = 2**28

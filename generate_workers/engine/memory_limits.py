@@ -9,11 +9,11 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.modeling.device.port import MemoryUse
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.planning.speculation import MOST_DRAFTS
 from baton.process.memory import free_bytes
 from generate_workers.config import CHOOSING_DRAFTS, EngineConfig
 from generate_workers.engine.device_steps import device_step_bytes
-from generate_workers.engine.model_runner import weight_bytes
 from generate_workers.residency.draft_window import DraftWindow
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.policies import SelectionSource, make_residency

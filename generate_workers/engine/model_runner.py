@@ -16,9 +16,7 @@ from baton.errors import InvalidArgumentError, NotFiniteError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.sampling import score
 from baton.modeling.forward.step_graphs import DecodeRow
-from baton.modeling.forward.weight_sizes import bytes_per_step as bytes_per_step
 from baton.modeling.forward.weight_sizes import step_reads
-from baton.modeling.forward.weight_sizes import weight_bytes as weight_bytes
 from baton.modeling.kv.pages import PageSpan
 from baton.types import SlotId, TokenRange
 from generate_workers.engine.rows import Row

@@ -93,7 +93,6 @@ class RequestQueue:
             return bool(self._slots.changes.has_changed or self._inbox or self._cancelled)
 
     def streams(self) -> list[EngineStream]:
-        """Return all open streams."""
         with self._condition:
             return list(self._open.values())
 

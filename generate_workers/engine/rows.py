@@ -226,7 +226,6 @@ class Row:
         return TokenRange(start, max(min(tokens.end, len(self.stream.request.prompt_ids) - 1), start))
 
     def add_scores(self, tokens: Sequence[SampledToken]) -> None:
-        """Add the scores of the prompt's next tokens."""
         self._prompt.extend(tokens)
 
     def accept(

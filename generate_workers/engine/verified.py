@@ -38,7 +38,6 @@ class Draft:
         return len(self.token_ids)
 
     def first(self, num_tokens: int) -> "Draft":
-        """Return a draft of the first `num_tokens` tokens."""
         drafted_V = None if self.drafted_V is None else self.drafted_V[:num_tokens]
         return Draft(self.token_ids[:num_tokens], drafted_V, self.source)
 

@@ -103,7 +103,6 @@ class DraftWindow:
         return self._buffer
 
     def _place(self, position: int) -> int:
-        """Return the place of a position in the buffer."""
         return position if position < self._size.num_first else self._size.num_first + position - self._start
 
     def _move(self, tokens: TokenRange) -> None:

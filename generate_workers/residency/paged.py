@@ -52,11 +52,9 @@ class PagedRow:
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the device's frames."""
         return self._access.frames
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that `num_tokens` tokens take."""
         num_bytes = self.pages.bytes_for(num_tokens)
         return KvBytes(num_bytes, num_bytes)
 

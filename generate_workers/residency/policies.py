@@ -82,10 +82,6 @@ def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> R
     return IndexedResidency(shape, device.row_memory, source.load())
 
 
-def _host(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
-    return HostResidency(shape, device)
-
-
 def selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
     """Return a maker of a policy that attends to selected keys. The maker raises ConfigError if the policy is not
     supported here or its kernels are not installed."""
@@ -146,7 +142,7 @@ def require_others(name: str, shape: KvShape) -> None:
 
 MAKERS: Mapping[str, Make] = {
     "device": _device,
-    "host": _host,
+    "host": lambda shape, device, source: HostResidency(shape, device),
     "infinigen": _infinigen_anywhere,
     "infinigen_int4": selecting("infinigen_int4", _infinigen_int4),
     "int4": lambda shape, device, source: make_int4(shape, device),

@@ -115,7 +115,6 @@ class SlotClaim:
         return self.coverage.complete and not self.uploading
 
     def wake_all(self) -> None:
-        """Wake all commits that wait for this claim."""
         while self.waiters:
             self.waiters.pop().set_result(None)
 

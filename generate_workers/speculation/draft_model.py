@@ -104,9 +104,9 @@ class ModelProposer:
         """Return the requested number of drafts per sequence, or fewer where drafting stops early. Each draft is the
         token that its sequence would sample from the small model's logits. `prepare` must have been called."""
         drafts = draft_by_steps(draft_requests, self._run, keeps=self._keeps)
-        for draft_request, draft in zip(draft_requests, drafts, strict=True):
-            state = self._states[draft_request.row]
-            state.num_known, state.run_ids = draft_request.row.num_known, draft.token_ids[:-1]
+        for request, draft in zip(draft_requests, drafts, strict=True):
+            state = self._states[request.row]
+            state.num_known, state.run_ids = request.row.num_known, draft.token_ids[:-1]
         return drafts
 
     def forget(self, row: Row) -> None:

@@ -6,12 +6,12 @@ import torch
 
 from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import bytes_per_step
 from baton.planning.hardware import cpu_rank, derive_step
 from baton.planning.speculation import MOST_DRAFTS
 from baton.planning.step_costs import StepCosts
 from baton.planning.work_cost import WorkCost
 from generate_workers.config import EngineConfig
-from generate_workers.engine.model_runner import bytes_per_step
 from generate_workers.engine.model_shape import model_shape
 from generate_workers.engine.served_model import ServedModel
 from generate_workers.residency.device import DeviceResidency

@@ -68,7 +68,7 @@ class NgramProposer:
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the tokens that followed each sequence's last tokens when these occurred before; an empty draft if
         they have not."""
-        return [Draft(self._draft(draft_request.row, draft_request.num_drafts)) for draft_request in draft_requests]
+        return [Draft(self._draft(request.row, request.num_drafts)) for request in draft_requests]
 
     def forget(self, row: Row) -> None:
         """Drop the index of the sequence."""

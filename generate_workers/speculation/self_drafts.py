@@ -80,10 +80,8 @@ class SelfProposer:
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the requested number of drafts per sequence, or fewer where drafting stops early. Each draft is the
         token that its sequence would sample from the view's logits."""
-        self._view.begin(
-            [draft_request.row for draft_request in draft_requests],
-            [draft_request.num_keys for draft_request in draft_requests],
-        )
+        rows = [request.row for request in draft_requests]
+        self._view.begin(rows, [request.num_keys for request in draft_requests])
         return draft_by_steps(draft_requests, self._run, keeps=self._keeps)
 
     def forget(self, row: Row) -> None:

@@ -121,22 +121,19 @@ class Speculator:
         draft_requests: dict[str, list[DraftRequest]] = {}
         for span in plan.spans:
             if span.num_drafts:
-                source = self._draft_plan_of[span.slot].source
-                draft_request = DraftRequest(
-                    rows[span.slot], span.num_drafts, self._draft_plan_of[span.slot].prospect.draft_keys
-                )
-                draft_requests.setdefault(source, []).append(draft_request)
+                chosen = self._draft_plan_of[span.slot]
+                request = DraftRequest(rows[span.slot], span.num_drafts, chosen.prospect.draft_keys)
+                draft_requests.setdefault(chosen.source, []).append(request)
         for name, mine in draft_requests.items():
-            self._sources[name].proposer.prepare([draft_request.row for draft_request in mine])
+            self._sources[name].proposer.prepare([request.row for request in mine])
         started_s = self._clock.now_s()
         found: dict[SlotId, Draft] = {}
         for name, mine in draft_requests.items():
             drafts = self._sources[name].proposer.draft(mine)
-            for draft_request, draft in zip(mine, drafts, strict=True):
-                if num := draft_request.row.sampler.foresee(
-                    draft.token_ids
-                ):  # cut before the first token that a mask forbids
-                    found[draft_request.row.slot] = replace(draft.first(num), source=name)
+            for request, draft in zip(mine, drafts, strict=True):
+                # cut before the first token that a mask forbids
+                if num := request.row.sampler.foresee(draft.token_ids):
+                    found[request.row.slot] = replace(draft.first(num), source=name)
         self._verifying_since_s = self._clock.now_s()
         self._draft_s = self._verifying_since_s - started_s
         return found

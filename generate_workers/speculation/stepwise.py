@@ -30,18 +30,14 @@ def draft_by_steps(draft_requests: Sequence[DraftRequest], run: RunStep, *, keep
     the drafts. They are restored when this returns or raises."""
     drafts = [Draft([], [] if keeps else None) for _ in draft_requests]
     try:
-        for index in range(max(draft_request.num_drafts for draft_request in draft_requests)):
+        for index in range(max(request.num_drafts for request in draft_requests)):
             found = zip(draft_requests, drafts, strict=True)
-            going = [
-                (draft_request.row, draft)
-                for draft_request, draft in found
-                if draft_request.num_drafts > index == len(draft)
-            ]
+            going = [(request.row, draft) for request, draft in found if request.num_drafts > index == len(draft)]
             if going:
                 _extend(going, run(going, index))
     finally:
-        for draft_request, draft in zip(draft_requests, drafts, strict=True):
-            draft_request.row.sampler.drop(len(draft))
+        for request, draft in zip(draft_requests, drafts, strict=True):
+            request.row.sampler.drop(len(draft))
     return drafts
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.transport.channel import make_channel
 from baton.transport.kv_client import KvClient
 from baton.transport.kv_sink import ReserveSpec
@@ -19,7 +20,6 @@ from baton.types import RequestId
 from baton_lab.chaos.report import Outcome, Report
 from baton_lab.chaos.run import Bounds, ChaosRun
 from baton_lab.chaos.schedule import Schedule, Shape
-from generate_workers.engine.model_runner import weight_bytes
 from tests.support.clusters.chaos import chaos_cluster
 from tests.support.clusters.clients import CLOCK
 from tests.support.clusters.cluster import MAX_TOKENS

@@ -14,12 +14,12 @@ from baton.errors import ResourceExhaustedError
 from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from baton.types import SampledToken, TokenRange
 from generate_workers.config import EngineConfig
-from generate_workers.engine.model_runner import weight_bytes
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.cluster import MAX_TOKENS, BareCluster, cluster
 from tests.support.engines.generation import eos_decoder, prompt, reference_ids

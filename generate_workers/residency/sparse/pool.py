@@ -117,7 +117,6 @@ class PoolLimit:
 
     @property
     def order_bytes(self) -> int:
-        """Return the bytes of one order."""
         return 8 if self.eviction is Eviction.LRU else 4
 
     @property
@@ -221,7 +220,6 @@ class KvPools:
         """Offset of each layer's lists in bytes, from a slot's first list."""
 
     def __getitem__(self, slot: int) -> KvPool:
-        """Return the pool of a slot."""
         return self._rows[slot]
 
     def addresses(self, slots: Sequence[int | None]) -> Integers:

@@ -15,6 +15,7 @@ from baton.modeling.device.copying import LinkRate
 from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.selection import PartialKeys, Selection
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.modeling.sparse.bases import Basis, BasisKind
 from baton.modeling.sparse.selection_file import PreparedSelection, save_prepared
@@ -22,7 +23,6 @@ from baton.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from baton.types import KvLayout, SampledToken, TokenRange
 from generate_workers.config import EngineConfig
-from generate_workers.engine.model_runner import weight_bytes
 from tests.support.engines.devices import on_emulated
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.generation_servers import Client, ids_in, read, serving

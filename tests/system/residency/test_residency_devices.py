@@ -13,13 +13,13 @@ from baton.modeling.device.copying import LinkRate
 from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.selection import Selection
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.modeling.kv.buffers import KvBuffer
 from baton.modeling.sparse.selection_file import save_prepared
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.engine.model_runner import weight_bytes
 from tests.support.engines.devices import on_emulated
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.generation_servers import Client, ids_in, read, serving

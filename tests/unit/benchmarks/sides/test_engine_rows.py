@@ -6,11 +6,11 @@ import pytest
 
 from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import weight_bytes
 from benchmarks.decode import BARS, GRID, Cell
 from benchmarks.residency import compare, link_bytes
 from benchmarks.sides.engine_rows import EngineRows, num_rows_that_fit, row_lengths
 from generate_workers.config import EngineConfig, ResidencyName
-from generate_workers.engine.model_runner import weight_bytes
 from tests.support.models.letter_models import write_letter_model
 
 

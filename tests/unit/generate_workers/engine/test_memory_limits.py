@@ -9,6 +9,7 @@ import torch
 from baton.errors import ConfigError
 from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.forward.linear import PanelLinear, has_panel_linear
+from baton.modeling.forward.weight_sizes import bytes_per_step, weight_bytes
 from baton.modeling.kernels import native
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kernels.products import WIDENED
@@ -17,7 +18,6 @@ from baton.types import KernelChoice
 from generate_workers.config import EngineConfig
 from generate_workers.engine.device_steps import device_step_bytes
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.engine.model_runner import bytes_per_step, weight_bytes
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.memory import MemoryLimits
 from tests.support.engines.devices import TensorDevice, on_emulated

@@ -1,7 +1,7 @@
 """A model's shape for cost models is read off its configuration, whatever its family."""
 
 from baton.modeling.checkpoints.registry import from_hf
-from generate_workers.engine.model_runner import bytes_per_step
+from baton.modeling.forward.weight_sizes import bytes_per_step
 from generate_workers.engine.model_shape import model_shape
 from tests.support.models.tiny_models import random_decoder
 

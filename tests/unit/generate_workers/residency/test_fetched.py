@@ -12,12 +12,12 @@ from torch import Tensor
 from baton.modeling.device.copying import LinkRate, copy_bytes
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.selection import Selection
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.modeling.kv.arena import WrongMemoryError
 from baton.modeling.sparse.selection_file import save_prepared
 from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.engine.model_runner import weight_bytes
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.rows import PIECE_TOKENS
 from generate_workers.residency.port import KvShape

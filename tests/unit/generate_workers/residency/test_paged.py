@@ -8,6 +8,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.modeling.kv.buffers import byte_view
 from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.modeling.prefix_store.store import Filled
@@ -17,7 +18,6 @@ from baton.transport.kv_sink import ReserveSpec
 from baton.types import RequestId, SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.engine.model_runner import weight_bytes
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.prefixes.answer_saving import StreamAnswers
 from generate_workers.prefixes.loading import PrefixLoader

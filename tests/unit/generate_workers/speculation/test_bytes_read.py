@@ -8,8 +8,8 @@ from torch import Tensor
 
 from baton.modeling.device.copying import copy_bytes
 from baton.modeling.forward.decoder import Decoder, SequenceSpan
+from baton.modeling.forward.weight_sizes import bytes_per_step
 from baton.sampling_params import SamplingParams
-from generate_workers.engine.model_runner import bytes_per_step
 from generate_workers.engine.status import StepStats
 from tests.support.engines.generation import Harness, eos_decoder, harness, prompt, small_decoder
 

@@ -15,6 +15,7 @@ from baton.errors import ConfigError, ModelError
 from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.forward.attention import plain_kernel
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.planning.work_cost import StepWork, WorkCost
 from baton.process.clock import SystemClock
@@ -25,7 +26,6 @@ from baton.types import SampledToken, TokenRange
 from generate_workers.config import AcceptanceName, EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.engine.model_runner import weight_bytes
 from generate_workers.engine.rows import Row
 from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.host import _load_draft_model
