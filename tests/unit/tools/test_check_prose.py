@@ -43,19 +43,19 @@ def names(root: Path, file: str, text: str) -> list[tuple[str, int, str]]:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_wording_is_refused_in_each_kind_of_text(kind: str, tmp_path: Path) -> None:
-    ((scope, _, _),) = names(tmp_path, "text/module.py", REFUSED[kind])
+    ((scope, _, _),) = names(tmp_path, "baton/text/module.py", REFUSED[kind])
     expected = {"private docstring": "docstring", "too short": "docstring", "parser's error": "error"}
     assert scope == expected.get(kind, kind.split(" ")[0].replace("f-string", "string"))
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_plain_wording_and_code_are_accepted(kind: str, tmp_path: Path) -> None:
-    assert names(tmp_path, "text/module.py", ACCEPTED[kind]) == []
+    assert names(tmp_path, "baton/text/module.py", ACCEPTED[kind]) == []
 
 
 def test_the_line_of_a_hit_is_that_on_which_its_words_begin(tmp_path: Path) -> None:
     text = '"""Reads a model\'s files.\n\nAll of them, but\nfor the largest.\n"""\n\nX = 1\n# a\n# whoever\n'
-    assert names(tmp_path, "text/module.py", text) == [("docstring", 3, "but-for"), ("comment", 9, "nobody")]
+    assert names(tmp_path, "baton/text/module.py", text) == [("docstring", 3, "but-for"), ("comment", 9, "nobody")]
 
 
 def test_help_texts_of_metrics_do_not_continue_their_names(tmp_path: Path) -> None:
@@ -78,15 +78,15 @@ def test_tests_and_generated_stubs_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_file_may_have_the_hits_of_its_baseline_and_neither_more_nor_fewer(tmp_path: Path) -> None:
-    names(tmp_path, "text/old.py", "# beside\n\nX = 1  # anew\n")
+    names(tmp_path, "baton/text/old.py", "# beside\n\nX = 1  # anew\n")
     found = list(hits_in(tmp_path))
-    assert complaints(found, {("text/old.py", "beside"): 1, ("text/old.py", "anew"): 1}) == []
-    (line,) = complaints(found, {("text/old.py", "beside"): 1})
-    assert line == "text/old.py:3 comment anew: 'anew' -> again"
-    (line,) = complaints(found, {("text/old.py", "beside"): 1, ("text/old.py", "anew"): 2})
-    assert line == "text/old.py anew: 1 hits, 2 in the baseline: run --update-baseline"
-    (line,) = complaints(found, {**count(found), ("text/gone.py", "anew"): 1})
-    assert line.startswith("text/gone.py anew: 0 hits, 1 in the baseline")
+    assert complaints(found, {("baton/text/old.py", "beside"): 1, ("baton/text/old.py", "anew"): 1}) == []
+    (line,) = complaints(found, {("baton/text/old.py", "beside"): 1})
+    assert line == "baton/text/old.py:3 comment anew: 'anew' -> again"
+    (line,) = complaints(found, {("baton/text/old.py", "beside"): 1, ("baton/text/old.py", "anew"): 2})
+    assert line == "baton/text/old.py anew: 1 hits, 2 in the baseline: run --update-baseline"
+    (line,) = complaints(found, {**count(found), ("baton/text/gone.py", "anew"): 1})
+    assert line.startswith("baton/text/gone.py anew: 0 hits, 1 in the baseline")
 
 
 def test_an_update_lowers_counts_and_neither_raises_nor_adds_any() -> None:
@@ -96,8 +96,9 @@ def test_an_update_lowers_counts_and_neither_raises_nor_adds_any() -> None:
 
 
 def test_an_update_follows_renamed_files() -> None:
-    counts = {("text/new.py", "anew"): 2, ("text/new.py", "beside"): 1}
-    assert shrunk({("text/old.py", "anew"): 2}, counts, {"text/old.py": "text/new.py"}) == {("text/new.py", "anew"): 2}
+    old, new = "baton/text/old.py", "baton/text/new.py"
+    counts = {(new, "anew"): 2, (new, "beside"): 1}
+    assert shrunk({(old, "anew"): 2}, counts, {old: new}) == {(new, "anew"): 2}
 
 
 def test_a_baseline_is_read_as_it_is_written(tmp_path: Path) -> None:
