@@ -2,8 +2,9 @@
 call run compatible versions. Pure.
 
 Versions that differ in their first two numbers may read one message differently. A caller therefore sends its version
-as its user agent. Servers check it (`baton.transport.status`) before calls of workers and operators, and answers carry
-the server's version. Generate and GetModel, which clients call, mean the same in all versions and are not checked.
+as its user agent. Servers check it (`baton.transport.status_interceptor`) before calls of workers and operators, and
+answers carry the server's version. Generate and GetModel, which clients call, mean the same in all versions and are not
+checked.
 """
 
 from dataclasses import dataclass

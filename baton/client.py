@@ -31,8 +31,8 @@ from baton.process.tracing import trace_metadata
 from baton.proto_types import model_from_proto, requests_from_proto
 from baton.results.completion import ModelInfo
 from baton.results.request_list import RequestList
+from baton.rpc_status import translate_rpc_errors
 from baton.sampling_params import SamplingOptions, SamplingParams
-from baton.status import translate_rpc_errors
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 Metadata = tuple[tuple[str, str], ...]

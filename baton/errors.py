@@ -1,6 +1,6 @@
 """The one exception tree. `retryable` says whether the same request may succeed as a new attempt, unchanged.
 
-These errors have causes outside the code; bugs of Baton itself are asserts. `baton.status` maps the tree to gRPC
+These errors have causes outside the code; bugs of Baton itself are asserts. `baton.rpc_status` maps the tree to gRPC
 status codes in one table, and rebuilds the same class on the other side.
 """
 

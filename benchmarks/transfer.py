@@ -45,7 +45,7 @@ from baton.v1 import kv_pb2
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
-from generate_workers.slots.memory import KvMemory, MemoryLimits
+from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 
 LENGTHS = "64,512,2048,6000"

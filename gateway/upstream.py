@@ -14,7 +14,7 @@ from baton.errors import BatonError, RequestCancelledError, UnavailableError
 from baton.limits import MAX_PENDING_EVENTS, MAX_REQUEST_ID_CHARS
 from baton.results.completion import Completion, ModelInfo, Usage
 from baton.results.request_list import RequestList
-from baton.status import translate_rpc_errors
+from baton.rpc_status import translate_rpc_errors
 from baton.transport.channel import make_channel
 from baton.types import TokenEvent
 from gateway.reading import Asked

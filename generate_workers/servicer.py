@@ -23,9 +23,9 @@ from baton.prefix_blocks import BlockNaming
 from baton.process.clock import Clock
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import event_to_proto, read, scalars
+from baton.rpc_status import MAX_TEXT_CHARS, name_of
 from baton.settings.addresses import join_address
 from baton.settings.place import WorkerPlace
-from baton.status import MAX_TEXT_CHARS, name_of
 from baton.transport.block_exchange import BlockExchange
 from baton.transport.channel import bind, make_channel, make_server
 from baton.transport.identity import ClusterSecret

@@ -31,8 +31,8 @@ from orchestrator.admission.forecast import ChainForecast
 from orchestrator.admission.gate import Admission, Entry
 from orchestrator.admission.undelivered import Outbox, Outboxes
 from orchestrator.dispatch.attempt import AttemptRunner
-from orchestrator.dispatch.streaming import Emit
 from orchestrator.dispatch.suspects import Suspects
+from orchestrator.dispatch.token_streams import Emit
 from orchestrator.membership.breakers import RetryBudget, tells_of_the_group
 from orchestrator.membership.members import Membership
 from orchestrator.observability.journal import Journal

@@ -9,7 +9,7 @@ next rank behind.
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.weight_sizes import weight_bytes
-from baton.modeling.kv.memory import PAGE_BYTES
+from baton.modeling.kv.row_memory import PAGE_BYTES
 from baton.types import JobId, KvLayout, TokenRange
 from prefill_workers.job import Job
 

@@ -13,7 +13,7 @@ from baton.errors import BatonError, RequestCancelledError
 from baton.process.endless import is_task_cancelled
 from baton.results.completion import Completion, Usage
 from baton.results.timings import Timings
-from baton.status import translate_rpc_errors
+from baton.rpc_status import translate_rpc_errors
 from baton.types import FinishReason, TokenEvent
 from baton.v1 import orchestrator_pb2
 

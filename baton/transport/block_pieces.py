@@ -17,7 +17,7 @@ from baton.proto_types import range_from_proto, range_to_proto
 from baton.transport.block_store import BlockPiece, OpenBlock
 from baton.transport.kv_frame import Piece, decode_piece, encode_piece
 from baton.transport.kv_routes import MAX_PIECE_BYTES
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import KvLayout, TokenRange
 from baton.v1 import exchange_pb2, kv_pb2
 

@@ -12,7 +12,7 @@ from baton.errors import ConfigError
 from baton.settings.addresses import join_address
 from baton.transport.identified import IdentifiedChannel
 from baton.transport.identity import ClusterSecret
-from baton.transport.status import Check, StatusInterceptor
+from baton.transport.status_interceptor import Check, StatusInterceptor
 
 MAX_PENDING_CALLS = 16_384
 """Calls that may wait for the loop to accept them, before gRPC refuses more; its own default is 1,000."""

@@ -52,7 +52,7 @@ class ClusterSecret:
         return hmac.compare_digest(presented, self.text.encode())
 
     def check(self, method: str, metadata: Metadata) -> None:
-        """Raise UnauthenticatedError unless the call carries the secret. Implements `baton.transport.status.Check`."""
+        """Raise UnauthenticatedError unless the call carries the secret. Implements `status_interceptor.Check`."""
         if not self.is_in(metadata):
             raise UnauthenticatedError(
                 f"{method.rpartition('/')[2]} is for processes of this cluster: send its secret as {SECRET_KEY}"

@@ -12,7 +12,7 @@ import grpc
 from baton.proto_types import sampled_to_proto
 from baton.transport.kv_sink import ReserveSpec
 from baton.transport.proto_types import lease_from_proto, lease_ref_to_proto
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import Lease, LeaseRef, ReserveNumber, SampledToken
 from baton.v1 import kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub

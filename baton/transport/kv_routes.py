@@ -16,7 +16,7 @@ from baton.errors import ByteCountError
 from baton.transport.kv_frame import Piece, encode_piece
 from baton.transport.kv_receiver import SERVICE
 from baton.transport.shared_memory import CellPool, SharedCells, Turns
-from baton.transport.status import SentStatus, from_rpc_error
+from baton.transport.status_interceptor import SentStatus, from_rpc_error
 from baton.types import KvLayout
 from baton.v1 import kv_pb2
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baton_lab.bench import options
 from baton_lab.extra import require
 from deploy.commands.admin_channel import given_key
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton_lab.bench.server import Server, Style
 
 _DESCRIPTION = """\
-Sends requests to a server as many clients would. Reports latencies, the number of answers, and the number of good ones
+Sends requests to a server like many clients. Reports latencies, the number of answers, and the number of good ones
 (within all --target). The server speaks OpenAI's API (--url), or is Baton over gRPC (--address).
 
   --rate         open loop: requests are sent at scheduled times, from which latencies count, however late answers are

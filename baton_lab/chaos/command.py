@@ -7,7 +7,7 @@ from baton.errors import InvalidArgumentError
 from baton.settings.paths import cache_folder
 from baton_lab.chaos.schedule import NUM_ENGINES
 from deploy.config.environment import DEFAULT_MODEL
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 
 _DESCRIPTION = """\
 Starts two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a proxy

@@ -19,7 +19,7 @@ import grpc
 from baton.errors import UnavailableError
 from baton.process.crash_notes import Crash
 from baton.transport.channel import bind, make_channel, make_server
-from baton.transport.status import FAILED_WRITE, SentStatus
+from baton.transport.status_interceptor import FAILED_WRITE, SentStatus
 from baton.v1 import common_pb2
 from baton_lab.chaos.faults import Fault, FaultPlan, Strike
 from deploy.config.worker import WorkerConfig

@@ -24,7 +24,7 @@ from baton.modeling.device.port import Device
 from baton.modeling.forward.decoder import Decoder, SequenceSpan
 from baton.modeling.kernels import native
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
-from baton.modeling.kv.memory import PAGE_BYTES
+from baton.modeling.kv.row_memory import PAGE_BYTES
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import TokenRange
 from baton_lab.comparators.h2o import H2oStep, HitterIndex, WeighedRow, WeighingResidency
@@ -38,7 +38,7 @@ from generate_workers.residency.fetched.rows import (
 )
 from generate_workers.residency.fetched.storing import HomeStores, link_of
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv
+from generate_workers.residency.row_parts import MakeMemory, PagedKv
 from generate_workers.residency.sparse.selective import SplitSpan
 
 _KEY_BYTES = 12

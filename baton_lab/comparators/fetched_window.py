@@ -40,7 +40,7 @@ from generate_workers.residency.fetched.rows import (
 )
 from generate_workers.residency.fetched.storing import HomeStores, link_of
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv
+from generate_workers.residency.row_parts import MakeMemory, PagedKv
 from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
 from generate_workers.residency.steps import RowResidency
 

@@ -32,7 +32,7 @@ from baton_lab.comparators.heavy_hitters import HeavyBudget, HeavyHitters
 from baton_lab.comparators.pushed_prompts import PushedPrompts
 from baton_lab.comparators.traits import H2O
 from generate_workers.residency.port import KvShape, RowError
-from generate_workers.residency.rows import MakeMemory, StoredRow
+from generate_workers.residency.row_parts import MakeMemory, StoredRow
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
 

@@ -17,7 +17,7 @@ from baton.modeling.forward.selection import Picks, Selection
 from baton.types import KvLayout, TokenRange
 from baton_lab.comparators.traits import WINDOW
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
 

@@ -17,7 +17,7 @@ from baton_lab.forecasts.plan_options import DEFAULT_CHIP, find_chip, find_model
 from baton_lab.forecasts.plan_results import SpeculationForecast, StepCell, StepForecast
 from baton_lab.study.roofline import ServedModel, critical_batch, largest_batch, step_time
 from deploy.options import numbers as option_values
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,7 +14,7 @@ from baton.planning.cost_model import PROTOCOLS, CostModel, LinkModel
 from baton.planning.hardware import HARDWARE, derive, hardware_of
 from baton.planning.model_shape import SHAPES, shape_from, shape_of
 from deploy.options import numbers as option_values
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     from rich.table import Table

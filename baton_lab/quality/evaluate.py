@@ -18,7 +18,7 @@ from baton_lab.plot import require_plots
 from baton_lab.quality.evaluation import Cell, Setting, Size
 from deploy.config.environment import DEFAULT_MODEL
 from deploy.options import numbers as option_values
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 from deploy.tuning.selection.wanted import add_model
 from generate_workers.residency.traits import POOLED, PolicyTraits, policy_named
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError
 from baton_lab.traffic import options
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     from baton_lab.traffic.comparing import Setting

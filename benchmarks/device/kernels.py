@@ -22,7 +22,7 @@ from baton.modeling.device.port import Device
 from baton.modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
 from baton.modeling.forward.triton.attention import triton_kernel
 from baton.modeling.kernels.triton.decode import decode_attention
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kv.buffers import KvRows
 from baton.modeling.kv.pages import PAGE_TOKENS
 from benchmarks.device.model import Shape

@@ -30,7 +30,7 @@ from generate_workers.engine.served_model import ServedModel
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.residency.port import DraftKeys
 from generate_workers.slots.table import SlotTable
-from generate_workers.speculation.streaming import StreamingView
+from generate_workers.speculation.streaming_view import StreamingView
 
 _TTL_S = 3600.0
 _CHUNK = 512

@@ -18,10 +18,10 @@ from baton.modeling.device.copying import LinkAccess, LinkRate, PacedLink
 from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.device.heads import PickedHeads, RowCopies
 from baton.modeling.device.port import Copies, Running
+from baton.modeling.forward.decode_rows import DecodeRows
 from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
-from baton.modeling.forward.rows import DecodeRows
 from baton.modeling.forward.selection import Picks, StepPicks
-from baton.modeling.forward.triton.rows import TritonRows
+from baton.modeling.forward.triton.triton_rows import TritonRows
 from baton.modeling.kv.staging import StagingFrames
 from baton.modeling.kv.transfers import Transfer
 from baton.types import SlotId

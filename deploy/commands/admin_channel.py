@@ -62,7 +62,7 @@ def admin_channel(target: str, secret: "ClusterSecret", api_key: str | None = No
     import grpc  # imported here, so that --help and mistyped options are answered without grpc
 
     from baton.channel_options import Keepalive, channel_options
-    from baton.status import translate_rpc_errors
+    from baton.rpc_status import translate_rpc_errors
     from deploy.commands.keyed_channel import keyed
 
     with grpc.insecure_channel(target, options=channel_options(Keepalive())) as channel:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from baton.errors import UnavailableError
 from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, cluster_channel
-from deploy.options.command import add_command
 from deploy.options.numbers import check_timeout
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     from baton.calls.cluster_state import GroupState
@@ -74,7 +74,7 @@ def withdraw(
 
     from baton.calls.cluster_state import group_state_from_proto
     from baton.errors import DeadlineExceededError
-    from baton.status import translate_rpc_errors
+    from baton.rpc_status import translate_rpc_errors
     from baton.v1 import admin_pb2
 
     state: GroupState | None = None
@@ -99,7 +99,7 @@ def restore(stub: "AdminStub", group: str, *, timeout_s: float | None, model: st
     from rich.console import Console
 
     from baton.errors import DeadlineExceededError
-    from baton.status import translate_rpc_errors
+    from baton.rpc_status import translate_rpc_errors
     from baton.v1 import admin_pb2
 
     try:

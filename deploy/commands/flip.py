@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from baton.errors import UnavailableError
 from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, cluster_channel
 from deploy.commands.drain import left_of
-from deploy.options.command import add_command
 from deploy.options.numbers import check_timeout
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     from baton.calls.cluster_state import GroupState
@@ -70,7 +70,7 @@ def flip(stub: "AdminStub", group: str, *, undo: bool, timeout_s: float | None) 
 
     from baton.calls.cluster_state import group_state_from_proto
     from baton.errors import DeadlineExceededError
-    from baton.status import translate_rpc_errors
+    from baton.rpc_status import translate_rpc_errors
     from baton.v1 import admin_pb2
 
     state: GroupState | None = None

@@ -9,8 +9,8 @@ from baton.errors import BatonError, UnavailableError
 from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, ask_state, cluster_channel
 from deploy.commands.drain import restore, withdraw
 from deploy.commands.flip import flip
-from deploy.options.command import add_command
 from deploy.options.numbers import check_timeout
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     import grpc
@@ -122,7 +122,7 @@ class _Rollout:
     def _start_stand_in(self, name: str) -> str:
         from rich.console import Console
 
-        from baton.status import translate_rpc_errors
+        from baton.rpc_status import translate_rpc_errors
         from baton.v1 import admin_pb2
 
         try:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from baton.errors import ConfigError, InvalidArgumentError
 from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, ask_state, cluster_channel
 from deploy.commands.drain import restore, withdraw
-from deploy.options.command import add_command
 from deploy.options.numbers import check_timeout
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     import grpc

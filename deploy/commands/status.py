@@ -12,7 +12,7 @@ from baton.channel_options import Keepalive, channel_options
 from baton.errors import UnauthenticatedError, VersionMismatchError
 from baton.proto_types import read
 from baton.results.timings import DraftCounts
-from baton.status import STATUS_OF, from_rpc_error
+from baton.rpc_status import STATUS_OF, from_rpc_error
 from baton.transport.proto_types import kernels_from_proto
 from baton.v1 import orchestrator_pb2, planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub

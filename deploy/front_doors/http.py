@@ -11,7 +11,7 @@ from baton.errors import ConfigError, DeadlineExceededError, InvalidArgumentErro
 from baton.settings.addresses import join_address
 from deploy.commands.admin_channel import given_key
 from deploy.front_doors.options import add_front_door, check_front_door, stopped_by_signals
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     from gateway.door.rules import HttpRules

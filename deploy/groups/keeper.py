@@ -22,7 +22,7 @@ from baton.process.endless import repeat, tell_end
 from baton.results.completion import ModelInfo
 from baton.transport.channel import make_channel
 from baton.transport.identity import ClusterSecret
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.worker import WorkerConfig

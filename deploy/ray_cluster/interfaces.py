@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from deploy.ray_cluster.worker import node_address
+from deploy.ray_cluster.ray_worker import node_address
 
 
 def serving_host(host: str) -> str:

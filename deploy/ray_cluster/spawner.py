@@ -26,7 +26,7 @@ from baton.process.endless import describe, tell_failure
 from baton.settings.addresses import join_address
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import CLOSE_GRACE_S, WorkerStartError
-from deploy.ray_cluster.worker import Served, WorkerActor
+from deploy.ray_cluster.ray_worker import Served, WorkerActor
 from orchestrator.membership.view import place_of, role_of
 
 logger = logging.getLogger(__name__)

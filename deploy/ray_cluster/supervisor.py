@@ -47,9 +47,9 @@ from deploy.ray_cluster.interfaces import client_host, serving_host
 from deploy.ray_cluster.kept_files import file_here, keep_file
 from deploy.ray_cluster.memory import Address, Memory, load_memory
 from deploy.ray_cluster.places import RayRoom, needs_of
+from deploy.ray_cluster.ray_worker import node_address
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from deploy.ray_cluster.supervisor_state import STOP_S, SupervisorState
-from deploy.ray_cluster.worker import node_address
 from orchestrator.membership.view import ClusterView, Orders
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 import argparse
 
 from deploy.commands.admin_channel import add_key_option, given_key
-from deploy.options.command import add_command
 from deploy.options.numbers import positive
+from deploy.options.subcommand import add_command
 
 _DESCRIPTION = """\
 Shows a running cluster, and again every --interval: its queue, the rates and latencies of requests that ended in the

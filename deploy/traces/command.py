@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from deploy.commands.admin_channel import add_cluster, add_key_option, cluster_channel
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 
 _DESCRIPTION = """\
 Fetches a finished request from a running cluster and writes its stages as a file that https://ui.perfetto.dev and

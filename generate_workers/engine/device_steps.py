@@ -9,7 +9,7 @@ from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.experts import LinearExperts, mixtures
 from baton.modeling.forward.step_graphs import StepGraphs, step_bytes
-from baton.modeling.forward.triton.rows import compile_rows
+from baton.modeling.forward.triton.triton_rows import compile_rows
 from baton.modeling.kv.buffers import OUT_OF_MEMORY
 from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.planning.speculation import MOST_DRAFTS

@@ -19,7 +19,7 @@ from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import DraftKeys, KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
-from generate_workers.slots.memory import KvMemory, MemoryLimits
+from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 
 _DEVICE_SHARE = 0.9
 """Largest part of a device's free memory for KV by default; the rest is for activations."""

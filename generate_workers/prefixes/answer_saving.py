@@ -23,7 +23,7 @@ from baton.modeling.prefix_store.store import Filled, PrefixStore
 from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.types import LeaseRef, TokenRange
 from generate_workers.engine.rows import Row
-from generate_workers.slots.access import SlotReader
+from generate_workers.slots.slot_access import SlotReader
 from generate_workers.slots.table import SlotTable
 
 logger = logging.getLogger(__name__)

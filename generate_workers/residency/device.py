@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.types import SlotId, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv, RowPart, StoredRow
+from generate_workers.residency.row_parts import MakeMemory, PagedKv, RowPart, StoredRow
 from generate_workers.residency.steps import InPlaceStep, RowResidency
 from generate_workers.residency.traits import POLICIES
 

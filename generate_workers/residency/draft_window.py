@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.modeling.kv.buffers import KvBuffer, KvPlace, KvRows
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import DraftKeys
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 
 Fetch = Callable[[list[tuple[Tensor, Tensor]]], None]
 """Function that copies pairs `(to, from)` from host memory to the device, and returns when that is done."""

@@ -24,7 +24,7 @@ from baton.modeling.kv.transfers import Transfer
 from baton.types import SlotId, TokenRange
 from generate_workers.residency.draft_window import DraftWindow, DraftWindowSpan
 from generate_workers.residency.port import KvShape, StepRows
-from generate_workers.residency.rows import Area, AreaRow, PagedKv
+from generate_workers.residency.row_parts import Area, AreaRow, PagedKv
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
 

@@ -19,7 +19,7 @@ from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.infinigen_int4 import FetchedInt4Residency
 from generate_workers.residency.host import HostResidency
-from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
+from generate_workers.residency.int4.int4_infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape, Residency

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from baton.modeling.forward.decoder import LayerTurns, SequenceSpan
-from baton.modeling.kv.memory import PAGE_BYTES
+from baton.modeling.kv.row_memory import PAGE_BYTES
 from baton.modeling.kv.staging import StagingFrames
 from baton.modeling.kv.transfers import Transfer
 from baton.types import KvLayout, SlotId, TokenRange

@@ -12,8 +12,8 @@ from baton.transport.coverage import Coverage
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import LeaseRef, SampledToken, SlotId, Stamp
 from generate_workers.residency.port import KvBytes
+from generate_workers.slots.kv_memory import KvMemory
 from generate_workers.slots.leases import BatchSlot, Slot, SlotClaim, SlotMove, SlotState
-from generate_workers.slots.memory import KvMemory
 
 
 class Claims:

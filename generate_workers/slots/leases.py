@@ -19,7 +19,7 @@ from typing import Self
 from baton.transport.coverage import Coverage
 from baton.types import LeaseRef, SampledToken, SlotId, Stamp, TokenRange
 from generate_workers.residency.port import KvBytes, RowKv
-from generate_workers.slots.memory import KvMemory, Promise
+from generate_workers.slots.kv_memory import KvMemory, Promise
 
 
 class SlotState(Enum):

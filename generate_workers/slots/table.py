@@ -24,12 +24,12 @@ from baton.transport.kv_sink import ReserveSpec
 from baton.types import Lease, LeaseRef, SampledToken, SlotId, TokenRange
 from generate_workers.residency.paged import PagedRow
 from generate_workers.residency.port import KvBytes
-from generate_workers.slots.access import FrameWriter, HomeWriter, SlotReader, SlotWriter
 from generate_workers.slots.changes import SlotChanges
 from generate_workers.slots.claims import Claims
 from generate_workers.slots.device_upload import DeviceUpload, FramedPiece
+from generate_workers.slots.kv_memory import KvMemory
 from generate_workers.slots.leases import BatchSlot, SlotClaim, SlotLedger, SlotState
-from generate_workers.slots.memory import KvMemory
+from generate_workers.slots.slot_access import FrameWriter, HomeWriter, SlotReader, SlotWriter
 
 
 class SlotTable:

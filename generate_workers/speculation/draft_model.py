@@ -25,7 +25,7 @@ from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.residency.draft_window import DraftWindow
 from generate_workers.residency.port import DraftKeys
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 from generate_workers.speculation.port import DraftOption, DraftRequest
 from generate_workers.speculation.stepwise import Going, draft_by_steps
 

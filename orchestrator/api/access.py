@@ -1,9 +1,9 @@
 """Decides who may call which method of the clients' port: any caller, callers with a key, processes of the cluster, or
 operators.
 
-Called before each call, by the server's interceptor (`baton.transport.status`), which `orchestrator.api.frontend`
-installs. Addresses do not count: a call from this machine may come from a proxy, on behalf of any client, or from
-another user of the machine. docs/security.md has the rules as a table. Pure.
+Called before each call, by the server's interceptor (`baton.transport.status_interceptor`), which
+`orchestrator.api.frontend` installs. Addresses do not count: a call from this machine may come from a proxy, on behalf
+of any client, or from another user of the machine. docs/security.md has the rules as a table. Pure.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ METHODS: Mapping[str, AllowedCallers] = MappingProxyType(
 
 def check_access(tenants: Tenants, secret: ClusterSecret, method: str, metadata: Metadata) -> None:
     """Return if the call is permitted; `method` is its full name. Without the first two arguments it is a
-    `baton.transport.status.Check`.
+    `baton.transport.status_interceptor.Check`.
 
     Raises UnauthenticatedError without a required key or secret, and PermissionDeniedError for a tenant's key where
     an operator's is required.

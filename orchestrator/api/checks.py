@@ -1,6 +1,6 @@
 """Checks every field of a client's request against the model's limits, and turns prompts into token ids.
 
-Used by `orchestrator.api.reading`. Checks raise InvalidArgumentError that names the field, the value and the
+Used by `orchestrator.api.request_reader`. Checks raise InvalidArgumentError that names the field, the value and the
 limit. Read-only after it is made; tokenizing a long prompt takes a while, so it is called in a thread.
 """
 

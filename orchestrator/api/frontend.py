@@ -36,7 +36,7 @@ from orchestrator.api.admin import AdminServicer
 from orchestrator.api.checks import RequestValidator
 from orchestrator.api.delivery import deliver
 from orchestrator.api.planning import PlanningServicer
-from orchestrator.api.reading import RequestReader, deadline_s
+from orchestrator.api.request_reader import RequestReader, deadline_s
 from orchestrator.composition import Orchestrator
 from orchestrator.observability.metrics_server import MetricsServer
 from orchestrator.observability.state import Overview

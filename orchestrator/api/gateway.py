@@ -1,10 +1,10 @@
 """A gateway: serves clients as an orchestrator does, and passes their requests on to an orchestrator elsewhere.
 
-Runs in a process of its own, started by `deploy.front_doors.gateway`. It reads requests by `orchestrator.api.reading`,
-and passes on token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies pass
-through byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. When the
-orchestrator moves to another address, `GrpcGateway.move` is called. On the process's asyncio loop; long prompts are
-tokenized in threads.
+Runs in a process of its own, started by `deploy.front_doors.gateway`. It reads requests by
+`orchestrator.api.request_reader`, and passes on token ids, the caller's metadata, the time left before the deadline,
+and cancellations. Replies pass through byte for byte, errors included. It stores nothing of a stream: any gateway can
+resume another's. When the orchestrator moves to another address, `GrpcGateway.move` is called. On the process's asyncio
+loop; long prompts are tokenized in threads.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from baton.process.endless import is_task_cancelled, repeat
 from baton.proto_types import model_from_proto
 from baton.text.tokenizer import Tokenizer
 from baton.transport.channel import bind, make_server
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.api.checks import RequestValidator
 from orchestrator.api.delivery import deliver
-from orchestrator.api.reading import RequestReader, deadline_s
+from orchestrator.api.request_reader import RequestReader, deadline_s
 
 logger = logging.getLogger(__name__)
 

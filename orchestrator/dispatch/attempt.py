@@ -25,7 +25,7 @@ from baton.types import JobId, Lease, RequestId, ReserveNumber, StreamNumber
 from orchestrator.dispatch.fetching import BlockFetcher
 from orchestrator.dispatch.lease_reaper import LeaseReaper
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
-from orchestrator.dispatch.streaming import Emit, StreamDrainer, first_event, follow, with_origins
+from orchestrator.dispatch.token_streams import Emit, StreamDrainer, first_event, follow, with_origins
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chooser import Chooser, Plan

@@ -18,7 +18,7 @@ from baton.errors import BatonError, UnavailableError
 from baton.limits import MAX_CRASHES
 from baton.process.crash_notes import NUM_WATCHED_TOKENS, fingerprint
 from baton.types import TokenEvent
-from orchestrator.dispatch.streaming import Emit
+from orchestrator.dispatch.token_streams import Emit
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import endpoints_of
 from orchestrator.requests.record import RequestRecord

@@ -1,6 +1,6 @@
 """A request as its client asked for it, checked against the model's limits: it never changes.
 
-Made by `orchestrator.api.reading`, or in process by `deploy.commands.session`; what becomes of it is in
+Made by `orchestrator.api.request_reader`, or in process by `deploy.commands.session`; what becomes of it is in
 `orchestrator.requests.record`. Pure.
 """
 

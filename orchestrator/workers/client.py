@@ -20,7 +20,7 @@ from baton.results.prefill_trace import RankTiming
 from baton.transport.channel import make_channel
 from baton.transport.identity import ClusterSecret
 from baton.transport.kv_client import KvClient
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import Lease, StreamNumber, TokenEvent
 from baton.v1 import common_pb2, exchange_pb2, generate_pb2, prefill_pb2
 from baton.v1.exchange_pb2_grpc import BlockExchangeStub

@@ -15,8 +15,8 @@ import grpc
 
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.limits import MAX_MESSAGE_BYTES
-from baton.status import error_of_name, from_rpc_error
-from baton.transport.status import FAILED_WRITE, SentStatus
+from baton.rpc_status import error_of_name, from_rpc_error
+from baton.transport.status_interceptor import FAILED_WRITE, SentStatus
 from baton.v1 import generate_pb2 as pb
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 

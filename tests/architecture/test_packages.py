@@ -65,7 +65,7 @@ def test_importing_all_of_a_package_leaves_torch_out() -> None:
 
 
 def test_what_starts_a_cluster_leaves_torch_and_transformers_to_its_workers() -> None:
-    modules = ("deploy.commands.serve", "deploy.ray_cluster.supervisor", "deploy.ray_cluster.worker")
+    modules = ("deploy.commands.serve", "deploy.ray_cluster.supervisor", "deploy.ray_cluster.ray_worker")
     assert not {"torch", "transformers", "baton_lab"} & loaded_after(*modules)
 
 

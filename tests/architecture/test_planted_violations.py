@@ -22,7 +22,7 @@ IMPORTS = [
     ("engines", "prefill_workers/engine.py", "grpc"),
     ("engines", "generate_workers/engine/core.py", "grpc"),
     ("engines", "generate_workers/slots/table.py", "baton.v1.kv_pb2"),
-    ("engines", "generate_workers/slots/access.py", "baton.transport.channel"),  # which imports grpc
+    ("engines", "generate_workers/slots/slot_access.py", "baton.transport.channel"),  # which imports grpc
     ("orchestrator", "orchestrator/dispatch/attempt.py", "grpc"),
     ("stubs", "orchestrator/scheduler.py", "baton.v1.kv_pb2"),
     ("orchestrator", "orchestrator/placement/comparison.py", "torch"),

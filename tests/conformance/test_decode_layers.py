@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decode_rows import DecodeRows
 from baton.modeling.forward.fused_layers import FusedLayers
 from baton.modeling.forward.linear import PanelLinear
 from baton.modeling.forward.model_config import ModelConfig
 from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
 from baton.modeling.forward.rope import Rotation
-from baton.modeling.forward.rows import DecodeRows
 from baton.modeling.forward.selection import StepPicks
 from baton.modeling.kernels import native
 from baton.modeling.kernels.products import DOT, TILES, WIDENED

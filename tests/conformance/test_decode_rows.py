@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.modeling.forward.rows import DecodeRows, has_native_rows
+from baton.modeling.forward.decode_rows import DecodeRows, has_native_rows
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kernels import native
 from baton.modeling.kernels.calls.checks import RowKeys

@@ -14,7 +14,7 @@ from baton.modeling.device.making import make_device
 from baton.modeling.device.port import Device
 from baton.modeling.kv.arena import WrongMemoryError
 from baton.modeling.kv.buffers import KvBuffer, byte_view
-from baton.modeling.kv.memory import PAGE_BYTES
+from baton.modeling.kv.row_memory import PAGE_BYTES
 from baton.types import KvLayout, TokenRange
 
 LAYOUT = KvLayout("weights", num_layers=3, num_kv_heads=2, head_dim=64, dtype="float32")

@@ -13,7 +13,7 @@ from baton.types import SlotId
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.scheduling_policy import SchedulingPolicy
 from generate_workers.engine.step_bound import PrefillWork, StepBound
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.batches import Batch, OneByOne
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import page_bytes

@@ -10,7 +10,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
 from generate_workers.config import SpeculationName
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.generation import eos_decoder, harness, prefilled, prompt, reference_ids
 from tests.support.engines.slot_tables import push_buffer
 from tests.support.models.tiny_tokenizer import EOS_ID

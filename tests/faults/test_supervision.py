@@ -16,7 +16,7 @@ from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.process.backoff import Backoff
 from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import MAX_EPOCH
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2 import PrefillStatus

@@ -17,7 +17,7 @@ from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingParams
 from baton.transport.channel import make_channel
 from baton.transport.kv_sink import ReserveSpec
-from baton.transport.status import from_rpc_error
+from baton.transport.status_interceptor import from_rpc_error
 from baton.types import RequestId, TokenRange
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb

@@ -45,7 +45,7 @@ def read_model(
 
     `raw` is config.json. `generation`, if given, is generation_config.json, whose end-of-sequence ids take precedence.
     `source` names the file in errors. Quantisation of weights is not read here, but by
-    `baton.modeling.quantized.reading`. Raises ModelError for a model that the decoder cannot run and for missing
+    `baton.modeling.quantized.weight_formats`. Raises ModelError for a model that the decoder cannot run and for missing
     fields.
     """
     fields = Fields(raw, source, generation)

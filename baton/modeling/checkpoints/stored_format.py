@@ -35,6 +35,6 @@ def load_format(folder: Path) -> "WeightFormat | None":
 
 
 def _read(raw: object, source: str) -> "WeightFormat":
-    from baton.modeling.quantized.reading import read_format  # imports torch
+    from baton.modeling.quantized.weight_formats import read_format  # imports torch
 
     return read_format(raw, source)

@@ -5,8 +5,8 @@ import torch
 from baton.modeling.device.copying import CopyTensor, ThreadLink, copy_bytes
 from baton.modeling.device.port import NO_MEMORY
 from baton.modeling.kv.buffers import KvBuffer
-from baton.modeling.kv.memory import PagedMemory
 from baton.modeling.kv.pool_memory import MappedPool
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.types import KvLayout, TokenRange
 
 

@@ -11,8 +11,8 @@ from baton.modeling.device.heads import PickedHeads, RowCopies
 from baton.modeling.device.port import Copies, MemoryUse, num_bytes_of
 from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
 from baton.modeling.kv.buffers import TORCH_DTYPES, KvBuffer
-from baton.modeling.kv.memory import TensorMemory
 from baton.modeling.kv.pool_memory import TensorPool
+from baton.modeling.kv.row_memory import TensorMemory
 from baton.modeling.kv.transfers import Transfer
 from baton.types import KvLayout, TokenRange
 

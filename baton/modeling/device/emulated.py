@@ -14,8 +14,8 @@ from baton.modeling.device.copying import UNBOUND, LinkAccess, LinkRate, PacedLi
 from baton.modeling.device.port import MemoryUse
 from baton.modeling.kv.arena import Arena
 from baton.modeling.kv.buffers import KvBuffer
-from baton.modeling.kv.memory import PagedMemory
 from baton.modeling.kv.pool_memory import MappedPool
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.types import KvLayout, TokenRange
 
 

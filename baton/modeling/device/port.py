@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from baton.modeling.kv.buffers import KvBuffer
-from baton.modeling.kv.memory import RowMemory
 from baton.modeling.kv.pool_memory import PoolMemory
+from baton.modeling.kv.row_memory import RowMemory
 from baton.modeling.kv.transfers import Transfer
 from baton.types import KvLayout, TokenRange
 

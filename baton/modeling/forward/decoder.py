@@ -24,16 +24,16 @@ from torch import Tensor
 from baton.modeling.device.cpu import CpuDevice
 from baton.modeling.device.port import Device
 from baton.modeling.forward.attention import Attention, Kernel, default_kernel, on_device
+from baton.modeling.forward.decode_rows import DecodeRows, has_native_rows
 from baton.modeling.forward.fused_layers import fuse
 from baton.modeling.forward.layers import Layer
 from baton.modeling.forward.linear import Linear
 from baton.modeling.forward.model_config import ModelConfig
 from baton.modeling.forward.norms import Transform
 from baton.modeling.forward.positions import Positions, PositionTable
-from baton.modeling.forward.rows import DecodeRows, has_native_rows
 from baton.modeling.forward.selection import Picks, StepPicks
 from baton.modeling.forward.triton.attention import triton_kernel
-from baton.modeling.forward.triton.rows import TritonRows
+from baton.modeling.forward.triton.triton_rows import TritonRows
 from baton.modeling.kernels.triton.launch import compiles_for
 from baton.modeling.kv.buffers import KvPlace, KvRows
 from baton.modeling.kv.pages import PageSpan
@@ -77,8 +77,8 @@ class LayerTurns(Protocol):
         keys.
 
         `q_TNH` are all of the step's queries, as attention will compare them. The new tokens' keys are already written.
-        Called once per layer, if the step has such rows (`baton.modeling.forward.rows`). Other spans attend to all
-        keys.
+        Called once per layer, if the step has such rows (`baton.modeling.forward.decode_rows`). Other spans attend to
+        all keys.
         """
 
     def end(self, layer: int) -> None:
@@ -212,7 +212,7 @@ class Decoder:
         result. `most_queries`: spans of at most this number of tokens run as rows of a generation step, which is fast
         for a few tokens. It must be 1 with turns that select keys. `picks`: the keys that the spans attend to, if they
         are known before the step. Then all spans must be rows of one new token, with a native kernel
-        (`baton.modeling.forward.rows`), and `turns` must not select keys."""
+        (`baton.modeling.forward.decode_rows`), and `turns` must not select keys."""
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)

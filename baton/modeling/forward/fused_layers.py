@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from baton.modeling.forward.decode_rows import DecodeRows
 from baton.modeling.forward.layers import GatedMlp, Layer, Sequential
 from baton.modeling.forward.linear import Linear, LinearByRows, PanelLinear
 from baton.modeling.forward.model_config import ModelConfig
 from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
 from baton.modeling.forward.positions import Positions, PositionTable
 from baton.modeling.forward.rope import RotaryTable, Rotation
-from baton.modeling.forward.rows import DecodeRows
 from baton.modeling.forward.selection import StepPicks
 from baton.modeling.kernels import native
 from baton.modeling.kernels.process_kernels import KERNELS

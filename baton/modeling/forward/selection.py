@@ -31,7 +31,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.modeling.kernels import native
-from baton.modeling.kv.memory import PagedMemory, RowMemory
+from baton.modeling.kv.row_memory import PagedMemory, RowMemory
 from baton.types import KvLayout, TokenRange
 
 _BLOCK = 16

@@ -22,7 +22,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kv.buffers import BlockTable
 
 _WARM_UPS = 2

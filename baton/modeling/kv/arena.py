@@ -1,8 +1,8 @@
 """The memory of an emulated device: regions of this process's memory that stand for the device's own.
 
-`baton.modeling.device.emulated` makes an arena for each device, and `baton.modeling.kv.memory` allocates sequences' KV
-in it. Bytes in an arena are counted, and their addresses distinguish them from host memory. So an access that bypasses
-the link is detected (`require_home`, `Arena.require`).
+`baton.modeling.device.emulated` makes an arena for each device, and `baton.modeling.kv.row_memory` allocates sequences'
+KV in it. Bytes in an arena are counted, and their addresses distinguish them from host memory. So an access that
+bypasses the link is detected (`require_home`, `Arena.require`).
 """
 
 import threading

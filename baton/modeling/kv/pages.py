@@ -3,7 +3,8 @@
 A page holds a fixed number of tokens in all layers. So one block table serves all layers of a sequence, and prefixes
 are shared, copied and counted as whole tokens. Within a layer pages are adjacent in memory, so that a sequence with
 adjacent pages is in few pieces. Residency `device` keeps sequences in pages on devices with memory of their own
-(`generate_workers.residency.paged`). The decoder's kernels read the block tables (`baton.modeling.forward.rows`).
+(`generate_workers.residency.paged`). The decoder's kernels read the block tables
+(`baton.modeling.forward.decode_rows`).
 
 L layers, P pages, S tokens of a page, G kv heads, H head dim, T tokens of a run.
 """

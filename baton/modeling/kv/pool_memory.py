@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.modeling.kv.arena import Arena
 from baton.modeling.kv.buffers import HOME, TORCH_DTYPES, HostAccess
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.types import KvLayout
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
 from deploy.commands.admin_channel import add_cluster, add_key_option, admin_channel, given_key
 from deploy.options import numbers as option_values
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
     from rich.console import Console

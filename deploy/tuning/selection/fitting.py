@@ -22,7 +22,7 @@ from baton.errors import InvalidArgumentError, ModelError
 from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.selection import Selection
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis, BasisKind, LayerSample, fit_bases, sample_layers
 from baton.modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepared_path, save_prepared
 from baton.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
 from deploy.options import numbers as option_values
-from deploy.options.command import add_command
+from deploy.options.subcommand import add_command
 from deploy.tuning.selection.wanted import Wanted, add_model
 from generate_workers.residency.traits import POLICIES
 

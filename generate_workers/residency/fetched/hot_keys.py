@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from baton.modeling.forward.selection import Selection
 from baton.modeling.kv.buffers import KvBuffer
 from baton.types import KvLayout, TokenRange
-from generate_workers.residency.rows import MakeMemory, PagedKv
+from generate_workers.residency.row_parts import MakeMemory, PagedKv
 
 _MORE_LATEST = 16
 """Number of places for latest tokens beyond those that are always picked. The latest move to the start after this

@@ -35,9 +35,9 @@ from baton.types import TokenRange
 from generate_workers.residency.fetched.rows import PIECE_TOKENS, Pieces, bring_partial
 from generate_workers.residency.fetched.storing import HomeStores, addresses, link_of
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
-from generate_workers.residency.int4.infinigen import InfinigenInt4Step, ScoredInt4Row
+from generate_workers.residency.int4.int4_infinigen import InfinigenInt4Step, ScoredInt4Row
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import Area
+from generate_workers.residency.row_parts import Area
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 

@@ -21,7 +21,7 @@ from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.fetched.hot_keys import HotKeys
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv, RowPart, StoredRow
+from generate_workers.residency.row_parts import MakeMemory, PagedKv, RowPart, StoredRow
 from generate_workers.residency.sparse.infinigen import PartialPart, ScoredRow
 from generate_workers.residency.sparse.selective import SplitSpan
 

@@ -31,9 +31,9 @@ from baton.modeling.forward.tensor_selection import (
     selecting_bytes,
 )
 from baton.modeling.kv.buffers import BlockTable, KvPlace
-from baton.modeling.kv.memory import RowMemory
 from baton.modeling.kv.pages import PagePool
 from baton.modeling.kv.pool_rows import PoolRow
+from baton.modeling.kv.row_memory import RowMemory
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import KvLayout, TokenRange

@@ -20,7 +20,7 @@ from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv, RowPart
+from generate_workers.residency.row_parts import Area, AreaRow, MakeMemory, PagedKv, RowPart
 
 
 class Int4Row(AreaRow):

@@ -2,7 +2,8 @@
 
 Sequences attend to all keys, as with `device`; their results do not change. The partial keys are a part of a slot: they
 are released with its claim, and promised and counted as device memory. They are made from the sequence's own KV when
-drafts first need them (`generate_workers.speculation.infinigen`), for KV that was pushed, prefilled here or copied.
+drafts first need them (`generate_workers.speculation.infinigen_view`), for KV that was pushed, prefilled here or
+copied.
 
 Engine's thread, except the beginning and end of claims. Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -17,7 +18,7 @@ from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 from generate_workers.residency.sparse.infinigen import PartialIndex
 
 ReadKv = Callable[[int, TokenRange], Tensor]

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from baton.modeling.forward.decoder import Decoder, Step
 from baton.modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, RowPart, StoredRow
+from generate_workers.residency.row_parts import MakeMemory, RowPart, StoredRow
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.modeling.device.port import Device
+from baton.modeling.forward.decode_rows import has_native_rows
 from baton.modeling.forward.decoder import SequenceSpan
-from baton.modeling.forward.rows import has_native_rows
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvPlace, KvRows
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv, RowPart, StoredRow
+from generate_workers.residency.row_parts import MakeMemory, PagedKv, RowPart, StoredRow
 from generate_workers.residency.steps import RowStep
 
 NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"

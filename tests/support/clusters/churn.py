@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from baton.errors import ResourceExhaustedError
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.sampling_params import SamplingParams
 from baton.types import LeaseRef
 from generate_workers.engine.rows import StreamId

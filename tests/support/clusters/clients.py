@@ -20,7 +20,7 @@ from baton.proto_types import params_to_proto
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.settings.place import LOOPBACK
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub

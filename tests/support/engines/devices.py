@@ -13,8 +13,8 @@ from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.device.port import NO_MEMORY, Device
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kv.buffers import TORCH_DTYPES, KvBuffer
-from baton.modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
 from baton.modeling.kv.pool_memory import MappedPool, TensorPool
+from baton.modeling.kv.row_memory import PAGE_BYTES, PagedMemory, TensorMemory
 from baton.types import KvLayout, TokenRange
 
 

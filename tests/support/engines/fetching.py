@@ -22,7 +22,7 @@ from baton.sampling_params import SamplingParams
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 from tests.support.engines.devices import PoisonedCuda, TensorDevice, on_emulated
 from tests.support.engines.generation import harness, prompt
 from tests.support.engines.infinigen import KnownSource, prepared

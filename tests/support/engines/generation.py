@@ -38,7 +38,7 @@ from generate_workers.engine.speculation import Speculation
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.residency.port import DraftKeys, KvShape
 from generate_workers.residency.sparse.draft_index import IndexedResidency
-from generate_workers.slots.memory import KvMemory, MemoryLimits
+from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.draft_model import ModelProposer
 from generate_workers.speculation.making import make_speculation

@@ -21,7 +21,7 @@ from baton.transport.kv_client import KvClient
 from baton.transport.kv_sender import open_push
 from baton.transport.kv_sink import ReserveSpec
 from baton.transport.proto_types import history_to_proto, lease_ref_to_proto
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import Lease, LeaseRef, RequestId, TokenEvent
 from baton.v1 import generate_pb2, generate_pb2_grpc
 from generate_workers.config import EngineConfig

@@ -15,10 +15,10 @@ from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout
 from baton_lab.comparators.residencies import make_residency
-from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
+from generate_workers.residency.int4.int4_infinigen import InfinigenInt4Residency
 from generate_workers.residency.policies import SelectionSource
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize

@@ -19,7 +19,7 @@ from baton.proto_types import range_to_proto
 from baton.sampling_params import SamplingParams
 from baton.transport.channel import make_channel
 from baton.transport.proto_types import history_to_proto, lease_to_proto
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import Lease, TokenRange
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2_grpc import PrefillRankStub

@@ -13,9 +13,9 @@ from baton.types import SlotId, TokenRange
 from baton_lab.comparators.oracle import OracleResidency
 from baton_lab.comparators.window import WindowResidency
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 from generate_workers.residency.steps import RowResidency
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import harness, prefilled, prompt
 from tests.support.engines.infinigen import LENGTHS, PARAMS

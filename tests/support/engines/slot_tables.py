@@ -9,7 +9,7 @@ from baton.modeling.device.copying import CopyTensor, copy_bytes
 from baton.modeling.device.cpu import CpuDevice
 from baton.modeling.device.port import Device
 from baton.modeling.kv.buffers import KvBuffer
-from baton.modeling.kv.memory import PAGE_BYTES, PagedMemory
+from baton.modeling.kv.row_memory import PAGE_BYTES, PagedMemory
 from baton.process.clock import Clock
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import KvLayout, Lease, LeaseRef, RequestId, SampledToken, TokenRange
@@ -17,10 +17,10 @@ from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 from generate_workers.residency.steps import RowResidency
+from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 from generate_workers.slots.leases import BatchSlot, KvLedger, SlotLedger, SlotState
-from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.devices import PoisonedCpu, PoisonedDevice
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.modeling.kv.memory import PAGE_BYTES, PagedMemory
+from baton.modeling.kv.row_memory import PAGE_BYTES, PagedMemory
 
 _ENTRY_BYTES = 8
 _PRESENT = np.uint64(1 << 63 | 1 << 62)

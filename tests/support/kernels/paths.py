@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.modeling.forward.rows import has_native_rows
+from baton.modeling.forward.decode_rows import has_native_rows
 from baton.modeling.kernels import native
 from baton.modeling.kernels.calls.operators import Operators
 from baton.modeling.kernels.instruction_sets import SETS

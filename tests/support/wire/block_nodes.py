@@ -14,7 +14,7 @@ from baton.modeling.prefix_store.store import PrefixStore
 from baton.process.clock import SystemClock
 from baton.transport.block_exchange import BlockExchange
 from baton.transport.channel import bind, make_channel, make_server
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import KvLayout, TokenRange
 from baton.v1 import exchange_pb2
 from baton.v1.exchange_pb2_grpc import BlockExchangeStub

@@ -19,7 +19,7 @@ from baton.transport.kv_sender import PushSession, PushSummary, open_push
 from baton.transport.kv_sink import ReserveSpec
 from baton.transport.proto_types import lease_ref_to_proto
 from baton.transport.shared_memory import CellPool
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import KvLayout, Lease, LeaseRef, RequestId, SampledToken, SlotId, Stamp, TokenRange
 from baton.v1 import kv_pb2
 from tests.support.wire.memory_sink import MemorySink

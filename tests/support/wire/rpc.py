@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from baton.transport.channel import Keepalive, bind, make_channel, make_server
-from baton.transport.status import Check
+from baton.transport.status_interceptor import Check
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handlers = dict[str, "grpc.RpcMethodHandler[Any, Any]"]

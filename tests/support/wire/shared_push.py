@@ -8,7 +8,7 @@ import grpc
 
 from baton.process.crash_notes import NOTE_PREFIX
 from baton.transport.shared_memory import NAME, SharedCells
-from baton.transport.status import from_rpc_error
+from baton.transport.status_interceptor import from_rpc_error
 from baton.v1 import kv_pb2
 from tests.support.wire.kv_loopback import Loopback
 

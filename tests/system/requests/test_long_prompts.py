@@ -20,7 +20,7 @@ from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
 from baton.text.tokenizer import Tokenizer
 from baton.transport.channel import make_channel
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import SERVICE, OrchestratorServer

@@ -22,7 +22,7 @@ from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.api.gateway import GrpcGateway, ask_model
 from orchestrator.composition import build_orchestrator
-from orchestrator.dispatch.streaming import Emit
+from orchestrator.dispatch.token_streams import Emit
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.requests.record import Attempt, RequestRecord

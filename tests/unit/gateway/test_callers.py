@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.limits import MAX_CALLER_BYTES
-from baton.status import translate_rpc_errors
+from baton.rpc_status import translate_rpc_errors
 from baton.transport.channel import make_channel
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestrator, serving

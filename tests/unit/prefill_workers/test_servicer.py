@@ -12,7 +12,7 @@ from baton.errors import BatonError, EpochEndedError, InvalidArgumentError, Link
 from baton.proto_types import range_from_proto, range_to_proto
 from baton.sampling_params import SamplingParams
 from baton.transport.proto_types import history_to_proto
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import LeaseRef, Stamp, TokenRange
 from baton.v1 import prefill_pb2
 from prefill_workers.servicer import job_from_proto

@@ -12,7 +12,7 @@ from tools import cuda_machine, cuda_wheels
 pytestmark = pytest.mark.integration
 
 EXECUTABLE, PLAIN = 0o755, 0o644
-SERVER = ("ray", "deploy.cli", "deploy.commands.serve", "deploy.ray_cluster.worker", "orchestrator.api.frontend")
+SERVER = ("ray", "deploy.cli", "deploy.commands.serve", "deploy.ray_cluster.ray_worker", "orchestrator.api.frontend")
 """Modules that import what a server on Ray imports."""
 OPTIONAL = {"baton-serve", "colorama", "grpcio-tools", "jsonpointer", "psutil", "uvloop"}
 """What those import where it is installed, and do without; and ourselves."""

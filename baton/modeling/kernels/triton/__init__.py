@@ -2,8 +2,8 @@
 
 `decode`, `prefill` and `append` have the operators, which check their tensors and launch. `rows` describes the KV of a
 step's sequences, and `tiles` chooses all block sizes. Triton is imported at the first call. It is an optional
-dependency (`baton-serve[cuda]`). On `cuda` the decoder calls these kernels (`baton.modeling.forward.triton.rows`,
-`baton.modeling.forward.triton.attention`).
+dependency (`baton-serve[cuda]`). On `cuda` the decoder calls these kernels
+(`baton.modeling.forward.triton.triton_rows`, `baton.modeling.forward.triton.attention`).
 
 Without a GPU, Triton's interpreter runs the kernels on the CPU, where tests compare them with float64
 (tests/conformance/test_triton_kernels.py), and Triton's compiler accepts them for NVIDIA's architecture 9.0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from baton.modeling.kernels.triton.heads import Heads
 from baton.modeling.kernels.triton.launch import check, on, require_triton
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kernels.triton.tiles import padded, power_of_two
 
 

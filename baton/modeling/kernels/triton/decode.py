@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.modeling.kernels.triton.heads import Heads
 from baton.modeling.kernels.triton.launch import check, on, require_triton, widens
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kernels.triton.tiles import DecodeTiles, decode_tiles, padded
 
 if TYPE_CHECKING:

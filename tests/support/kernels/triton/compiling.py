@@ -18,7 +18,7 @@ from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
 from baton.modeling.kernels.triton.pointwise import gate, rms_norm, turn_heads
 from baton.modeling.kernels.triton.prefill import Visibility, prefill_attention
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kernels.triton.tiles import prefill_tiles
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kernels.triton.tiles import DecodeTiles
 from tests.support.kernels.covering import Levels
 

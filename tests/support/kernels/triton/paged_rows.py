@@ -2,11 +2,11 @@
 
 import torch
 
-from baton.modeling.forward.rows import DecodeRows
+from baton.modeling.forward.decode_rows import DecodeRows
 from baton.modeling.forward.selection import Picks
 from baton.modeling.forward.triton.attention import triton_kernel
-from baton.modeling.forward.triton.rows import TritonRows, compile_rows
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.forward.triton.triton_rows import TritonRows, compile_rows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.modeling.kv.pages import PageSpan
 from baton.types import KvLayout, TokenRange

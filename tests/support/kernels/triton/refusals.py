@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
 from baton.modeling.kernels.triton.prefill import DENSE, Visibility, prefill_attention
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

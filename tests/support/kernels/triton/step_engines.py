@@ -11,7 +11,7 @@ from baton.modeling.forward.step_graphs import StepGraphs
 from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import TensorDevice
 from tests.support.engines.generation import (
     Harness,

@@ -11,7 +11,7 @@ from baton.errors import InvalidArgumentError, RequestCancelledError
 from baton.process.clock import SystemClock
 from baton.transport import block_exchange
 from baton.transport.block_exchange import BlockExchange
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import KvLayout
 from baton.v1 import exchange_pb2
 from baton.v1.exchange_pb2_grpc import BlockExchangeStub

@@ -8,7 +8,7 @@ import pytest
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
 from baton.limits import MAX_MESSAGE_BYTES
 from baton.transport.channel import Keepalive, bind, make_channel, make_server
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from tests.support.wire.rpc import STREAM, UNARY, Context, Service, call_unary, connected, served
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ from baton.settings.base import from_json, to_json
 from baton.settings.place import WorkerPlace
 from baton.transport.channel import make_channel
 from baton.transport.identity import SECRET_KEY, ClusterSecret
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from tests.support.wire.rpc import STREAM, UNARY, UPLOAD, Context, Service, served
 from tests.support.wire.secret import SECRET
 

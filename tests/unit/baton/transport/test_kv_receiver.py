@@ -22,7 +22,7 @@ from baton.errors import (
 from baton.limits import MAX_MESSAGE_BYTES
 from baton.transport.channel import make_channel
 from baton.transport.kv_receiver import KvReceiverServicer, _wait_s
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.types import LeaseRef, TokenRange
 from baton.v1 import common_pb2, kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub

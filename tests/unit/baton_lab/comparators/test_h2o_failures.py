@@ -10,7 +10,7 @@ from baton.types import FinishReason, SampledToken, SlotId, TokenRange
 from baton_lab.comparators.h2o import H2oResidency
 from baton_lab.comparators.heavy_hitters import HeavyBudget
 from generate_workers.residency.port import KvShape, RowError
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.row_parts import MakeMemory
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import Harness, harness, prefilled, prompt, reference_ids
 from tests.support.engines.slot_tables import push_buffer

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decode_rows import DecodeRows
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.linear import make_linear
 from baton.modeling.forward.norms import unchanged
 from baton.modeling.forward.positions import LearnedTable
-from baton.modeling.forward.rows import DecodeRows
 from baton.modeling.forward.selection import Selection
 from baton.modeling.kv.buffers import KvBuffer, KvRows
 from baton.modeling.sparse.bases import Basis, BasisKind, fit_layer

@@ -11,7 +11,7 @@ from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, KvLayout, LeaseRef, TokenEvent
 from generate_workers.engine.rows import Row
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import page_bytes
 

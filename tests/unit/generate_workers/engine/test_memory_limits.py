@@ -19,7 +19,7 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.device_steps import device_step_bytes
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.port import KvBytes
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import TensorDevice, on_emulated
 from tests.support.engines.generation import eos_decoder
 from tests.support.kernels.paths import require

@@ -16,7 +16,7 @@ from baton.sampling_params import SamplingParams, StructuredOutput
 from baton.types import FinishReason, RequestId, SampledToken
 from generate_workers.config import SpeculationName
 from generate_workers.engine.rows import GenerationRequest
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prompt
 from tests.support.engines.slot_tables import page_bytes
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_grammars, text_of

@@ -17,8 +17,8 @@ from baton.types import FinishReason, RequestId, StreamNumber, TokenRange
 from generate_workers.engine.rows import GenerationRequest, StreamId
 from generate_workers.prefixes import answer_saving
 from generate_workers.prefixes.answer_saving import StreamAnswers
-from generate_workers.slots.access import SlotReader
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
+from generate_workers.slots.slot_access import SlotReader
 from generate_workers.streams.open_streams import OpenStreams
 from tests.support.engines.chains import until
 from tests.support.engines.generation import WAIT_S, Collector, Harness, eos_decoder, harness, prefilled, prompt

@@ -15,7 +15,7 @@ from baton_lab.comparators.traits import POLICIES
 from generate_workers.residency.policies import SelectionSource
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import PoisonedCpu, PoisonedDevice, on_emulated
 from tests.support.engines.infinigen import configured, prepared
 from tests.support.engines.selective import PROMPTS, TOKENS, Bench, MakePolicy, answers

@@ -21,8 +21,8 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.rows import PIECE_TOKENS
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.residency.row_parts import MakeMemory
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.generation import prompt
 from tests.support.engines.infinigen import ALL, DECODER, LAYOUT, SOME, infinigen, prepared

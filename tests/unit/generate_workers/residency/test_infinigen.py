@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.modeling.forward.selection import Picks, Selection
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.modeling.sparse.bases import Basis, BasisKind
 from baton.modeling.sparse.selection_file import save_prepared
 from baton.types import KvLayout, SlotId, TokenRange
@@ -20,7 +20,7 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.sparse.infinigen import InfinigenResidency, InfinigenRow
-from generate_workers.slots.memory import KvMemory, MemoryLimits
+from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 from tests.support.engines.generation import Harness, harness, prompt
 from tests.support.engines.infinigen import (
     DECODER,

@@ -23,7 +23,7 @@ from generate_workers.prefixes.answer_saving import StreamAnswers
 from generate_workers.prefixes.loading import PrefixLoader
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.chains import until
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prompt, reference_ids

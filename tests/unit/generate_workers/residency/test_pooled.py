@@ -14,7 +14,7 @@ from baton.modeling.device.cpu import CpuDevice
 from baton.modeling.forward.decoder import LayerTurns
 from baton.modeling.forward.selection import Picks, Selection
 from baton.modeling.kv.buffers import KvBuffer, KvPlace, KvRows
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.modeling.sparse.selection_file import save_prepared
 from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig

@@ -17,15 +17,15 @@ from baton.modeling.device.port import Running
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kv.arena import WrongMemoryError
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
-from baton.modeling.kv.memory import PagedMemory, TensorMemory
+from baton.modeling.kv.row_memory import PagedMemory, TensorMemory
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, KvLayout, SlotId, TokenRange
 from generate_workers.config import SpeculationName
 from generate_workers.residency.host import HostRow
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvBytes, KvShape
-from generate_workers.residency.rows import Area, PagedKv
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.residency.row_parts import Area, PagedKv
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.generation import WAIT_S, eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import make_residency as poisoned

@@ -9,11 +9,11 @@ import torch
 from baton.errors import ConfigError
 from baton.modeling.device.cpu import CpuDevice
 from baton.modeling.forward.selection import Picks, Selection
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.pool import Eviction
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.kv_memory import MemoryLimits
 from tests.support.engines.generation import harness, prompt, reference_ids
 from tests.support.engines.infinigen import (
     ALL,

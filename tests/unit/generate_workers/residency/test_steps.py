@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.types import SlotId, TokenRange
-from generate_workers.residency.rows import PagedKv, StoredRow
+from generate_workers.residency.row_parts import PagedKv, StoredRow
 from generate_workers.residency.steps import RowResidency, RowStep
 from tests.support.engines.infinigen import LAYOUT
 

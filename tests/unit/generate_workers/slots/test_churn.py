@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from generate_workers.slots.memory import KvMemory, MemoryLimits
+from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 from tests.support.clusters.churn import MAX_OUTPUT, MAX_PROMPT, Churn
 from tests.support.engines.generation import Harness, eos_decoder, harness
 from tests.support.engines.slot_tables import is_empty, memories_of, page_bytes

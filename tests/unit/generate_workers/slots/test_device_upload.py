@@ -28,7 +28,7 @@ from baton.transport.kv_sender import open_push
 from baton.types import LeaseRef, TokenRange
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape
-from generate_workers.slots.memory import KvMemory
+from generate_workers.slots.kv_memory import KvMemory
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.devices import STANDING_FOR_A_GPU, PoisonedDevice
 from tests.support.engines.gated_devices import Gate, gated_device

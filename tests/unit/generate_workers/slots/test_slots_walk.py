@@ -13,9 +13,9 @@ from hypothesis.strategies import integers, sampled_from
 from baton.errors import IncompletePushError, LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import LeaseRef, RequestId, TokenRange
-from generate_workers.slots.access import SlotReader, SlotWriter
+from generate_workers.slots.kv_memory import MemoryLimits
 from generate_workers.slots.leases import KvLedger, SlotLedger
-from generate_workers.slots.memory import MemoryLimits
+from generate_workers.slots.slot_access import SlotReader, SlotWriter
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.slot_tables import (
     FIRST,

@@ -13,13 +13,13 @@ from baton.errors import (
     ResourceExhaustedError,
     StaleStampError,
 )
-from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.row_memory import PagedMemory
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import LeaseRef, RequestId, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape
+from generate_workers.slots.kv_memory import KvMemory
 from generate_workers.slots.leases import SlotLedger
-from generate_workers.slots.memory import KvMemory
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.generation import WAIT_S
 from tests.support.engines.slot_tables import (

@@ -8,7 +8,7 @@ from baton.sampling_params import SamplingParams
 from generate_workers.residency.port import DraftKeys
 from generate_workers.speculation.port import DraftRequest
 from generate_workers.speculation.self_drafts import SelfProposer
-from generate_workers.speculation.streaming import StreamingView
+from generate_workers.speculation.streaming_view import StreamingView
 from tests.support.engines.draft_views import decoding, residency_of
 from tests.support.engines.generation import harness, prompt
 from tests.unit.generate_workers.speculation.test_rounds import answers

@@ -34,7 +34,7 @@ from generate_workers.speculation.draft_model import ModelProposer
 from generate_workers.speculation.port import DraftRequest
 from generate_workers.speculation.speculator import Speculator
 from generate_workers.speculation.stepwise import Going, draft_by_steps
-from generate_workers.speculation.streaming import NarrowSpan
+from generate_workers.speculation.streaming_view import NarrowSpan
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import (
     Harness,

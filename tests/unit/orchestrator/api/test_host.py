@@ -13,7 +13,7 @@ from baton.client import AsyncClient
 from baton.errors import BatonError, ConfigError, ModelError, VersionMismatchError
 from baton.results.completion import ModelInfo
 from baton.transport.channel import make_channel
-from baton.transport.status import translate_rpc_errors
+from baton.transport.status_interceptor import translate_rpc_errors
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from orchestrator.api.host import OrchestratorHost

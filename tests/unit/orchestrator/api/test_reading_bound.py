@@ -29,7 +29,7 @@ from orchestrator.api import frontend, gateway
 from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServicer
 from orchestrator.api.gateway import GrpcGateway, ask_model
-from orchestrator.api.reading import RequestReader
+from orchestrator.api.request_reader import RequestReader
 from orchestrator.composition import build_orchestrator
 from orchestrator.membership.members import Membership
 from tests.support.clusters.planners import linear_planner

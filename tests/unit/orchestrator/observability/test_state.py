@@ -10,8 +10,8 @@ import pytest
 
 from baton.errors import BatonError, NotFoundError, UnavailableError
 from baton.process.backoff import Backoff
+from baton.rpc_status import translate_rpc_errors
 from baton.sampling_params import SamplingParams
-from baton.status import translate_rpc_errors
 from baton.v1 import admin_pb2, orchestrator_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
 from orchestrator.membership.breakers import Breakers, RetryBudget

@@ -14,8 +14,8 @@ from baton.process.request_log import SERVED_REQUEST
 from baton.results.completion import Usage
 from baton.results.prefill_trace import Interval
 from baton.results.timings import Timings
+from baton.rpc_status import translate_rpc_errors
 from baton.sampling_params import SamplingParams
-from baton.status import translate_rpc_errors
 from baton.types import FinishReason
 from baton.v1 import admin_pb2
 from baton.v1.admin_pb2_grpc import AdminStub

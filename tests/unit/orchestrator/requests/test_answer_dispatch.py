@@ -228,7 +228,7 @@ async def test_a_client_that_leaves_while_its_answer_is_stored_has_been_answered
 async def test_a_deadline_that_passes_while_an_answer_is_stored_ends_no_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.dispatch.streaming._CLOSE_S", 600.0)
+    monkeypatch.setattr("orchestrator.dispatch.token_streams._CLOSE_S", 600.0)
     deadlines = Deadlines(monkeypatch, scheduler)
     async with keeping(folder, num_ranks=0) as made:
         with store_of(made).locked():

@@ -13,7 +13,7 @@ from baton.types import Lease, LeaseRef, RequestId, SlotId, Stamp, StreamNumber
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.checks import RequestValidator
-from orchestrator.api.reading import RequestReader
+from orchestrator.api.request_reader import RequestReader
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.messages import stream_request, takeover_request

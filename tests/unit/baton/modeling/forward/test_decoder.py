@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.modeling.forward.rows import has_native_rows
+from baton.modeling.forward.decode_rows import has_native_rows
 from baton.modeling.forward.selection import Picks, StepPicks
 from baton.modeling.kv.buffers import BufferSpan
 from baton.types import TokenRange

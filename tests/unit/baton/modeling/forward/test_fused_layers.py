@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decode_rows import DecodeRows
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.fused_layers import fuse
 from baton.modeling.forward.linear import has_panel_linear
 from baton.modeling.forward.norms import HeadNorms, RmsNorm
 from baton.modeling.forward.positions import LearnedTable, Positions
-from baton.modeling.forward.rows import DecodeRows
 from baton.modeling.forward.selection import StepPicks
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kernels.products import WIDENED

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.modeling.forward.rows import DecodeRows, has_native_rows
+from baton.modeling.forward.decode_rows import DecodeRows, has_native_rows
 from baton.modeling.kernels import native
 from baton.modeling.kernels.calls.checks import RowKeys
 from baton.modeling.kernels.products import WIDENED

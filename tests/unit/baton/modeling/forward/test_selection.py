@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection
 from baton.modeling.kernels import native
-from baton.modeling.kv.memory import PAGE_BYTES
+from baton.modeling.kv.row_memory import PAGE_BYTES
 
 pytestmark = pytest.mark.integration
 

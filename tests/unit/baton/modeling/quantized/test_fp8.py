@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.modeling.families.checkpoint import Checkpoint
-from baton.modeling.quantized.reading import read_format
+from baton.modeling.quantized.weight_formats import read_format
 
 N, K = 200, 300
 RANDOM = torch.Generator().manual_seed(1)

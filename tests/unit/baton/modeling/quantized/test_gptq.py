@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.modeling.families.checkpoint import Checkpoint
-from baton.modeling.quantized.reading import read_format
+from baton.modeling.quantized.weight_formats import read_format
 from tests.support.models.quantised import Quantised, gptq
 
 N, K = 64, 96

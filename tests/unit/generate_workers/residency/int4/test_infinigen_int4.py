@@ -18,7 +18,7 @@ from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
-from generate_workers.residency.int4.infinigen import ScoredInt4Row
+from generate_workers.residency.int4.int4_infinigen import ScoredInt4Row
 from generate_workers.residency.int4.whole import Int4Residency
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvBytes, KvShape

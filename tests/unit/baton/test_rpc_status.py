@@ -5,7 +5,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from baton.status import DETAILS_KEY, encode_error, from_rpc_error
+from baton.rpc_status import DETAILS_KEY, encode_error, from_rpc_error
 
 FULL = ResourceExhaustedError("queue is full: try again in 2.5 s", 2.5)
 

@@ -1,6 +1,6 @@
 """Errors across the wire: one table from error class to gRPC status; the class's name travels in the trailing metadata.
 
-Used by servers (baton.transport.status) and by both kinds of client, synchronous and asyncio. Pure.
+Used by servers (baton.transport.status_interceptor) and by both kinds of client, synchronous and asyncio. Pure.
 """
 
 import re

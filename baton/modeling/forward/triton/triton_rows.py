@@ -1,4 +1,4 @@
-"""Rows of a generation step on a GPU: the interface of `baton.modeling.forward.rows.DecodeRows`, by Triton kernels.
+"""Rows of a generation step on a GPU: `baton.modeling.forward.decode_rows.DecodeRows` by Triton kernels.
 
 Keys are in pages. A layer takes one launch to append all new keys and values, and one or two to attend, regardless of
 the number of rows. The host reads nothing back.
@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kernels.triton.append import append_kv
 from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
-from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, power_of_two
 from baton.modeling.kv.buffers import KvPlace
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.modeling.forward.rows import has_native_rows
+from baton.modeling.forward.decode_rows import has_native_rows
 from baton.modeling.kernels.triton.launch import compiles_for
 from baton.types import TokenRange
 from tests.support.kernels.triton import paged_rows

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
+from baton.modeling.kv.row_memory import PAGE_BYTES, PagedMemory, TensorMemory
 from baton.types import KvLayout, TokenRange
 from tests.support.kernels.os_memory import resident_bytes
 

@@ -8,7 +8,7 @@ from baton.errors import ModelError
 from baton.modeling.quantized.awq import AwqFormat
 from baton.modeling.quantized.fp8 import Fp8Format
 from baton.modeling.quantized.gptq import GptqFormat
-from baton.modeling.quantized.reading import read_format
+from baton.modeling.quantized.weight_formats import read_format
 from tests.support.models.quantised_folders import FORMATS, compressed_config
 
 SOURCE = "folder/config.json: quantization_config"

@@ -33,7 +33,7 @@ from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.row import Int4Row, PackedRows
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, RowPart
+from generate_workers.residency.row_parts import MakeMemory, RowPart
 from generate_workers.residency.sparse.infinigen import PartialIndex, ScoredRow, ScoringStep
 from generate_workers.residency.sparse.selective import SplitSpan
 from generate_workers.residency.steps import RowResidency

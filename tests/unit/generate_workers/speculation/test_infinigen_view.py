@@ -6,7 +6,7 @@ import torch
 
 from baton.modeling.forward.selection import Selection
 from baton.types import TokenRange
-from generate_workers.speculation.infinigen import InfinigenView, at_most
+from generate_workers.speculation.infinigen_view import InfinigenView, at_most
 from generate_workers.speculation.port import DraftRequest
 from generate_workers.speculation.self_drafts import SelfProposer
 from tests.support.engines.draft_views import decoding, make_view, residency_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.modeling.forward.decoder import SequenceSpan
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
-from baton.modeling.kv.memory import RowMemory
+from baton.modeling.kv.row_memory import RowMemory
 from baton.modeling.kv.staging import StagingFrames
 from baton.modeling.kv.transfers import Transfer
 from baton.types import KvLayout, TokenRange

@@ -12,7 +12,7 @@ from baton.types import LeaseRef, RequestId, SlotId, TokenRange
 from generate_workers.config import SpeculationName
 from generate_workers.engine.rows import GenerationRequest, Row
 from generate_workers.residency.port import DraftKeys, KvShape
-from generate_workers.speculation.streaming import StreamingView
+from generate_workers.speculation.streaming_view import StreamingView
 from tests.support.engines.generation import Collector, eos_decoder, harness, prefilled, prompt
 from tests.support.engines.slot_tables import make_residency
 

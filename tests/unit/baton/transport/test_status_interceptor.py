@@ -8,10 +8,10 @@ import pytest
 from baton import __version__, errors
 from baton.channel_options import USER_AGENT
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, StaleStampError, UnavailableError
-from baton.status import MAX_TEXT_CHARS, STATUS_OF, encode_error
-from baton.transport import status
+from baton.rpc_status import MAX_TEXT_CHARS, STATUS_OF, encode_error
+from baton.transport import status_interceptor
 from baton.transport.channel import make_channel
-from baton.transport.status import VERSIONED, SentStatus, from_rpc_error, translate_rpc_errors
+from baton.transport.status_interceptor import VERSIONED, SentStatus, from_rpc_error, translate_rpc_errors
 from tests.support.wire.rpc import STREAM, UPLOAD, Context, Service, call_unary, connected, serving_methods
 
 pytestmark = pytest.mark.integration
@@ -112,7 +112,7 @@ async def test_text_may_be_unicode_and_have_lines() -> None:
 
 
 async def test_bug_is_a_terse_internal_error_and_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR, "baton.transport.status"):
+    with caplog.at_level(logging.ERROR, "baton.transport.status_interceptor"):
         caught = await raised_by(KeyError("secret detail"))
     assert type(caught) is BatonError
     assert "internal error in /test.Service/Unary" in str(caught)
@@ -139,9 +139,9 @@ async def test_a_handler_does_not_wait_for_a_caller_that_holds_its_status_back(m
     async def failing(request: bytes, context: object) -> bytes:
         raise StaleStampError("not read")
 
-    monkeypatch.setattr(status, "_ABORT_S", 0.0)
+    monkeypatch.setattr(status_interceptor, "_ABORT_S", 0.0)
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(status._guard(failing, "/test.Service/Unary")(b"", Full()), 60)
+        await asyncio.wait_for(status_interceptor._guard(failing, "/test.Service/Unary")(b"", Full()), 60)
 
 
 async def test_streaming_servicer_is_closed_when_its_client_cancels() -> None:

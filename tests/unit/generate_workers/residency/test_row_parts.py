@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from baton.modeling.kv.buffers import byte_view
-from baton.modeling.kv.memory import PAGE_BYTES, PagedMemory
+from baton.modeling.kv.row_memory import PAGE_BYTES, PagedMemory
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes
-from generate_workers.residency.rows import Area, PagedKv, StoredRow
+from generate_workers.residency.row_parts import Area, PagedKv, StoredRow
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.infinigen import LAYOUT
 

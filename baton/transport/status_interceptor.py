@@ -1,4 +1,4 @@
-"""Carries errors across gRPC on asyncio servers and calls; `baton.status` has the table of errors and statuses.
+"""Carries errors across gRPC on asyncio servers and calls; `baton.rpc_status` has the table of errors and statuses.
 
 Servers made by `baton.transport.channel.make_server` carry StatusInterceptor, so that a servicer's method simply
 raises; callers wrap a call in `translate_rpc_errors` and catch the same class that was raised on the other side. On the
@@ -18,9 +18,9 @@ from grpc import StatusCode
 
 from baton.channel_options import require_version, version_of
 from baton.errors import BatonError
-from baton.status import encode_error
-from baton.status import from_rpc_error as from_rpc_error
-from baton.status import translate_rpc_errors as translate_rpc_errors
+from baton.rpc_status import encode_error
+from baton.rpc_status import from_rpc_error as from_rpc_error
+from baton.rpc_status import translate_rpc_errors as translate_rpc_errors
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -81,7 +81,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Refuses callers that fail the check or have an incompatible version, before their messages are read, and turns
     exceptions of a servicer's asynchronous methods into gRPC statuses.
 
-    A BatonError gets its status from the table of `baton.status`; any other exception becomes INTERNAL, with its
+    A BatonError gets its status from the table of `baton.rpc_status`; any other exception becomes INTERNAL, with its
     traceback in the server's log.
     """
 
