@@ -67,8 +67,8 @@ def find_calibration(assumed: Calibration, given: str) -> Calibration:
 def nominal_step_times(
     model: ResolvedModel, dtype: str, num_threads: int, *, residency: str, quantization: str = "none"
 ) -> StepTimes:
-    """Return the nominal step times of `model` on generation engines of `num_threads` threads on this
-    machine, with KV where `residency` keeps it. Raises ModelError."""
+    """Return the nominal step times of `model` on generation engines of `num_threads` threads on this machine, with KV
+    where `residency` keeps it. Raises ModelError."""
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
     hardware = _machine(f"{threads}, residency {residency}", quantization)
     shape, weight_bytes = model.shape(dtype), _WEIGHT_BYTES.get(quantization)
@@ -107,12 +107,6 @@ def served_calibration_path(plan: ClusterPlan) -> Path:
     return calibration_path(_assumed(plan), plan.config.prefill.calibration)
 
 
-def served_step_times(plan: ClusterPlan) -> StepTimes:
-    """Return the step times from which a cluster predicts its generation groups. A bad calibration file does not
-    matter. Raises ModelError."""
-    return find_step_times(_assumed_steps(plan), served_calibration_path(plan))
-
-
 def served_step_times_path(plan: ClusterPlan) -> Path:
     """Return the path of the file in which a cluster's step times are kept; the file may not exist. Raises
     ModelError."""
@@ -122,9 +116,7 @@ def served_step_times_path(plan: ClusterPlan) -> Path:
 def engine_step_times(plan: ClusterPlan) -> str:
     """Return the path of the step times with which the engines of a cluster plan drafts; the file may not exist. Empty
     without speculation. Raises ModelError."""
-    if plan.config.generate.speculation == "off":
-        return ""
-    return str(served_step_times_path(plan))
+    return "" if plan.config.generate.speculation == "off" else str(served_step_times_path(plan))
 
 
 def _assumed_steps(plan: ClusterPlan) -> StepTimes:
@@ -146,7 +138,8 @@ def _assumed(plan: ClusterPlan) -> Calibration:
 def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> ChainPlanner:
     """Return the planner of a cluster that starts. Reuses `former`, made for the same cluster, if the calibration has
     not changed; else takes as long as making a ChainPlanner does. Raises ModelError and ConfigError."""
-    calibration, steps = served_calibration(plan), served_step_times(plan)
+    calibration = served_calibration(plan)
+    steps = find_step_times(_assumed_steps(plan), served_calibration_path(plan))
     if former is not None and former.calibration == calibration:
         former.use_steps(steps)
         return former
