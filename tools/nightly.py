@@ -1,7 +1,7 @@
 """Runs the tests that `make test` leaves out, one file at a time, for a given number of minutes.
 
 `python -m tools.nightly [--minutes N]` takes the files whose last pass is the oldest first, and appends one line for
-each file to the ledger, docs/nightly.tsv, which is committed: file, commit, processor, result, seconds. It skips a file
+each file to the ledger, tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It skips a file
 whose last run took longer than the time that is left. `--check` runs nothing and prints a warning for each file of the
 ledger that has not passed for `STALE_COMMITS` commits.
 """
@@ -19,7 +19,7 @@ from rich.console import Console
 from baton.modeling.kernels.processor import cpu_flags, processor_kind
 
 ROOT = Path(__file__).parents[1]
-LEDGER = ROOT / "docs" / "nightly.tsv"
+LEDGER = ROOT / "tests" / "nightly.tsv"
 HEADER = ("file", "commit", "processor", "result", "seconds")
 STALE_COMMITS = 60
 EXPRESSION = "ci or nightly"
@@ -119,7 +119,7 @@ def _append(run: Run) -> None:
 
 def _commit() -> str:
     """Return the last commit, followed by "+" where other files than the ledger differ from it."""
-    changed = _git("status", "--porcelain", "--", ":!docs/nightly.tsv")
+    changed = _git("status", "--porcelain", "--", ":!tests/nightly.tsv")
     return _git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 
 
