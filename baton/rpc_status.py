@@ -99,7 +99,7 @@ def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
 
 
 def name_of(error: BatonError) -> str:
-    """Return the name that stands for the error's class in a message that also carries its text."""
+    """Return the name of the error's class, as it is sent next to the error's text."""
     return table_class(error).__name__
 
 

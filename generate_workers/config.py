@@ -58,7 +58,7 @@ class EngineConfig:
     speculation: SpeculationName = "auto"
     """Source of drafts: auto, off, the text (ngram), draft_model (model), or the model over few keys (others)."""
     draft_model: str = ""
-    """Name, folder or GGUF file of the draft model, with speculation model: small, with the same tokenizer."""
+    """Name, folder or GGUF file of the draft model, used if speculation is model. Its tokenizer must be the same."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Number of tokens drafted per sequence and step; 0: planned from costs and acceptance."""
     acceptance: AcceptanceName = "coupled"

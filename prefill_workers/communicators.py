@@ -281,7 +281,7 @@ class NcclBackend:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # noqa: TID251 - torch takes it from nowhere else
 
     def connect(self, store: dist.Store, place: int, timeout_s: float) -> Communicator:
-        """Make the group; its communicator is made when the ranks greet each other. The timeout bounds `abort` only."""
+        """Make the process group. NCCL initializes it at the first message. The timeout applies to `abort` only."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         group = dist.ProcessGroupNCCL(store, place, 2, options)

@@ -1,9 +1,9 @@
 """Runs the tests that `make test` leaves out, one file at a time, for a given number of minutes.
 
 `python -m tools.nightly [--minutes N]` takes the files whose last pass is the oldest first, and appends one line for
-each file to the ledger, tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It skips a file
-whose last run took longer than the time that is left. `--check` runs nothing and prints a warning for each file of the
-ledger that has not passed for `STALE_COMMITS` commits.
+each file to the ledger, tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It skips a
+file whose last run took longer than the time that is left. `--check` runs nothing and prints a warning for each file of
+the ledger that has not passed for `STALE_COMMITS` commits.
 """
 
 import argparse

@@ -33,7 +33,8 @@ class RankRow:
 
 @dataclass(frozen=True)
 class PrefillFit:
-    """Fitted prefill costs: a layer of C tokens takes fixed_s + linear_s C + pair_s times the number of their pairs."""
+    """Fitted prefill costs. A layer of C tokens takes fixed_s + linear_s * C + pair_s * P seconds. P is the number of
+    query-key pairs."""
 
     linear_s: float
     pair_s: float

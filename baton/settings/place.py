@@ -25,7 +25,7 @@ class ModelFormats:
     dtype: Dtype = "bfloat16"
     """Number format of weights, activations and KV: bfloat16 or float32."""
     quantization: Quantization = "none"
-    """none, or int8: weights rounded to half the bytes to read, which changes answers a little."""
+    """Quantization of weights: none, or int8, which halves the bytes that a step reads and changes answers slightly."""
 
 
 @settings

@@ -27,8 +27,7 @@ class WorkerConfig:
     section: Section
     """Settings of the role."""
     lent: str = ""
-    """Name of the worker whose place this one uses, because that worker's group has lent it; empty: it uses its own
-    place."""
+    """Name of the lent worker whose node, cores and process this one uses; empty: it uses its own."""
 
     @property
     def group_name(self) -> str:

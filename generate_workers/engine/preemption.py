@@ -38,8 +38,8 @@ class RunningRows:
     reclaim: Callable[[], bool] | None = None
     """Function that releases slots of ended sequences when memory is short, and returns whether it released any."""
     rows: dict[SlotId, Row] = field(default_factory=dict)
-    """Sequences of the batch by slot, in the order in which they joined. Followers join when their leader's KV is in
-    place."""
+    """Sequences of the batch by slot, in the order in which they joined. Further choices of a request (followers) join
+    when the KV of its first choice (the leader) is in place."""
     waiting: list[Row] = field(default_factory=list)
     """Preempted sequences, the oldest first. Each waits together with its followers."""
     watched: list[Row] = field(default_factory=list)

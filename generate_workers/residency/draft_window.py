@@ -57,8 +57,8 @@ class DraftWindow:
         self._memory.release()
 
     def follow(self, home: KvBuffer, num_tokens: int, fetch: Fetch) -> None:
-        """Copy the missing KV for a sequence whose first `num_tokens` tokens have final KV. `home`: all KV of the
-        sequence. `fetch`: runs the copies."""
+        """Copy the KV that the window lacks for a sequence. KV of its first `num_tokens` tokens is final.
+        `home` holds all KV of the sequence. `fetch` runs the copies."""
         for tokens in self.missing(num_tokens):
             place = self._place(tokens.start)
             to = TokenRange(place, place + len(tokens))

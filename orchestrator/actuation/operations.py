@@ -123,11 +123,11 @@ class GroupOperations:
         return self._unflip(name) if name in self._members.orders.lent else self._lend(name)
 
     def unflip(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Return the worker that the group has borrowed, or the last one that it has lent, and yield states: those of
-        the groups while they finish their work, and at last that of the group to which the worker has come back.
+        """Give the worker that the group has borrowed, or the last one that it has lent, back to its own group. Yield
+        the states of the groups while they finish their work, and finally the state of the worker's own group.
 
         Raises NotFoundError when the group has neither borrowed nor lent a worker; UnavailableError for the last group
-        that may generate, and when a group without other workers does not come up again, which is tried on.
+        that may generate, and when a group without other workers does not start again, which is retried.
         """
         borrowers = self._members.orders.borrowers(name)
         if name not in self._members.orders.lent and not borrowers:

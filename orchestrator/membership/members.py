@@ -69,8 +69,8 @@ class Membership:
 
     @property
     def view(self) -> ClusterView:
-        """Return the groups to which new work may go: those present, except drained ones. A group that is being
-        repaired, or kept from work by its breaker, is not ready in it."""
+        """Return the present groups, except drained ones. A group that is being repaired, or whose circuit breaker is
+        open, is included and not ready."""
         if not self.orders.drained and not self.orders.lent and not self.breakers:
             return self.present
         return ClusterView(

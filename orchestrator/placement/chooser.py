@@ -95,12 +95,12 @@ class Chooser:
         uses_cached: bool = True,
         fetches: bool = True,
     ) -> Plan:
-        """Return where the attempt is served, waiting for groups if need be.
+        """Return where the attempt is served. Waits for groups if necessary.
 
         Holds the generation group in `held` from the moment it is found, so that no other request is given its slots
-        while this one waits for a chain. Lives in `full` have refused the attempt: others are asked before. If
-        `uses_cached`, a chain begins behind cached blocks, and if `fetches` as well, blocks may be fetched from another
-        node before. Raises NoGroupError when no group has room in time.
+        while this one waits for a chain. Groups whose incarnation is in `full` have refused the attempt and are tried
+        last. If `uses_cached`, a chain starts after the cached blocks. If `fetches` is set too, missing blocks may be
+        fetched from another node first. Raises NoGroupError when no group has room in time.
         """
         look = partial(Prospects, self._outlook, AttemptPrompt(self._outlook, record), fetches=fetches)
         generation, prospects = await self._find_generation(record, look, record.avoid | {*full})

@@ -69,7 +69,7 @@ class AttemptPrompt:
         return self._blocks[layout_fingerprint]
 
     def chains(self, start: int) -> PromptChains:
-        """Return the prompt's chains behind its first `start` tokens."""
+        """Return the chains that can prefill the prompt from position `start` to its end."""
         if start not in self._chains:
             tokens = TokenRange(start, self.record.num_tokens)
             self._chains[start] = self._outlook.policy.chains(tokens, self.record.request.tenant)

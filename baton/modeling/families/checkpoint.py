@@ -144,11 +144,11 @@ class Checkpoint:
         self._repeated.add(name)
 
     def seal(self, description: str) -> str:
-        """Return a fingerprint of the tensors that were taken. Called once all are taken.
+        """Return a fingerprint of the tensors that were loaded. Called once all are loaded.
 
-        Raises ModelError when a tensor was not taken that could change the model's answers. The fingerprint has sixteen
-        hex digits. It hashes the tensors taken, each once, the dtype, and `description`, which names all else that
-        changes KV.
+        Raises ModelError when a tensor that could change the model's answers was not loaded. The fingerprint has
+        sixteen hex digits. It hashes each loaded tensor once, the dtype, and `description`, which covers everything
+        else that changes KV.
         """
         left = self._file_by_name.keys() - self._digests.keys() - self._repeated
         unknown = sorted(name for name in left if not name.endswith(_HARMLESS) and not self._is_unused(name))

@@ -91,7 +91,7 @@ class Reading:
     num_link_bytes: int
     num_full_bytes: int
     held: KvBytes
-    """Memory of all rows after the last step."""
+    """KV memory of all sequences after the last step."""
     picked_share: float | None
     """Mean fraction of a row's keys that its kv heads attended to, in layers that choose; None where none does."""
     mass: float | None

@@ -67,7 +67,7 @@ class HotKeys:
         self.owners = [-1] * size.num_areas
         """Layer whose keys are in each area, from 0; -1: none."""
         self.start = 0
-        """Position of the token in the first place."""
+        """Position of the token at index 0."""
         self._end = 0
         """Position behind the latest token that has a place."""
 

@@ -36,7 +36,7 @@ class StepKeys(Protocol):
         """Return the new tokens' keys of a layer, `[B, G, H]`, which its area holds."""
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies of the new tokens' KV of a layer from its area to host memory."""
+        """Return the copies that write the new tokens' KV of a layer from its area to host memory."""
 
 
 class FetchMechanism(Protocol):

@@ -86,7 +86,7 @@ class NativeStepKeys:
         return torch.stack([k_AGH[area] for k_AGH in self._own_k])
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies of the new tokens' KV to host memory."""
+        """Return the copies that write the new tokens' KV to host memory."""
         return RowCopies(self._own_places.of(self._area(layer)), self._own_homes.of(layer), self._row_bytes)
 
     def _area(self, layer: int) -> int:

@@ -166,7 +166,7 @@ class TensorStepKeys:
         return self._areas_APS2GH[layer % self._num_areas, self._rows_B, self._own_places_B, 0]
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies of the new tokens' KV to host memory."""
+        """Return the copies that write the new tokens' KV to host memory."""
         return RowCopies(self._own_there_LB[layer], self._own_homes_LB[layer], self._row_bytes)
 
 
