@@ -38,6 +38,7 @@ line."""
 async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None) -> Server:
     """Load the worker's model unless `model` has it, and start to serve. Raises a BatonError of one line when that
     fails."""
+    secret = ClusterSecret(config.place.secret)  # refused here, before a model is loaded
     match config.section:
         case PrefillConfig() as section:
             from prefill_workers.host import start_rank
@@ -50,7 +51,7 @@ async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None)
         case OrchestratorConfig() as section:
             from orchestrator.api.host import OrchestratorHost
 
-            place, secret = config.place, ClusterSecret(config.place.secret)
+            place = config.place
             host = OrchestratorHost(place.model_folder, section, host=place.host, secret=secret, cores=place.cores)
             return await host.start()
 
