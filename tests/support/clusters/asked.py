@@ -1,4 +1,4 @@
-"""Requests as a queue sees them: so many tokens, from whom, how urgent."""
+"""Requests for tests of the request queue."""
 
 from typing import Any
 
@@ -8,5 +8,6 @@ from orchestrator.requests.request import Request
 
 
 def asking(num_tokens: int, n: int = 1, **fields: Any) -> Request:
-    """A request with a prompt of that many tokens, for `n` choices; `fields` are others of `Request`."""
+    """Return a request for `n` choices with a prompt of `num_tokens` tokens. `fields` sets further fields of
+    `Request`."""
     return Request(RequestId("r"), (1,) * num_tokens, SamplingParams(n=n), **fields)

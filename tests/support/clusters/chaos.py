@@ -1,5 +1,5 @@
-"""`baton chaos`' own clusters, with workers in this process: links and outlets fail, too, and an incarnation takes
-milliseconds. Their orchestrator is a process."""
+"""Clusters of `baton chaos` whose workers run in the test's process. Faults also strike links and outlets, and a worker
+restarts within milliseconds. The orchestrator runs in a child process."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -30,11 +30,11 @@ from tests.support.models.tiny_tokenizer import EOS_ID, write_letters
 _NUM_SLOTS = 6
 _BLOCK_TOKENS = 16
 _NUM_BLOCKS = 24
-"""That are kept: fewer than all prompts together have, so that some have to go."""
+"""Number of blocks that a prefix store can hold: fewer than all prompts need together, so that blocks are evicted."""
 
 
 class Reference:
-    """What one process would have generated. Implements Judge."""
+    """Judge that compares an answer with the tokens that a single process generates. Implements Judge."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -57,9 +57,9 @@ async def chaos_cluster(
     generate: Mapping[str, Any] = MappingProxyType({}),
     emulates: bool = False,
 ) -> AsyncIterator[tuple[ChaosCluster, Reference]]:
-    """Everything up, and everything down again. The orchestrator finds its tokenizer in `folder`. `generate`: further
-    fields of the generation groups' configuration. `emulates`: each worker computes on an emulated device of its
-    own."""
+    """Run a cluster with faults, and stop it at the end. `folder` receives the orchestrator's tokenizer. `generate`
+    sets further fields of the generation groups' configuration. `emulates`: each worker computes on its own emulated
+    device."""
     torch.set_num_threads(1)
     faults = SeededPlan()
     spawner = InProcessSpawner(is_emulated=emulates, faults=faults)

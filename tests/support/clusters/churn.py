@@ -1,4 +1,5 @@
-"""Requests of random kinds that come and go in a generation engine, driven by hand, and what memory does meanwhile."""
+"""Random requests that start and end in a generation engine stepped by the test, and a check of the engine's memory
+accounting meanwhile."""
 
 import random
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ MAX_OUTPUT = 100
 
 @dataclass
 class Churn:
-    """Keeps a number of requests open until enough have come, cancelling and stopping some at random moments."""
+    """Keeps `num_open` requests open until `num_left` further ones have been submitted, and cancels some at random
+    moments."""
 
     made: Harness
     memories: list[PagedMemory]
-    """Of all slots."""
+    """Memory of all slots."""
     rng: random.Random
     num_left: int
     num_open: int
@@ -31,10 +33,11 @@ class Churn:
     num_pushed: int = 0
     most_promised: int = 0
     worst_error: float = 0.0
-    """Largest difference between our count and the operating system's, as a part of the latter."""
+    """Largest relative error of the engine's count of resident bytes, compared with the count of the operating
+    system."""
 
     def run(self) -> None:
-        """To the end of the last request. Fails when nothing ends for long."""
+        """Step the engine until the last request has ended. Fails if no request ends for many steps."""
         num_idle = 0
         while self.num_left or self.open:
             while self.num_left and len(self.open) < self.num_open:
@@ -70,7 +73,8 @@ class Churn:
         self.open.append(self.made.submit(ids, params, ref=ref))
 
     def _pushed(self, ids: tuple[int, ...], params: SamplingParams) -> LeaseRef | None:
-        """A lease with the prompt's KV; None when there is no room. Some others are given up half-way."""
+        """Return a committed lease whose slot has received the prompt's KV. Return None if no slot is free, or if the
+        lease was aborted before the commit, which happens at random."""
         try:
             ref = self.made.reserve(len(ids), len(ids) + params.max_tokens, num_choices=params.n).ref
             if self.rng.random() < 0.3:

@@ -46,7 +46,7 @@ StreamCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]
 
 @dataclass
 class Answer:
-    """Everything that one stream sent."""
+    """All events of one stream, by kind."""
 
     started: pb.Started = field(default_factory=pb.Started)
     token_ids: list[int] = field(default_factory=list)
@@ -61,12 +61,12 @@ class Answer:
 
     @property
     def end(self) -> pb.Finished:
-        """Return the last event, which must have come."""
+        """Return the last event. Fails if the stream has not ended."""
         assert self.finished is not None
         return self.finished
 
     async def read(self, call: StreamCall, num_tokens: int) -> None:
-        """Read events until `num_tokens` tokens of the first choice have come."""
+        """Read events until `num_tokens` tokens of the first choice have been received."""
         while len(self.token_ids) < num_tokens:
             event = await call.read()
             assert isinstance(event, pb.GenerateEvent)
@@ -108,7 +108,7 @@ class ClusterClient:
     """Client of an orchestrator; call `connect` first."""
 
     metadata: tuple[tuple[str, str], ...] = ()
-    """Metadata of calls for the state, which need a key where all calls need one."""
+    """Metadata of calls that ask for the cluster's state. It holds the API key if the orchestrator requires one."""
     server: OrchestratorServer
     """The orchestrator, if it runs in this process."""
     channel: grpc.aio.Channel
@@ -120,11 +120,11 @@ class ClusterClient:
         return f"{HOST}:{self.server.port}"
 
     def connect(self, channel: grpc.aio.Channel) -> None:
-        """Use this channel from now on."""
+        """Use `channel` for all further calls."""
         self.channel, self.stub = channel, OrchestratorStub(channel)
 
     def request(self, prompt_ids: Sequence[int], params: SamplingParams, **fields: Any) -> pb.GenerateRequest:
-        """Return a request with a prompt of token ids."""
+        """Return a request whose prompt is given as token ids."""
         return pb.GenerateRequest(
             request_id=uuid.uuid4().hex,
             token_ids=pb.TokenIds(ids=prompt_ids),
@@ -137,13 +137,13 @@ class ClusterClient:
         return self.stub.Generate(request, timeout=timeout_s)
 
     async def ask(self, request: pb.GenerateRequest, timeout_s: float | None = 60) -> Answer:
-        """Read a stream to its end. Raises the stream's error."""
+        """Run a request and return its answer. Raises the stream's error."""
         answer = Answer()
         await answer.drain(self.open(request, timeout_s))
         return answer
 
     async def state(self) -> pb.ClusterState:
-        """Return the orchestrator's state, asked for with `metadata`."""
+        """Return the cluster's state as reported by the orchestrator. The call sends `metadata`."""
         return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=60, metadata=self.metadata)
 
     async def scrape(self) -> list[Metric]:
@@ -165,7 +165,8 @@ class ClusterClient:
         await eventually(self.held, lambda counts: not any(counts), within_s)
 
     async def held(self) -> list[int]:
-        """Return the counts of everything that is held, from the orchestrator's state."""
+        """Return the numbers of queued and running requests, slots, bytes and jobs that the orchestrator's state
+        reports as held."""
         state = await self.state()
         counts = [state.num_queued, state.num_running]
         for group in state.groups:
@@ -176,7 +177,7 @@ class ClusterClient:
 
 
 def held_by(group: pb.GroupState) -> int:
-    """Return the slots and bytes that a group holds; 1 for a generation group without a status."""
+    """Return the sum of the slots and bytes that a group holds; 1 for a generation group without a status."""
     held = group.generation
     if group.role == "generate" and not group.HasField("generation"):
         return 1
@@ -184,7 +185,7 @@ def held_by(group: pb.GroupState) -> int:
 
 
 def _written(sample: Sample) -> str:
-    """Return a sample's name and labels in the text format, without empty labels."""
+    """Return a sample's name and labels in the Prometheus text format, without empty labels."""
     labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()) if value)
     return f"{sample.name}{{{labels}}}" if labels else sample.name
 
@@ -198,8 +199,8 @@ async def start_orchestrator(
     max_tokens: int,
     port: int = 0,
 ) -> OrchestratorServer:
-    """Start an orchestrator in this process, over workers of that model, which also serves metrics. `max_tokens` limits
-    the tokens of a request, prompt and output."""
+    """Start an orchestrator in this process for workers that serve the model of `decoder`. It also serves metrics.
+    `max_tokens` limits the number of prompt and output tokens of a request."""
     layout = decoder.layout.fingerprint
     model = ModelInfo("letters", max_tokens, decoder.config.vocab_size, "float32", False, layout)
     traces = Traces(provider_of(config or OrchestratorConfig(), {"baton.model": model.name}))

@@ -50,18 +50,19 @@ HASTY = OrchestratorConfig(avoid_s=0.2, prefill_wait_s=0.3, generation_wait_s=0.
 
 
 class BareCluster(ClusterClient):
-    """Servers without a supervisor, each behind a gate, and their orchestrator. All ranks are one prefill group,
-    `chain`; generation groups are `group-0`, `group-1`, and so on."""
+    """Servers without a supervisor, and their orchestrator. A gate in front of each server's attention kernels can stop
+    its computation. All ranks form one prefill group, `chain`; generation groups are named `group-0`, `group-1`, and so
+    on."""
 
     def __init__(self, spawner: InProcessSpawner, engine: EngineConfig, planner: ChainPlanner | None) -> None:
-        """Make a cluster without workers. `engine` configures each generation group."""
+        """Create a cluster that has no workers yet. `engine` configures each generation group."""
         self.members = Membership()
         self.ranks: list[PrefillServer] = []
         self.rank_gates: list[Gate] = []
         self.groups: list[GenerationServer] = []
         self.group_gates: list[Gate] = []
         self.fronts: dict[int, str] = {}
-        """Addresses, host:port, that the orchestrator is told in place of a worker's own, by the worker's port."""
+        """Addresses (host:port) that the orchestrator uses in place of a worker's own address, by the worker's port."""
         self._spawner = spawner
         self._engine = engine
         self.num_slots = engine.num_slots
@@ -70,7 +71,7 @@ class BareCluster(ClusterClient):
 
     @property
     def decoder(self) -> Decoder:
-        """Return the model of all workers, without a gate."""
+        """Return the model that all workers serve, without a gate in front of its kernels."""
         return self._spawner.decoder
 
     async def add_rank(self) -> None:
@@ -90,7 +91,7 @@ class BareCluster(ClusterClient):
         return await self._spawner.start(config), self._spawner.gates[config.name]
 
     async def start_epoch(self) -> None:
-        """Give the ranks new links."""
+        """Start a new epoch of the prefill group: connect its ranks by new links."""
         handles = {handle.server.port: handle for handle in self._spawner.made}
         workers = [Worker(handles[rank.port]) for rank in self.ranks]
         try:
@@ -99,7 +100,7 @@ class BareCluster(ClusterClient):
             await asyncio.gather(*(worker.disconnect() for worker in workers))
 
     def view(self, *, prefill_ready: bool = True) -> ClusterView:
-        """Return the view that a supervisor would send now."""
+        """Return the view of the cluster that a supervisor would send to the orchestrator at this moment."""
         endpoints = tuple(self._endpoint(rank.port) for rank in self.ranks)
         layout = self.decoder.layout.fingerprint
         prefixes = self.ranks[0].prefixes if self.ranks else None
@@ -123,8 +124,8 @@ class BareCluster(ClusterClient):
         return self.fronts.get(port, f"{HOST}:{port}")
 
     async def held_up(self, request: pb.GenerateRequest) -> tuple[StreamCall, Answer, str]:
-        """Return a stream that is stopped by a gate after its first tokens, what it sent so far, and the name of its
-        generation group. The gates of the other groups are open."""
+        """Start a request and stop it at a gate after its first tokens. Return the stream, the answer so far, and the
+        name of its generation group. The gates of the other groups are open."""
         for gate in self.group_gates:
             gate.shut(num_passes=4 * self.decoder.config.num_layers)
         call, answer = self.open(request), Answer()
@@ -136,16 +137,17 @@ class BareCluster(ClusterClient):
         return call, answer, names[busy]
 
     def lease_to_stranger(self, group: int = 0) -> LeaseRef:
-        """Lease a slot that no request of the orchestrator knows of."""
+        """Lease a slot directly, without a request of the orchestrator."""
         return self.groups[group].slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, ttl_s=600.0)).ref
 
     async def health(self) -> int:
-        """Return what the orchestrator says of its health."""
+        """Return the status that the orchestrator's health service reports."""
         request = health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator")
         return int((await health_pb2_grpc.HealthStub(self.channel).Check(request)).status)
 
     async def busy_group(self) -> int:
-        """Return the number of the generation group that runs the only stream. Waits until there is exactly one."""
+        """Return the index of the generation group that runs the only stream. Waits until exactly one group runs a
+        stream."""
 
         async def streams() -> list[int]:
             return [group.engine.status().num_streams for group in self.groups]
@@ -153,7 +155,7 @@ class BareCluster(ClusterClient):
         return (await eventually(streams, lambda found: sum(found) == 1)).index(1)
 
     async def lose_group(self, lost: int) -> None:
-        """Stop a generation group whose gate is shut. All gates open once its streams have left it for other groups."""
+        """Stop a generation group whose gate is shut. Open all gates when its streams have moved to other groups."""
         stopping = asyncio.create_task(self.groups[lost].stop())
 
         async def num_requests() -> int:
@@ -164,7 +166,8 @@ class BareCluster(ClusterClient):
         await stopping
 
     async def held(self) -> list[int]:
-        """Also count what the orchestrator has booked, and the jobs of ranks that it does not know."""
+        """Return the base class's counts, the number of jobs of each rank, and the numbers of prefill queues and of
+        generation groups for which the orchestrator has reserved load."""
         jobs = [rank.engine.status().num_jobs for rank in self.ranks]
         booked = [
             len(self.members.prefill_queues),
@@ -174,14 +177,14 @@ class BareCluster(ClusterClient):
 
     @asynccontextmanager
     async def serving(self, config: OrchestratorConfig | None) -> AsyncIterator[None]:
-        """Run an orchestrator over the workers, with a channel to it; at its end, check that nothing is held."""
+        """Run an orchestrator for the workers, and connect to it. At the end, check that no resource is held."""
         await self._start_orchestrator(config)
         try:
             self.members.update(self.view())
             async with make_channel(self.target, secret=SECRET) as channel:
                 self.connect(channel)
                 yield
-                if not self.server.orchestrator.scheduler._closing:  # the test has not stopped it
+                if not self.server.orchestrator.scheduler._closing:  # the test has not stopped the orchestrator
                     await self.settle()
         finally:
             await self.server.stop()
@@ -200,7 +203,7 @@ class BareCluster(ClusterClient):
             gate.open()
 
     async def settle(self) -> None:
-        """Open all gates, and wait until nothing is held. The view becomes that of `ranks` and `groups`."""
+        """Open all gates, send the orchestrator a view of `ranks` and `groups`, and wait until no resource is held."""
         self.open_gates()
         self.members.update(self.view())
         await self.until_empty()
@@ -226,12 +229,12 @@ async def cluster(
     prefix_disk: DiskPlace | None = None,
     device: str = "cpu",
 ) -> AsyncIterator[BareCluster]:
-    """Run a cluster without a supervisor; at its end, check that nothing is held. A test that stops a worker removes it
-    from `ranks` or `groups`.
+    """Run a cluster without a supervisor. At the end, check that no resource is held. A test that stops a worker
+    removes it from `ranks` or `groups`.
 
-    `generate`: further fields of the generation groups' configuration. `folders`: folders in which workers keep
-    prefixes, by role (prefill, generate) or name (generate-0), each with at most `prefix_bytes`. `device`: cpu, or
-    emulated for a device of its own for each worker.
+    `generate` sets further fields of the generation groups' configuration. `folders`: folders in which workers store
+    prefixes, by role (prefill, generate) or name (generate-0), each with a limit of `prefix_bytes`. `device`: "cpu", or
+    "emulated" for a separate emulated device per worker.
     """
     torch.set_num_threads(1)
     spawner = InProcessSpawner(

@@ -1,4 +1,5 @@
-"""A spawner whose calls raise, once each, what an operating system or Ray may raise there: it wraps a real one."""
+"""Wrapper of a spawner whose calls raise exceptions, as an operating system or Ray may raise them. Each exception is
+raised once."""
 
 from random import Random
 
@@ -7,19 +8,19 @@ from deploy.config.worker import WorkerConfig
 from deploy.groups.spawner import Spawner, WorkerHandle
 
 CALLS = ("start", "kill", "wait", "close")
-"""The calls of the two ports that a group's repair makes, and that can fail."""
+"""Methods of Spawner and WorkerHandle that a group's repair calls, and that can fail."""
 
 
 class Failures:
-    """The exceptions that are still to be raised, by call."""
+    """Exceptions to raise, by name of the method."""
 
     def __init__(self) -> None:
         self.due: dict[str, Exception] = {}
-        """The next call of that name raises the exception, and forgets it."""
+        """Exceptions by name of the method. The next call of the method removes its exception and raises it."""
         self.num_raised = 0
 
     def strike(self, call: str) -> None:
-        """Raises the exception that is due at this call, if there is one."""
+        """Raise the exception that is scheduled for this method, if there is one."""
         error = self.due.pop(call, None)
         if error is not None:
             self.num_raised += 1
@@ -27,7 +28,8 @@ class Failures:
 
 
 class RandomFailures(Failures):
-    """Failures of a seed: each call fails with the given probability, until `num_left` have failed."""
+    """Random failures, repeatable by seed. Each call fails with the given probability, until `num_left` calls have
+    failed."""
 
     def __init__(self, seed: int, errors: tuple[Exception, ...], probability: float, num_left: int) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class RandomFailures(Failures):
 
 
 class FailingWorker:
-    """Wraps a worker. Implements WorkerHandle."""
+    """Worker whose calls fail as scheduled. Implements WorkerHandle."""
 
     def __init__(self, inner: WorkerHandle, failures: Failures) -> None:
         self.inner = inner
@@ -84,7 +86,7 @@ class FailingWorker:
 
 
 class FailingSpawner:
-    """Wraps a spawner. Implements Spawner."""
+    """Spawner whose calls, and whose workers' calls, fail as scheduled. Implements Spawner."""
 
     def __init__(self, inner: Spawner, failures: Failures) -> None:
         self.failures = failures

@@ -1,4 +1,4 @@
-"""A plan whose faults a test picks."""
+"""Fault plan whose faults a test selects."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -7,12 +7,12 @@ from baton_lab.chaos.faults import Fault, Strike
 
 
 class PickedPlan:
-    """Hits the first call of each of some names, and nothing else. Implements FaultPlan."""
+    """Plan that strikes only the first call of each selected name. Implements FaultPlan."""
 
     def __init__(self, faults: Mapping[str, Fault], amount: float) -> None:
         self.struck: Counter[tuple[str, Fault]] = Counter()
         self.is_on = False
-        """Whether calls are hit at all."""
+        """True while the plan is active. An inactive plan strikes no call."""
         self._due = dict(faults)
         self._amount = amount
 

@@ -1,5 +1,5 @@
-"""Clusters of child processes, configured as for `baton serve`. The process of the orchestrator is replaced when it
-ends or is silent."""
+"""Clusters of child processes, configured as for `baton serve`. The orchestrator's process is replaced when it ends or
+stops sending heartbeats."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,14 +26,15 @@ from tests.support.wire.secret import SECRET
 
 @dataclass(kw_only=True)
 class KeptCluster(SupervisedCluster):
-    """Supervised child processes, whose orchestrator is a child process, too, and sends orders with its heartbeats."""
+    """Cluster of supervised child processes. Its orchestrator is a child process, too, and sends orders with its
+    heartbeats."""
 
     config: ClusterConfig
-    """Configuration of all groups that may be ordered."""
+    """Configuration of all groups that orders may name."""
     folder: Path
     """Model folder."""
     orders: Orders = field(default_factory=Orders)
-    """First orders: groups that are to leave are not started."""
+    """Orders at the start. A group that these orders end is not started."""
     keeper: OrchestratorKeeper | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +55,8 @@ class KeptCluster(SupervisedCluster):
         return f"{LOOPBACK}:{self.keeper.ports[0]}"
 
     def make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
-        """Return the planner of the orchestrator's next incarnation, from that of the former one."""
+        """Return the planner for the next incarnation (process) of the orchestrator, given the planner of the previous
+        one."""
         return served_planner(self.cluster_plan, former)
 
     def tell(self) -> None:
@@ -62,7 +64,7 @@ class KeptCluster(SupervisedCluster):
             self.keeper.tell()
 
     async def start(self) -> None:
-        """Start the groups that are not ordered away, then the orchestrator."""
+        """Start all groups except the ones that the first orders end, then the orchestrator."""
         for name in self.names:
             if name not in self.orders.leaving:
                 self.cluster.add(self.make(name, Orders()))
@@ -97,7 +99,7 @@ class KeptCluster(SupervisedCluster):
 
 @asynccontextmanager
 async def kept(made: KeptCluster) -> AsyncIterator[None]:
-    """Run the cluster, with a channel to its orchestrator."""
+    """Run the cluster, and connect to its orchestrator."""
     try:
         await made.start()
         async with make_channel(made.target, secret=SECRET) as channel:

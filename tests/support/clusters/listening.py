@@ -1,4 +1,4 @@
-"""What listens on this machine, and for whom: from the kernel's tables, without a tool."""
+"""Listening sockets of processes on this machine, read from the kernel's tables in /proc."""
 
 import contextlib
 import socket
@@ -23,13 +23,13 @@ class Listener:
 
     @property
     def is_local(self) -> bool:
-        """Only this machine's processes reach it."""
+        """Return True if only processes of this machine can connect to the socket."""
         mapped = self.address.ipv4_mapped if isinstance(self.address, IPv6Address) else None
         return (mapped or self.address).is_loopback
 
 
 def descendants(pid: int) -> set[int]:
-    """The process and all below it."""
+    """Return the id of the process and the ids of all its descendants."""
     parents = {int(path.name): _parent(path) for path in Path("/proc").glob("[0-9]*")}
     found = {pid}
     while more := {each for each, parent in parents.items() if parent in found} - found:
@@ -38,12 +38,12 @@ def descendants(pid: int) -> set[int]:
 
 
 def listeners(pids: set[int]) -> list[Listener]:
-    """All listening sockets of these processes."""
+    """Return all listening sockets of the given processes."""
     sockets = dict(_listening())
     found = []
     for pid in pids:
         process = Path("/proc") / str(pid)
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             links = {_target(file) for file in (process / "fd").iterdir()}
             found += [Listener(pid, command, *sockets[link]) for link in links & sockets.keys()]
@@ -51,7 +51,7 @@ def listeners(pids: set[int]) -> list[Listener]:
 
 
 def _target(file: Path) -> str:
-    with contextlib.suppress(OSError):  # it was closed meanwhile
+    with contextlib.suppress(OSError):  # the file descriptor was closed meanwhile
         return str(file.readlink())
     return ""
 

@@ -1,4 +1,4 @@
-"""A request that stands still in a phase of a test's choice, before workers in this process, until it is let go."""
+"""Requests that are stopped in a chosen phase until the test releases them. The workers run in this process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,10 +19,11 @@ NUM_RANKS = 3
 CONFIG = OrchestratorConfig(block_tokens=16, disaggregation="always")
 NUM_SLOTS = 2
 VICTIM = SamplingParams(max_tokens=300, temperature=0.8, seed=7, ignore_eos=True)
-"""Never ends by itself meanwhile."""
+"""Parameters of a request that is too long to finish during a test."""
 ENDING = replace(VICTIM, max_tokens=40)
 SOME_PASSES = 14
-"""Layers of some steps, or of a round of drafts: never all tokens of an answer."""
+"""Number of layer passes after which a gate stops an engine. It covers a few decode steps or one round of drafts, but
+never a whole answer."""
 OTHER = replace(VICTIM, max_tokens=6, seed=8)
 IDS = prompt(60)
 OTHER_IDS = prompt(30, seed=1)
@@ -30,49 +31,49 @@ OTHER_IDS = prompt(30, seed=1)
 
 @dataclass
 class Scene:
-    """A cluster whose workers' networks hold calls, and the request that is struck."""
+    """Cluster whose calls between workers can be held, and the request that the test interrupts (the victim)."""
 
     made: BareCluster
     calls: HeldCalls
     victim: SamplingParams = VICTIM
     others: list[asyncio.Task[Answer]] = field(default_factory=list)
     standing: ExitStack = field(default_factory=ExitStack)
-    """What else is to be let go."""
+    """Further contexts that `let_go` closes."""
 
     def ask(self, params: SamplingParams | None = None) -> StreamCall:
-        """The victim."""
+        """Send the victim's request."""
         return self.made.open(self.made.request(IDS, params or self.victim))
 
     def ask_other(self) -> None:
-        """One that goes on."""
+        """Send a further request, which the test does not interrupt."""
         self.others.append(asyncio.create_task(self.made.ask(self.made.request(OTHER_IDS, OTHER))))
 
     async def until_held(self) -> None:
         await self.calls.until_reached()
 
     async def num_jobs(self) -> int:
-        """On all ranks."""
+        """Return the number of jobs on all ranks."""
         return sum(rank.engine.status().num_jobs for rank in self.made.ranks)
 
     async def num_standing(self) -> int:
-        """Calls that are held now."""
+        """Return the number of calls that are held now."""
         return self.calls.num_standing
 
     def let_go(self) -> None:
-        """The step or layer under way ends, and all calls pass."""
+        """Release everything: open all gates, pass all held calls, and close `standing`."""
         for gate in (*self.made.rank_gates, *self.made.group_gates):
             gate.open()
         self.calls.release()
         self.standing.close()
 
     async def end_step(self) -> None:
-        """Do as `let_go`. An engine that stood within a step of the victim alone stops again after `SOME_PASSES`: if it
-        did not remove the victim's row, the slot stays held."""
+        """Release everything as `let_go` does. But if an engine was stopped in a step that runs only the victim, stop
+        it again after `SOME_PASSES`. The slot stays held then if the engine did not remove the victim's sequence."""
         standing = [gate for gate in self.made.group_gates if gate.reached.is_set() and not gate.opened.is_set()]
         if self.others or not standing:
             self.let_go()
             return
-        await eventually(self._has_given_back, bool)  # the engine must hear of the cancel before it stops again
+        await eventually(self._has_given_back, bool)  # the engine must receive the cancellation before it stops again
         self.let_go()
         for gate in standing:
             gate.shut(SOME_PASSES)
@@ -81,13 +82,13 @@ class Scene:
         return not self.made.server.orchestrator.scheduler.attempt_runner._lease_reaper._tasks
 
     async def forgotten(self) -> bool:
-        """The orchestrator neither queues nor runs any but the others."""
+        """Return True if the orchestrator queues and runs no requests except the uninterrupted ones."""
         state = await self.made.state()
         return state.num_queued + state.num_running == sum(not other.done() for other in self.others)
 
     async def held(self) -> list[int]:
-        """Slots, bytes and streams of the engine; streams kept for an orchestrator; jobs of each rank; jobs in the
-        orchestrator's book."""
+        """Return the numbers of held resources: slots, bytes and streams of the engine; streams kept for an
+        orchestrator; jobs of each rank; jobs that the orchestrator tracks."""
         (group,) = self.made.groups
         ledger = group.slots.ledger()
         assert not ledger.imbalance, ledger
@@ -105,7 +106,7 @@ class Scene:
 
 
 async def queued(scene: Scene) -> StreamCall:
-    """All slots are taken."""
+    """Leave the request in the queue, because all slots are in use."""
     (gate,) = scene.made.group_gates
     gate.shut()
     for _ in range(NUM_SLOTS):
@@ -118,7 +119,7 @@ async def queued(scene: Scene) -> StreamCall:
 
 
 async def reserving(scene: Scene) -> StreamCall:
-    """The slot is leased, and nobody has heard it."""
+    """Stop when the slot is leased, but the answer to Reserve has not reached the orchestrator."""
     scene.calls.hold("Reserve", answer=True)
     call = scene.ask()
     await scene.until_held()
@@ -126,7 +127,7 @@ async def reserving(scene: Scene) -> StreamCall:
 
 
 async def reserved(scene: Scene) -> StreamCall:
-    """The slot is leased, and no rank has begun."""
+    """Stop when the slot is leased, but no rank has started."""
     scene.calls.hold("Run")
     call = scene.ask()
     await scene.until_held()
@@ -134,7 +135,7 @@ async def reserved(scene: Scene) -> StreamCall:
 
 
 def chunk_on(rank: int) -> "Phase":
-    """That rank stands within a layer; the others are ahead, or wait for it."""
+    """Return a phase that stops the given rank within a layer. Other ranks are ahead of it or wait for it."""
 
     async def reach(scene: Scene) -> StreamCall:
         scene.made.rank_gates[rank].shut()
@@ -146,7 +147,7 @@ def chunk_on(rank: int) -> "Phase":
 
 
 async def transferring(scene: Scene) -> StreamCall:
-    """All is computed, and the KV is on its way."""
+    """Stop when all KV is computed and its transfer has started."""
     scene.calls.hold("PushShared")
     call = scene.ask()
     await scene.until_held()
@@ -156,7 +157,7 @@ async def transferring(scene: Scene) -> StreamCall:
 
 
 async def committing(scene: Scene) -> StreamCall:
-    """All KV is there; the first token is on its way."""
+    """Stop when all KV has arrived and the first token is being sent."""
     scene.calls.hold("Commit")
     call = scene.ask()
     await scene.until_held()
@@ -164,7 +165,7 @@ async def committing(scene: Scene) -> StreamCall:
 
 
 async def inserting(scene: Scene) -> StreamCall:
-    """The slot has its first token, and waits for the end of the step under way to become a row."""
+    """Stop when the slot has its first token and waits for the end of the current step to join the batch."""
     (gate,) = scene.made.group_gates
     gate.shut()
     scene.ask_other()
@@ -176,7 +177,7 @@ async def inserting(scene: Scene) -> StreamCall:
 
 
 async def prefilling_locally(scene: Scene) -> StreamCall:
-    """There is no prefill group: the engine stands within a step that has the prompt's first tokens."""
+    """Remove the prefill group, and stop the engine within a step that computes the prompt's first tokens."""
     scene.made.members.update(replace(scene.made.view(), prefill=()))
     (gate,) = scene.made.group_gates
     gate.shut()
@@ -186,13 +187,13 @@ async def prefilling_locally(scene: Scene) -> StreamCall:
 
 
 async def decoding_its_own_prefill(scene: Scene) -> StreamCall:
-    """As decoding, and there was never a lease."""
+    """Remove the prefill group, so that no slot is leased, and stop the engine within a decode step."""
     scene.made.members.update(replace(scene.made.view(), prefill=()))
     return await decoding(scene)
 
 
 async def decoding(scene: Scene) -> StreamCall:
-    """Tokens come; the engine stands within a step."""
+    """Stop the engine within a decode step, after two tokens have been received."""
     (gate,) = scene.made.group_gates
     gate.shut(SOME_PASSES)
     call = scene.ask()
@@ -202,13 +203,14 @@ async def decoding(scene: Scene) -> StreamCall:
 
 
 async def returning(scene: Scene) -> StreamCall:
-    """All tokens have come; the engine is about to copy the answer's KV to the prefix store, which somebody locks."""
+    """Stop when all tokens have been received and the engine is about to copy the answer's KV to the prefix store,
+    whose lock the test holds."""
     (group,), (gate,) = scene.made.groups, scene.made.group_gates
     gate.shut(SOME_PASSES)
     call, answer = scene.ask(ENDING), Answer()
     await answer.read(call, 2)
     await gate.until_reached()
-    await eventually(scene.num_jobs, lambda number: number == 0)  # they keep the prompt's
+    await eventually(scene.num_jobs, lambda number: number == 0)  # the ranks store the prompt's KV first
     assert group.prefixes is not None
     scene.standing.enter_context(group.prefixes.locked())
     gate.open()
@@ -232,7 +234,7 @@ PHASES: dict[str, Phase] = {
     "decoding its own prefill": decoding_its_own_prefill,
     "returning": returning,
 }
-"""Each brings a request to stand in the phase of that name."""
+"""Functions by name of the phase. Each starts the victim's request, stops it in its phase, and returns its stream."""
 
 
 @asynccontextmanager

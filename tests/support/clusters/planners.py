@@ -26,7 +26,8 @@ def planner_of(
     steps: StepTimes | None = None,
     local: LocalPrefill | None = None,
 ) -> ChainPlanner:
-    """By a cost model alone, which counts as measured: what jobs take changes nothing."""
+    """Return a planner that predicts by a cost model alone. The cost model counts as measured: actual durations of jobs
+    do not change it."""
     table = _searched(cost, max_ranks, max_tokens).table
     return ChainPlanner(
         _calibration(cost), max_ranks=max_ranks, max_tokens=max_tokens, steps=steps, local=local, table=table
@@ -35,7 +36,8 @@ def planner_of(
 
 @functools.cache
 def _searched(cost: CostModel, max_ranks: int, max_tokens: int) -> ChainPlanner:
-    """A planner whose knots all others of that cost and size take: their search takes up to a second."""
+    """Return a planner whose table of plans is shared by all planners with the same cost model and limits. Computing
+    the table takes up to a second."""
     return ChainPlanner(_calibration(cost), max_ranks=max_ranks, max_tokens=max_tokens)
 
 
@@ -46,19 +48,21 @@ def _calibration(cost: CostModel) -> Calibration:
 
 @functools.cache
 def linear_planner() -> ChainPlanner:
-    """A layer takes a token 0.1 ms, on any rank, and nothing else takes time: more ranks are always worth it."""
+    """Return a planner for which a layer takes 0.1 ms per token on every rank, and nothing else takes time. More ranks
+    are always faster."""
     return planner_of(_LINEAR)
 
 
 def deciding_planner(speed: float = 1.0, *, max_ranks: int = 1, slower: float = 1.0) -> ChainPlanner:
-    """The same, so many times slower, and a generation group that computes at `speed` times a rank's: steps without
-    prefill take it 20 ms, those with prefill at most twice that."""
+    """Return a planner that decides between disaggregated and local prefill. Ranks take 0.1 ms * `slower` per token and
+    layer. The generation group prefills at `speed` times the speed of a rank. Its steps take 20 ms without prefill, and
+    at most twice as long with prefill."""
     steps = StepTimes("by hand", "none", _SHAPE, WorkCost(0.02, 0.0, 0.0, 0.0))
     return planner_of(_LINEAR.times(slower), max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 2.0, 256))
 
 
 def traffic_planner(hardware: str, max_ranks: int = 1) -> RecallingPlanner:
-    """Return a planner of simulated traffic, for Llama 3.1 8B on this hardware."""
+    """Return a planner for simulated traffic of Llama 3.1 8B on the given hardware."""
     model, shape, rates = "llama-3.1-8b", shape_of("llama-3.1-8b"), hardware_of(hardware)
     steps = nominal_steps(model, hardware, shape, rates)
     return RecallingPlanner(nominal(model, hardware, shape, rates), max_ranks=max_ranks, max_tokens=8192, steps=steps)

@@ -1,4 +1,4 @@
-"""`baton local`'s own clusters: start one, ask its orchestrator, and look at what its workers hold."""
+"""Clusters of `baton local`: start one, send requests to its orchestrator, and inspect what its workers hold."""
 
 import contextlib
 import uuid
@@ -28,7 +28,7 @@ CLOCK = SystemClock()
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that one request's stream brought."""
+    """All events of one request's stream."""
 
     tokens: list[TokenEvent]
     finished: Finished
@@ -69,9 +69,9 @@ async def local_relay(
     generate: Mapping[str, Any] = MappingProxyType({}),
     device: str = "cpu",
 ) -> AsyncIterator[Relay]:
-    """A running relay; closed, with all its processes, at the end. It keeps no prefixes by default: tests ask the same
-    again and again, and count what is computed. `generate`: further settings of the generation group; `device`: of all
-    workers."""
+    """Run a local cluster, and end all its processes at the end. By default, it stores no prefixes, because tests
+    repeat requests and count the tokens that are computed. `generate` sets further fields of the generation group.
+    `device` is the device of all workers."""
     prefill = {
         "num_ranks": num_ranks,
         "watchdog_floor_s": 5.0,
@@ -100,8 +100,8 @@ async def ask(
     params: SamplingParams,
     on_token: Callable[[int], None] = lambda num: None,
 ) -> Answer:
-    """Runs one request to its end; `on_token` hears how many tokens have come. Raises what the request ended with, if
-    that was an error."""
+    """Run one request to its end. `on_token` is called with the number of tokens received so far. Raises the request's
+    error."""
     tokens: list[TokenEvent] = []
     request = Request(RequestId(uuid.uuid4().hex), prompt_ids, params)
     async with contextlib.aclosing(relay.scheduler.generate(request)) as events:
@@ -117,25 +117,25 @@ async def ask(
 
 
 async def generation_status(relay: Relay) -> generate_pb2.GenerationStatus:
-    """What the generation engine says of itself."""
+    """Return the status that the generation engine reports."""
     return await relay.cluster.engine.generation.GetStatus(generate_pb2.GenerationStatusRequest())
 
 
 async def slots_in_use(relay: Relay) -> tuple[int, int]:
-    """(slots that are not free, KV bytes held) of the generation engine."""
+    """Return (number of used slots, number of KV bytes held) of the generation engine."""
     status = await generation_status(relay)
     return status.num_slots - status.num_free, status.num_bytes_held
 
 
 async def check_drafted(relay: Relay, way: str) -> None:
-    """The generation engine, which speculates in this way of SPECULATING, has done so; `auto` may have found that no
-    drafts pay."""
+    """Check that the generation engine has drafted tokens. `way` is its name in SPECULATING. With `auto`, it may have
+    drafted none, because it may find that drafts do not pay off."""
     status = await generation_status(relay)
     assert status.HasField("speculation") == (way != "off")
     assert status.speculation.num_drafted or way in ("off", "auto", "auto host"), status.speculation
 
 
 async def jobs_in_flight(relay: Relay) -> list[int]:
-    """Jobs that each prefill rank holds."""
+    """Return the number of jobs that each prefill rank holds."""
     request = prefill_pb2.PrefillStatusRequest()
     return [(await worker.prefill.GetStatus(request)).num_jobs for worker in relay.cluster.ranks]

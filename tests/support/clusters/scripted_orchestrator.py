@@ -1,7 +1,8 @@
-"""The Orchestrator service as a script: tokens that are a function of their position, and faults by number of call.
+"""Scripted Orchestrator service: tokens are a function of their position, and faults are given by number of call.
 
-Real servers and real streams; only what would compute the tokens is missing. Output token i is 1000 + i and its text
-is "<i> "; the seed is drawn as 77 unless given; the stream goes on after what the request has of its first choice.
+Servers and streams are real; only the computation of tokens is replaced. Output token i has the id 1000 + i and the
+text "<i> ". The seed is 77 unless the request sets one. If a request already contains output tokens of its first
+choice, the stream continues after them.
 """
 
 import asyncio
@@ -68,12 +69,12 @@ REQUESTS = orchestrator_pb2.RequestList(
     ],
 )
 TAIL = "tail"
-"""Text that only the choice's end brings."""
+"""Text that is sent with the end of a choice, not with a token."""
 
 
 @dataclass
 class Fault:
-    """What one call does in place of finishing, after `after` new tokens; by default nothing."""
+    """Fault of one call, which strikes after `after` new tokens. By default, the call has no fault."""
 
     after: int = 0
     error: BatonError | None = None
@@ -82,39 +83,39 @@ class Fault:
     end: bool = False
     """End the stream, without a last message."""
     skip: int = 0
-    """Leave out this many tokens, and go on."""
+    """Number of tokens that the stream skips before it continues."""
     repeat: int = 0
-    """Send this many tokens again, and go on."""
+    """Number of tokens that the stream repeats before it continues."""
     before_started: bool = False
-    """At once, before the request is taken."""
+    """True if the fault strikes before the stream's first message (`started`)."""
     finish: generate_pb2.FinishReason.ValueType | None = None
-    """Finish with this reason, and `error`."""
+    """Finish reason that the stream ends with, followed by `error` if it is set."""
 
 
 @dataclass
 class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
-    """Keeps what it was asked; the n-th call suffers the n-th fault."""
+    """Scripted service that records all requests. The n-th call has the n-th fault."""
 
     faults: Sequence[Fault] = ()
     words: Sequence[tuple[int, str]] = ()
-    """Ids and texts of the output tokens, after which the answer ends by itself; empty: a function of the position."""
+    """Ids and texts of all output tokens of an answer. Empty: tokens are a function of their position."""
     requests: list[orchestrator_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     looks: list[dict[str, str | bytes]] = field(default_factory=list)
-    """Metadata of each question about the state or the requests."""
+    """Metadata of each call of GetClusterState and GetRequests."""
     refuses: BatonError | None = None
-    """What such a question gets instead."""
+    """Error that GetClusterState and GetRequests raise; None: they answer."""
     refuses_callers: BatonError | None = None
     """Error that GetModel raises; None: it answers."""
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Generate(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> Events:
-        """Streams what the request and its fault say, and notes a call that its client or the server ended early."""
+        """Stream the answer with its fault. Set `cancelled` when the client or the server ends the call early."""
         try:
             async for event in self._script(request, context):
                 yield event
-        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: the cancellation met a message being written
+        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: the call was cancelled during a write
             self.cancelled.set()
             raise
 
@@ -146,7 +147,7 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
             raise fault.error
 
     def _told(self, request: orchestrator_pb2.GenerateRequest) -> Iterator[orchestrator_pb2.GenerateEvent]:
-        """The words, of each choice, as far as the request lets them come."""
+        """Yield `words` for each choice, up to the request's limit on tokens."""
         told = self.words[: request.sampling.max_tokens]
         is_whole = len(told) == len(self.words)
         reason = generate_pb2.FINISH_REASON_STOP if is_whole else generate_pb2.FINISH_REASON_LENGTH
@@ -159,7 +160,7 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
         yield orchestrator_pb2.GenerateEvent(finished=orchestrator_pb2.Finished(usage=usage))
 
     async def GetModel(self, request: orchestrator_pb2.GetModelRequest, context: Context) -> orchestrator_pb2.Model:
-        """The scripted model."""
+        """Return the scripted model."""
         if self.refuses_callers is not None:
             raise self.refuses_callers
         return MODEL
@@ -167,14 +168,14 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
     async def GetClusterState(
         self, request: orchestrator_pb2.GetClusterStateRequest, context: Context
     ) -> orchestrator_pb2.ClusterState:
-        """The scripted state."""
+        """Return the scripted state."""
         self._look(context)
         return STATE
 
     async def GetRequests(
         self, request: orchestrator_pb2.GetRequestsRequest, context: Context
     ) -> orchestrator_pb2.RequestList:
-        """The scripted requests."""
+        """Return the scripted requests."""
         self._look(context)
         return REQUESTS
 
@@ -193,7 +194,8 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
 
 @asynccontextmanager
 async def serving(service: ScriptedOrchestrator, port: int = 0) -> AsyncIterator[str]:
-    """Serves it on 127.0.0.1; yields host:port. Leaving ends all calls at once, as a dying orchestrator does."""
+    """Serve `service` on 127.0.0.1, and yield its address (host:port). At the end, all calls are ended at once, as when
+    an orchestrator's process dies."""
     server = make_server()
     orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(service, server)
     async with listening(server, port) as bound:
@@ -201,7 +203,7 @@ async def serving(service: ScriptedOrchestrator, port: int = 0) -> AsyncIterator
 
 
 def text_of(num_tokens: int) -> str:
-    """All text of a finished stream of so many tokens."""
+    """Return the whole text of a finished stream of `num_tokens` tokens."""
     return "".join(f"{index} " for index in range(num_tokens)) + TAIL
 
 

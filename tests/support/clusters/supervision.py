@@ -1,8 +1,8 @@
-"""Supervised clusters for tests: workers that end are replaced, and groups leave and come back as ordered.
+"""Supervised clusters for tests: workers that end are replaced, and groups are ended and started as ordered.
 
-The test's own process is the supervisor. Its orchestrator, if any, runs in the same process, and exchanges orders and
-views with the roster by heartbeats. Workers are servers in this process, optionally with faults by a plan, or child
-processes.
+The test's own process is the supervisor. Its orchestrator, if it has one, runs in the same process. The orchestrator
+and the supervisor exchange orders and views of the cluster with each heartbeat. Workers are servers in this process,
+optionally with planned faults, or child processes.
 """
 
 import asyncio
@@ -63,13 +63,13 @@ WorkersOf = Callable[[str, Path], Sequence[WorkerConfig]]
 
 
 class CountedRoom:
-    """Room with a limited number of places. Implements Room."""
+    """Room with a limited number of worker places. Implements Room."""
 
     def __init__(self, num_places: int) -> None:
         self.taken: dict[str, int] = {}
-        """Number of places taken, by group."""
+        """Number of reserved places, by group."""
         self.num_places = num_places
-        """Number of all places."""
+        """Total number of places."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
         others = sum(taken for name, taken in self.taken.items() if name != group)
@@ -83,7 +83,7 @@ class CountedRoom:
 
 @dataclass
 class SupervisedCluster(ClusterClient):
-    """Supervised groups, and their orchestrator and its client while they are served."""
+    """Supervised groups. While they are served, also their orchestrator and its client."""
 
     decoder: Decoder = field(default_factory=eos_decoder)
     names: Sequence[str] = NAMES
@@ -100,9 +100,9 @@ class SupervisedCluster(ClusterClient):
     may_share: bool = True
     """Whether ranks with faults may push through shared memory."""
     processes: Spawner | None = None
-    """Spawner of child processes, used in place of `spawner`."""
+    """Spawner of child processes; if it is set, it replaces `spawner`."""
     workers_of: WorkersOf | None = None
-    """None: workers of the tiny model in this process."""
+    """Returns the configurations of a group's workers. None: workers of the tiny model in this process."""
     reports: list[str] = field(default_factory=list)
     members: Membership = field(default_factory=Membership)
     cluster: Cluster = field(init=False)
@@ -124,12 +124,12 @@ class SupervisedCluster(ClusterClient):
         self.begin_incarnation()
 
     def begin_incarnation(self) -> None:
-        """Start over as a supervisor without groups."""
+        """Start a new incarnation of the supervisor (as a restarted process), without groups."""
         self.cluster = Cluster([], [], self.around)
         self.roster = Roster(self.cluster, self.names, self.make, self.around)
 
     def make(self, name: str, orders: Orders) -> WorkerGroup:
-        """Return a group that is not started yet. Implements MakeGroup."""
+        """Create a group without starting it. Implements MakeGroup."""
         folder = Path(orders.models.get(name, ""))
         workers_of = self.workers_of or self._tiny_workers
         return group_of(name, lambda group: workers_of(group, folder), self.around, orders)
@@ -156,7 +156,7 @@ class SupervisedCluster(ClusterClient):
         await self.cluster.start()
 
     def beat(self) -> None:
-        """Exchange one heartbeat with the orchestrator: take its orders, and send the view."""
+        """Exchange one heartbeat with the orchestrator: apply its orders, and send it the view."""
         self.members.hear_kept(self.members.orders)
         self.roster.follow(self.members.orders)
         self.tell()
@@ -169,7 +169,8 @@ class SupervisedCluster(ClusterClient):
 
     @asynccontextmanager
     async def adopting(self, orders: Orders) -> AsyncIterator[None]:
-        """Begin with these orders, as the next supervisor of a cluster does; end all groups at the end."""
+        """Start as a cluster's next supervisor does, with the previous supervisor's `orders`. At the end, end all
+        groups."""
         self.members.keep_orders(orders)
         await self.roster.adopt(orders)
         try:
@@ -178,7 +179,7 @@ class SupervisedCluster(ClusterClient):
             await self.close()
 
     async def close(self) -> None:
-        """End all groups and release their room."""
+        """End all groups and release their reserved places."""
         await self.roster.close()
         await self.cluster.close()
         for name in (*self.names, *self.members.orders.stand_ins):
@@ -188,7 +189,7 @@ class SupervisedCluster(ClusterClient):
     async def serving(
         self, config: OrchestratorConfig = CONFIG, planner: ChainPlanner | None = None
     ) -> AsyncIterator[None]:
-        """Run an orchestrator in this process, with a channel to it."""
+        """Run an orchestrator in this process, and connect to it."""
         made = start_orchestrator(self.decoder, self.members, config, planner, max_tokens=self.max_tokens)
         self.server = await made
         try:
@@ -200,12 +201,12 @@ class SupervisedCluster(ClusterClient):
 
     @property
     def overview(self) -> Overview:
-        """Return the overview of the orchestrator in this process."""
+        """Return the Overview object of the orchestrator in this process."""
         return self.server.orchestrator.overview
 
     @property
     def operations(self) -> GroupOperations:
-        """Return the operations on groups of the orchestrator in this process."""
+        """Return the GroupOperations object of the orchestrator in this process."""
         return self.server.orchestrator.operations
 
     def endpoints(self) -> dict[str, tuple[str, ...]]:
@@ -227,12 +228,12 @@ class SupervisedCluster(ClusterClient):
         return num_answers
 
     async def until_empty(self, within_s: float = LIMIT_S) -> None:
-        """Wait until all workers serve, and then until nothing is held."""
+        """Wait until all workers serve, and then until no resource is held."""
         await self.cluster.until_ready(within_s)
         await super().until_empty(within_s)
 
     async def held(self) -> list[int]:
-        """Also count the jobs that the ranks themselves report."""
+        """Return the base class's counts, followed by the number of jobs that each rank itself reports."""
         ranks = [await worker.status(10) for group in self.cluster.prefill for worker in group.workers.values()]
         jobs = [rank.num_jobs for rank in ranks if isinstance(rank, prefill_pb2.PrefillStatus)]
         return [*await super().held(), *jobs]
@@ -246,8 +247,8 @@ async def supervised(
     planner: ChainPlanner | None = None,
     orchestrator: bool = True,
 ) -> AsyncIterator[SupervisedCluster]:
-    """Run a supervised cluster, by default of the tiny model; at its end, check that no worker and no taken place is
-    left. Without `orchestrator`, the test gives orders through `members`, or calls `serving`."""
+    """Run a supervised cluster, by default of the tiny model. At the end, check that no worker runs and no place is
+    reserved. Without `orchestrator`, the test gives orders through `members`, or calls `serving`."""
     torch.set_num_threads(1)
     made = made or SupervisedCluster()
     await made.start()

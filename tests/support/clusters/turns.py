@@ -1,4 +1,4 @@
-"""Ask a cluster for the turns of a chat, check their tokens, and record what was cached, fetched and pushed."""
+"""Run the turns of a chat on a cluster, check their tokens, and record how many were cached, fetched and pushed."""
 
 from dataclasses import dataclass
 
@@ -15,40 +15,40 @@ from tests.support.engines.generation import prompt, reference_ids
 
 @dataclass(frozen=True)
 class Turn:
-    """A request that was answered."""
+    """One turn of a chat: a request and its answer."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     num_cached: int
     num_pushed: int
-    """Number of tokens whose KV the ranks pushed."""
+    """Number of tokens whose KV the prefill ranks pushed."""
     timings: Timings
 
     def then(self, num_new: int, seed: int) -> tuple[int, ...]:
-        """Return the prompt of the next turn."""
+        """Return the prompt of the next turn: this turn's prompt and answer, and `num_new` new tokens."""
         return (*self.prompt_ids, *self.token_ids, *prompt(num_new, seed=seed))
 
     @property
     def local(self) -> PlacementTerms:
-        """Return what was predicted for the group's own prefill."""
+        """Return the predicted terms of prefill by the generation group itself."""
         placement = self.timings.prefill.placement
         assert placement is not None and placement.local is not None
         return placement.local
 
     @property
     def num_fetched(self) -> int:
-        """Return the bytes that came from another node."""
+        """Return the number of KV bytes that were fetched from another node."""
         return self.timings.prefill.fetch.num_bytes if self.timings.prefill.fetch is not None else 0
 
     @property
     def shortfall(self) -> str:
-        """Return why a fetch brought less than it was to bring."""
+        """Return the reason why a fetch returned fewer tokens than planned; empty if it returned all."""
         assert self.timings.prefill.fetch is not None, "nothing was to be fetched"
         return self.timings.prefill.fetch.shortfall
 
 
 async def ask_turn(made: BareCluster, prompt_ids: tuple[int, ...], params: SamplingParams) -> Turn:
-    """Ask, and check that the tokens are right and one attempt was enough."""
+    """Run a request. Check that its tokens are correct and that one attempt sufficed."""
     got = await made.ask(made.request(prompt_ids, params))
     assert got.token_ids == reference_ids(made.decoder, prompt_ids, params)
     usage, timings = got.end.usage, timings_from_proto(got.end.timings)
@@ -60,7 +60,7 @@ async def ask_turn(made: BareCluster, prompt_ids: tuple[int, ...], params: Sampl
 
 
 async def generate(made: BareCluster, request: Request) -> Finished:
-    """Run a request without gRPC, check its tokens, and return its end."""
+    """Run a request without gRPC, check its tokens, and return its last event."""
     events = [event async for event in made.server.orchestrator.scheduler.generate(request)]
     ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
     assert ids == reference_ids(made.decoder, request.prompt_ids, request.params)

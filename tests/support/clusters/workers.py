@@ -1,6 +1,7 @@
-"""Workers that are real servers in this process, started in milliseconds, and their spawner.
+"""Workers for tests, and their spawner. A worker is a real server in this process, and starts within milliseconds.
 
-Workers have a tiny model; optionally gates, an emulated device, a prefix store, or faults of links and outlets.
+Workers serve a tiny model. Optionally, they have gates, an emulated device, a prefix store, or faults of links and
+outlets.
 """
 
 import asyncio
@@ -70,7 +71,7 @@ class InProcessWorker:
         server: InProcessServer,
         serve: Callable[[WorkerConfig], Awaitable[InProcessServer]],
     ) -> None:
-        """Make a worker that runs `server`; `serve` starts the server of another role."""
+        """Create a worker that runs `server`. `serve` starts the next server when the worker's role changes."""
         self.config = config
         self.endpoint = f"{HOST}:{server.port}"
         self.pid = 0
@@ -100,7 +101,7 @@ class InProcessWorker:
             self._over.set()
             raise
         self.config, self.endpoint = config, f"{HOST}:{self.server.port}"
-        if self._ending is not None:  # killed meanwhile
+        if self._ending is not None:  # the worker was killed meanwhile
             await self.server.stop()
             raise UnavailableError(f"{config.name} ended before it served")
 
@@ -119,11 +120,12 @@ class InProcessWorker:
 
 @dataclass
 class InProcessSpawner:
-    """Makes workers of one tiny model. Implements Spawner."""
+    """Spawner of workers that serve one tiny model. Implements Spawner."""
 
     decoder: Decoder = field(default_factory=eos_decoder)
     gates: dict[str, Gate] | None = None
-    """Gates before the attention kernels of workers, by name; None: workers have no gates, and use native kernels."""
+    """Gates in front of the attention kernels of workers, by worker name. None: workers have no gates, and use native
+    kernels."""
     is_emulated: bool = False
     """Whether each worker computes on an emulated device of its own."""
     faults: FaultPlan | None = None
@@ -133,18 +135,18 @@ class InProcessSpawner:
     folders: dict[str, Path | None] = field(default_factory=dict)
     """Folders of prefix stores, by worker name or role; other workers have no store."""
     prefix_bytes: int = PLENTY
-    """Limit in bytes for each of the folders."""
+    """Size limit in bytes of each folder."""
     prefix_disk: DiskPlace | None = None
     made: list[InProcessWorker] = field(default_factory=list)
     """All workers that were made, in order."""
     failures: list[Exception] = field(default_factory=list)
-    """Exceptions of the next calls of `start`, one each."""
+    """Exceptions that the next calls of `start` raise, one per call."""
     failures_in_new_roles: list[Exception] = field(default_factory=list)
-    """Exceptions of the next changes of a worker's role, one each."""
+    """Exceptions that the next changes of a worker's role raise, one per change."""
     decoders: dict[str, Decoder] = field(default_factory=dict)
-    """Models of workers that have another one than `decoder`, by worker name or model folder."""
+    """Models of workers that do not serve `decoder`, by worker name or model folder."""
     found: InProcessWorker | None = None
-    """Worker of an earlier supervisor, which `start` returns in place of a new one."""
+    """Worker that an earlier supervisor has started. `start` returns it in place of a new one."""
 
     async def start(self, config: WorkerConfig) -> InProcessWorker:
         if self.failures:

@@ -1,4 +1,5 @@
-"""A Ray whose own autoscaler starts and ends nodes, by Ray's provider of nodes that are processes of this machine."""
+"""Ray cluster whose own autoscaler starts and ends nodes. It uses Ray's fake node provider, whose nodes are processes
+of this machine."""
 
 import contextlib
 import json
@@ -18,9 +19,9 @@ from tests.support.folders import ROOT
 from tests.support.node_provider import NodeProvider
 
 IDLE_S = 6.0
-"""Seconds without work after which a node goes."""
+"""Idle time in seconds after which the autoscaler removes a node."""
 NODE_BYTES = 4 * 2**30
-"""Memory that a node declares."""
+"""Memory in bytes that a node declares."""
 _LOOK = """
 import json, sys
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -31,8 +32,9 @@ print(json.dumps([each.ray_node_type_name for each in (*status.active_nodes, *st
 
 @contextlib.contextmanager
 def autoscaled_ray(node_types: Mapping[str, Mapping[str, int]], *, most: int = 3) -> Iterator[RayHead]:
-    """A Ray of a head without room, which starts up to `most` nodes of each type, given by name with the resources that
-    a node declares, as they are asked for; nodes of a type have the label baton-pool=TYPE."""
+    """Run a Ray cluster whose head node offers no resources for workers. Its autoscaler starts nodes on demand, at most
+    `most` of each type. `node_types` maps the name of a type to the resources that its nodes declare. Nodes have the
+    label baton-pool=TYPE."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="baton-autoscaling-") as folder:
         config = Path(folder) / "config.json"
@@ -51,7 +53,7 @@ def autoscaled_ray(node_types: Mapping[str, Mapping[str, int]], *, most: int = 3
 
 
 def nodes_by_type(head: RayHead) -> Counter[str]:
-    """How many living nodes of each type a Ray has, as its autoscaler counts them, without the head."""
+    """Return the number of live nodes of each type, as Ray's autoscaler counts them, without the head."""
     variables = os.environ | environment()
     command = [sys.executable, "-c", _LOOK, head.address]
     told = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=60, check=True)
@@ -61,8 +63,9 @@ def nodes_by_type(head: RayHead) -> Counter[str]:
 
 
 def _config(node_types: Mapping[str, Mapping[str, int]], most: int, address: str) -> dict[str, Any]:
-    """What `ray up` would give to Ray's head. By its name Ray's wheel lacks a file of this provider, so it is named as
-    one of somebody else's, which has no defaults."""
+    """Return the configuration that `ray up` would pass to Ray's head. Ray's wheel lacks a file that it needs when this
+    provider is selected by its built-in name. Therefore, the provider is configured as an external one, which has no
+    defaults."""
     types = {
         name: {
             "resources": {"CPU": 1, "memory": NODE_BYTES, "object_store_memory": 80_000_000, **resources},

@@ -1,4 +1,4 @@
-"""Gateways of clusters on Ray, by the command that operators type."""
+"""Gateways of clusters on Ray, started by the command that operators type."""
 
 import contextlib
 import re
@@ -12,13 +12,14 @@ from tests.support.clusters.on_ray.ray_clusters import ServedCluster, share_meas
 from tests.support.folders import ROOT
 
 GATEWAY_OUTPUT = "gateway.txt"
-"""In the cluster's cache."""
+"""Name of the file with the gateway's output, in the cluster's cache folder."""
 START_S = 120.0
 
 
 @contextlib.contextmanager
 def gateway_on(host: Host, running: ServedCluster, *where: str) -> Iterator[str]:
-    """The address of a gateway on that host, which needs no node of Ray; `where` says how it finds the cluster."""
+    """Run a gateway on `host`, and yield its address. The host need not be a Ray node. `where`: command-line options by
+    which the gateway finds the cluster."""
     output = running.cache / GATEWAY_OUTPUT
     arguments = (*where, "--host", host.address, "--port", "0", "--model", str(running.model), "--grace", "0")
     command = host.command(sys.executable, "-m", "deploy.cli", "gateway", *arguments)

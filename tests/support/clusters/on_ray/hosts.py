@@ -1,8 +1,8 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with an address, an interface, processes and a
-/dev/shm of its own.
+"""Simulated hosts on one machine. A host is a network namespace on a bridge, with its own address, network interface,
+processes and /dev/shm.
 
-Where namespaces may not be made, hosts are addresses of the loopback interface: the same processes under the same
-addresses, but links cannot be cut, and memory is shared.
+Without permission to create network namespaces, a host is only an address of the loopback interface. Processes and
+addresses are the same then, but links cannot be cut, and all hosts share /dev/shm.
 """
 
 import contextlib
@@ -18,42 +18,43 @@ from pathlib import Path
 _SUBNET = "10.213.{network}.{host}"
 _OUTSIDE = 254
 _NUMBERS = itertools.count()
-"""Numbers of the networks that this process has made: the kernel takes a while to forget the names of one."""
+"""Numbers for the names of networks. No number is used twice in a process, because the kernel keeps names for a while
+after a network is removed."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host that processes can be run on."""
+    """Simulated host on which processes can run."""
 
     address: str
     namespace: str = ""
-    """Name of its network namespace; empty: the machine's own."""
+    """Name of the host's network namespace. Empty: the machine's own namespace."""
     link: str = ""
-    """Name of its interface's end at the bridge; empty without a namespace."""
+    """Name of the host's network interface on the side of the bridge. Empty without a namespace."""
     init_pid: int = 0
-    """The first process of the host; 0 without a namespace."""
+    """Process id of the host's first process; 0 without a namespace."""
 
     def command(self, *arguments: str) -> list[str]:
-        """The command line that runs these arguments on this host, in the folder that it is called in."""
+        """Return the command line that runs `arguments` on this host, in the caller's working folder."""
         if not self.namespace:
             return [*arguments]
         return ["nsenter", f"--target={self.init_pid}", "--net", "--mount", "--pid", "--wd=.", *arguments]
 
     def inner(self, pid: int) -> int:
-        """The process that runs what `command` names, given the process of that command line, which passes no signal
-        on."""
+        """Return the id of the process that runs the arguments of `command`. `pid` is the process of the whole command
+        line, which does not forward signals."""
         if not self.namespace:
             return pid
         children = (Path("/proc") / str(pid) / "task" / str(pid) / "children").read_text().split()
         return int(children[0]) if children else pid
 
     def run(self, *arguments: str) -> None:
-        """A command on this host, which must succeed."""
+        """Run a command on this host. Fails if the command fails."""
         subprocess.run(self.command(*arguments), check=True)
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
-        """Nothing comes from this host or to it."""
+        """Cut the host's link in both directions inside the context."""
         _ip("link", "set", self.link, "down")
         try:
             yield
@@ -62,7 +63,8 @@ class Host:
 
     @contextlib.contextmanager
     def mute_to(self, other: "Host") -> Iterator[None]:
-        """Nothing that this host sends reaches the other; what the other sends still comes."""
+        """Drop all packets from this host to `other` inside the context. Packets in the other direction still
+        arrive."""
         route = ("route", "add", "blackhole", f"{other.address}/32")
         _ip("-n", self.namespace, *route)
         try:
@@ -72,12 +74,12 @@ class Host:
 
 
 MACHINE = Host("127.0.0.1")
-"""The machine itself."""
+"""The machine itself, as a host."""
 _INIT = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec tail -f /dev/null"
 
 
 def can_make_hosts() -> bool:
-    """Whether network namespaces may be made here."""
+    """Return whether this process is permitted to create network namespaces."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"baton-try-{os.getpid()}"
@@ -89,7 +91,7 @@ def can_make_hosts() -> bool:
 
 @contextlib.contextmanager
 def hosts(num_hosts: int) -> Iterator[Sequence[Host]]:
-    """So many hosts that reach each other, and that this process reaches; gone at the end."""
+    """Create `num_hosts` hosts that can reach each other and this process. Remove all of them at the end."""
     if not can_make_hosts():
         yield [Host(f"127.0.0.{10 + number}") for number in range(num_hosts)]
         return
@@ -110,7 +112,7 @@ def hosts(num_hosts: int) -> Iterator[Sequence[Host]]:
 
 @contextlib.contextmanager
 def _host(address: str, namespace: str, bridge: str, link: str, outside: str) -> Iterator[Host]:
-    """One host, at the bridge; all its processes are gone at the end."""
+    """Create one host at the bridge. At the end, end all its processes."""
     _ip("netns", "add", namespace)
     try:
         _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
@@ -118,7 +120,7 @@ def _host(address: str, namespace: str, bridge: str, link: str, outside: str) ->
         _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
         for interface in ("eth0", "lo"):
             _ip("-n", namespace, "link", "set", interface, "up")
-        _ip("-n", namespace, "route", "add", "default", "via", outside)  # by it, processes find their own address
+        _ip("-n", namespace, "route", "add", "default", "via", outside)  # processes find their own address by this route
         own = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", _INIT)
         command = ["ip", "netns", "exec", namespace, *own]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

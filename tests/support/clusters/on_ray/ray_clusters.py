@@ -1,4 +1,5 @@
-"""Clusters on Ray for tests: brought up by the command that users type, and found again by the ports they listen on."""
+"""Clusters on Ray for tests. The command that users type starts a cluster, and its processes are found by the ports on
+which they listen."""
 
 import contextlib
 import functools
@@ -45,53 +46,53 @@ _STDOUT, _STDERR = "stdout.txt", "stderr.txt"
 
 @dataclass
 class ServedCluster:
-    """A running `baton serve`; `target` and `ray_folder` once it serves."""
+    """A `baton serve` process. `target` and `ray_folder` are set once the cluster serves."""
 
     process: "subprocess.Popen[str]"
     cache: Path
-    """XDG_CACHE_HOME of its commands."""
+    """Value of XDG_CACHE_HOME for the cluster's commands."""
     target: str
-    """host:port of its orchestrator."""
+    """Address (host:port) of the orchestrator."""
     ray_folder: str
-    """Empty when it joined a Ray."""
+    """Folder of the Ray instance that the cluster started; empty if the cluster joined an existing Ray instance."""
     model: Path
-    """Folder of the model that it serves."""
+    """Folder of the served model."""
     host: Host = MACHINE
-    """Where it was launched, and where further commands run."""
+    """Host on which the cluster was launched and on which further commands run."""
 
     @property
     def record(self) -> Path:
-        """The file in which commands of its user find it."""
+        """Return the path of the file in which other commands of the same user find the cluster's address."""
         return self.cache / "baton" / "clusters" / "baton.json"
 
     @property
     def ray_address(self) -> str:
-        """host:port of its Ray, as recorded."""
+        """Return the address (host:port) of the cluster's Ray instance, as recorded."""
         return str(json.loads(self.record.read_text())["ray_address"])
 
     @property
     def stdout(self) -> str:
-        """All that it has written there."""
+        """Return everything that the process has written to standard output."""
         return (self.cache / _STDOUT).read_text()
 
     @property
     def stderr(self) -> str:
-        """As `stdout`."""
+        """Return everything that the process has written to standard error."""
         return (self.cache / _STDERR).read_text()
 
     def interrupt(self) -> None:
-        """Ctrl-C, as a terminal sends it: to all processes that the command has started as well."""
+        """Send SIGINT as a terminal does at Ctrl-C: to the command and to all processes that it has started."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def command(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Runs another command of the same user."""
+        """Run another command of the same user."""
         return run_baton(self.cache, *arguments, host=self.host)
 
 
 def run_baton(
     cache: Path, *arguments: str, environment: Mapping[str, str] = NO_VARIABLES, host: Host = MACHINE
 ) -> "subprocess.CompletedProcess[str]":
-    """One `baton` command to its end, with further environment variables."""
+    """Run one `baton` command to its end, with additional environment variables."""
     command = host.command(sys.executable, "-m", "deploy.cli", *arguments)
     variables = {**_environment(cache), **environment}
     return subprocess.run(command, cwd=ROOT, env=variables, text=True, capture_output=True, timeout=300)
@@ -107,8 +108,10 @@ def served(
     host: Host = MACHINE,
     is_arranged: bool = False,
 ) -> Iterator[ServedCluster]:
-    """A cluster that serves, on a Ray of its own or that at host:port, launched on `host` with further environment
-    variables; interrupted at the end, unless it has ended. `is_arranged`: the machine decides how the pools are."""
+    """Run a cluster, and yield it once it serves. It joins the Ray instance at `address` (host:port); an empty address
+    starts a new Ray instance. It is launched on `host` with additional environment variables. At the end, it is
+    interrupted unless it has ended already. `is_arranged`: the cluster decides from measurements how to arrange the
+    pools."""
     with launched(
         cache, model, *assignments, address=address, environment=environment, host=host, is_arranged=is_arranged
     ) as starting:
@@ -116,7 +119,7 @@ def served(
 
 
 def ready(starting: ServedCluster) -> ServedCluster:
-    """Waits until it serves."""
+    """Wait until the cluster serves, and return it with `target` and `ray_folder`."""
     until(lambda: starting.process.poll() is not None or "\nready: " in starting.stderr, START_S)
     found = re.search(r"^ready: clients may connect to (\S+);", starting.stderr, re.MULTILINE)
     assert found, f"not ready: {starting.stderr}"
@@ -133,9 +136,9 @@ def launched(
     host: Host = MACHINE,
     is_arranged: bool = False,
 ) -> Iterator[ServedCluster]:
-    """As `served`, from the command's first moment."""
+    """Like `served`, but yield the cluster as soon as the command has started."""
     settings = [f"model.name={model}", "model.dtype=float32", "orchestrator.port=0", "http.port=-1"]
-    if not is_arranged:  # a crowded machine must not decide who prefills
+    if not is_arranged:  # measurements on a busy machine must not decide which workers prefill
         settings += ["generate.num_threads=1", "orchestrator.disaggregation=always"]
     options = [part for each in (*settings, *assignments) for part in ("--set", each)]
     if address:
@@ -159,19 +162,20 @@ def launched(
 
 
 def recorded_folder(cache: Path) -> str:
-    """Of the Ray that was started for the cluster; empty when it joined one."""
+    """Return the folder of the Ray instance that was started for the cluster; empty if the cluster joined an existing
+    one."""
     record = json.loads((cache / "baton" / "clusters" / "baton.json").read_text())
     return str(record["ray_folder"])
 
 
 def shared_files(cache: Path) -> list[Path]:
-    """What the workers of clusters that are recorded in that cache share in this machine's memory."""
+    """Return the files in this machine's shared memory that belong to workers of the clusters recorded in `cache`."""
     of_cache = store_name(cache / "baton" / "clusters" / "any.json").removeprefix("any")
     return [path for path in node_folder("").parent.iterdir() if path.name.endswith(of_cache)]
 
 
 def listener(endpoint: str, host: Host = MACHINE) -> int:
-    """The process that listens on host:port, on this machine or a host of it."""
+    """Return the id of the process that listens on `endpoint` (host:port) on this machine or a simulated host."""
     port = f":{int(endpoint.rpartition(':')[2]):04X}"
     for table in ("tcp", "tcp6"):
         for line in (Path("/proc") / str(host.init_pid or "self") / "net" / table).read_text().splitlines()[1:]:
@@ -182,34 +186,35 @@ def listener(endpoint: str, host: Host = MACHINE) -> int:
 
 
 def supervisors(ray_folder: str) -> set[int]:
-    """The processes of the supervisor's actor: one, or for a moment none, or a dying one and the next."""
+    """Return the process ids of the supervisor's actor. Usually there is exactly one. During a restart, there may be
+    none, or both the ending process and its successor."""
     return {pid for pid, command in processes_of(ray_folder).items() if "SupervisorActor" in command}
 
 
 def supervisor(ray_folder: str) -> int:
-    """The process of the supervisor's actor."""
+    """Return the process id of the supervisor's actor."""
     (found,) = supervisors(ray_folder)
     return found
 
 
 def endpoints(state: ClusterState, role: str) -> tuple[str, ...]:
-    """Of the first group of that role."""
+    """Return the addresses of the workers of the first group with the given role."""
     return next(group.endpoints for group in state.groups if group.role == role)
 
 
 def secret_of(cache: Path) -> ClusterSecret:
-    """The secret of the cluster that is recorded in that cache."""
+    """Return the secret of the cluster that is recorded in `cache`."""
     return load_secret(cache / "baton" / "clusters" / "baton.json")
 
 
 def num_jobs(endpoint: str, secret: ClusterSecret) -> int:
-    """Jobs that the prefill rank at host:port holds."""
+    """Return the number of jobs that the prefill rank at `endpoint` (host:port) holds."""
     with keyed(grpc.insecure_channel(endpoint, options=channel_options(Keepalive())), None, secret) as channel:
         return int(PrefillRankStub(channel).GetStatus(PrefillStatusRequest(), timeout=10).num_jobs)
 
 
 def processes_of(ray_folder: str) -> dict[int, str]:
-    """All that has a file of that Ray open, by process id: command lines."""
+    """Return the command lines, by process id, of all processes that have a file of this Ray instance open."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -220,18 +225,18 @@ def processes_of(ray_folder: str) -> dict[int, str]:
 
 ANSWER = SamplingParams(max_tokens=200, ignore_eos=True)
 decoder_of = functools.cache(functools.partial(load_decoder, dtype="float32"))
-"""The reference for a model's folder."""
+"""Load the reference decoder of a model folder. Results are cached."""
 
 
 def check_answer(running: ServedCluster, prompt_ids: Sequence[int], answer: Completion, params: SamplingParams) -> None:
-    """The answer is whole, and the model's."""
+    """Check that the answer is complete and equals the reference model's answer."""
     tokens = [token.token_id for token in answer.tokens]
     assert len(tokens) == params.max_tokens
     check_equal_tokens(decoder_of(running.model), prompt_ids, tokens, params)
 
 
 class Streams:
-    """Streams of some prompts, again and again, until `check`; a context manager."""
+    """Context manager that streams answers to some prompts repeatedly, until `check` is called."""
 
     def __init__(
         self, running: ServedCluster, client: Client, num_prompts: int = 4, params: SamplingParams = ANSWER
@@ -252,7 +257,7 @@ class Streams:
         self._pool.shutdown()
 
     def check(self) -> None:
-        """All that ran have brought what they should: every token, and none twice."""
+        """Check that every stream has received each of its tokens exactly once."""
         self._over.set()
         for prompt_ids, asking in self._asking.items():
             answers = asking.result()
@@ -270,8 +275,8 @@ class Streams:
 
 
 def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
-    """Waits until it holds; fails after so many seconds, of which one look counts for half a second at most: it is the
-    cluster that is timed, and not how long a crowded machine takes to look."""
+    """Wait until `holds()` returns True. Fails after `within_s` seconds. One call of `holds` counts for at most 0.5 s,
+    because the limit applies to the cluster, not to slow calls on a busy machine."""
     pause, spent_s, looked_s = threading.Event(), 0.0, time.monotonic()
     while not holds():
         assert spent_s < within_s, f"did not come true within {within_s:g} s"
@@ -281,7 +286,7 @@ def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
 
 
 def until_settled(cluster: ServedCluster, client: Client, within_s: float = 60.0) -> None:
-    """All groups are ready, and nobody waits, runs or holds a slot, a byte or a job; nothing is leaked."""
+    """Wait until all groups are ready, no request waits or runs, and no slot, byte or job is held or leaked."""
     until(lambda: _is_settled(cluster, client), within_s)
     assert [group.num_leaked for group in client.cluster_state().groups if group.num_leaked] == []
 
@@ -290,7 +295,7 @@ def _is_settled(cluster: ServedCluster, client: Client) -> bool:
     try:
         state = client.cluster_state()
     except BatonError:
-        return False  # no orchestrator yet
+        return False  # the orchestrator does not run yet
     groups = state.groups
     statuses = [group.generation for group in groups if group.role == "generate"]
     held = [status is None or status.num_slots - status.num_free + status.num_bytes_held for status in statuses]
@@ -298,12 +303,12 @@ def _is_settled(cluster: ServedCluster, client: Client) -> bool:
     if not all(group.is_ready for group in groups) or any((state.num_queued, state.num_running, *held)):
         return False
     if any(each.endswith(" starts") or " did not start" in each for each in state.why_degraded):
-        return False  # a new incarnation of the supervisor has not found them all yet
+        return False  # a restarted supervisor has not found all workers yet
     secret, ranks = secret_of(cluster.cache), [group.endpoints for group in groups if group.role == "prefill"]
     try:
         return not any(num_jobs(each, secret) for endpoints_of_group in ranks for each in endpoints_of_group)
     except grpc.RpcError:
-        return False  # one of them has ended meanwhile
+        return False  # one of the workers has ended meanwhile
 
 
 def _owner(socket: str) -> int:
@@ -315,7 +320,8 @@ def _owner(socket: str) -> int:
 
 
 def share_measurements(cache: Path) -> None:
-    """Gives a cache folder of its own what this user measured of kernels and cores: that is done once for all tests."""
+    """Copy this user's measurements of kernels and cores into a new cache folder, so that they are measured only once
+    for all tests."""
     own, shared = cache / "baton" / "kernels", cache_folder() / "kernels"
     own.parent.mkdir(exist_ok=True)
     shared.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""A Ray of somebody else's for tests: started by Ray's own command, and asked what it holds by a process of its own."""
+"""Existing Ray instances that clusters join, for tests. Ray's own command starts an instance, and a separate process
+queries its state."""
 
 import contextlib
 import json
@@ -44,43 +45,45 @@ print(json.dumps({"actors": actors, "places": places, "is_free": pools[0] == poo
 
 @dataclass(frozen=True)
 class RayHead:
-    """A running Ray."""
+    """A running Ray instance."""
 
     process: "subprocess.Popen[bytes]"
     address: str
-    """host:port to join it."""
+    """Address (host:port) at which nodes and clusters join the instance."""
     num_nodes: int = 1
-    """That it had when it was handed out."""
+    """Number of nodes when the instance was passed to the test."""
 
     def is_empty(self) -> bool:
-        """It runs with its nodes, and holds no named actor and no placement group; all of the pools is free."""
+        """Return True if all its nodes are alive, no named actor and no placement group exists, and all resources of
+        the pools are free."""
         assert self.process.poll() is None, "that Ray has ended"
         held = held_of(self.address)
         return len(held["nodes"]) == self.num_nodes and not held["actors"] and not held["places"] and held["is_free"]
 
 
 def held_of(address: str, token: Path | None = None) -> dict[str, Any]:
-    """What the Ray at host:port, which asks for the token in this file, if any, holds: named actors, names of placement
-    groups ("places"), whether all of the pools is free, and ids of its living nodes."""
+    """Return what the Ray instance at `address` (host:port) holds: named actors, names of placement groups ("places"),
+    whether all resources of the pools are free, and ids of its live nodes. `token`: file with the instance's token;
+    None: no token is needed."""
     command = [sys.executable, "-c", _LOOK, address]
     variables = os.environ | environment(token)
     if is_loopback(address.rpartition(":")[0]):
-        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray looks for it at another address
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # without it, Ray looks for the instance at another address
     told = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=60, check=True)
-    (line,) = [line for line in told.stdout.splitlines() if line.startswith('{"actors"')]  # workers' logs come, too
+    (line,) = [line for line in told.stdout.splitlines() if line.startswith('{"actors"')]  # the output also contains workers' logs
     held: dict[str, Any] = json.loads(line)
     return held
 
 
 def environment(token: Path | None = None) -> dict[str, str]:
-    """Ray's variables for a Ray that asks for the token in this file, or for none."""
+    """Return Ray's environment variables for an instance that requires the token in this file; None: no token."""
     auth = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token"}
     return {**auth, "RAY_USAGE_STATS_ENABLED": "0"} | ({"RAY_AUTH_TOKEN_PATH": str(token)} if token else {})
 
 
 @contextlib.contextmanager
 def driver_of(head: RayHead) -> Iterator[None]:
-    """This process is a driver of that Ray, in the namespace `NAMESPACE`."""
+    """Connect this process to the Ray instance as a driver, in the namespace `NAMESPACE`."""
     with mock.patch.dict(os.environ, environment()):
         prepare_to_join(head.address)
         ray.init(head.address, namespace=NAMESPACE, configure_logging=False, log_to_driver=False)
@@ -100,8 +103,9 @@ def ray_head(
     options: Sequence[str] = (),
     variables: Mapping[str, str] = NO_VARIABLES,
 ) -> Iterator[RayHead]:
-    """A Ray of one node, this machine or a host of it, that declares these resources and asks for no token; with
-    further options and environment variables. It is gone at the end, with all nodes that joined it."""
+    """Run a Ray instance of one node on `host`. The node declares the resources `pools`. The instance requires no
+    token. `options` and `variables` add command-line options and environment variables. At the end, the instance and
+    all nodes that joined it are stopped."""
     folder = tempfile.mkdtemp(prefix="baton-head-")
     places = [f"--port={port or free_port()}", f"--ray-client-server-port={free_port()}", f"--temp-dir={folder}"]
     output = Path(folder) / "output.txt"
@@ -125,8 +129,8 @@ def ray_head(
 def ray_node(
     head: RayHead, pools: dict[str, int], host: Host = MACHINE, label: str = ""
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A further node of a Ray, on this machine or a host of it, that declares these resources and a label, key=value:
-    its process. It ends with `head`, too."""
+    """Add a node on `host` to a Ray instance, and yield the node's process. The node declares the resources `pools` and
+    a label (key=value). It also ends when `head` ends."""
     with tempfile.TemporaryDirectory(prefix="baton-node-") as folder:
         output = Path(folder) / "output.txt"
         labels = [f"--labels={label}"] if label else []
@@ -161,13 +165,13 @@ def _start(
 
 
 def free_port() -> int:
-    """A port of the loopback interface that was free a moment ago."""
+    """Return a port of the loopback interface that is free at the time of the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _address(output: Path) -> str | None:
-    """What Ray's command tells those who want to join; None before."""
+    """Return the address to join, read from the output of Ray's command; None if the command has not printed it yet."""
     found = re.search(r"ray start --address='(.+)'", output.read_text())
     return found[1] if found else None

@@ -1,5 +1,5 @@
-"""Clusters on Ray that tests share: each is started for the first test that needs it, handed out whole to every one,
-and started anew after a test that broke it."""
+"""Clusters on Ray that tests share. A cluster is started for the first test that needs it, is checked before each
+further test, and is restarted after a test that broke it."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -16,17 +16,17 @@ from tests.support.clusters.on_ray.topology import Topology
 from tests.support.models.letter_models import LetterShape
 
 MakeFolder = Callable[[str], Path]
-"""Return a new folder whose name begins so."""
+"""Creates and returns a new folder whose name begins with the given string."""
 
 CORE_SETTINGS = ("supervision.heartbeat_s=0.5", "supervision.dead_after_s=15")
 SHAPE = LetterShape(num_layers=6, hidden=256, inner=768, num_heads=4, num_kv_heads=2, max_tokens=4096)
-"""Of the model that they serve: workers load it at once, and long prompts and streams take a while."""
+"""Shape of the served model. Workers load it quickly, and long prompts and streams take some time."""
 CORE = max(os.sched_getaffinity(0))
-"""Of the orchestrator of `one_host`."""
+"""CPU core of the orchestrator of `one_host`."""
 NUM_ENGINES, NUM_SLOTS, NUM_QUEUED = 2, 4, 12
-"""Of `one_host`; slots of each engine."""
+"""Number of generation engines of `one_host`, number of slots of each engine, and limit on queued requests."""
 NODE_TYPES = {"prefill": {"baton_prefill": 1}, "generate": {"baton_generate": 1}}
-"""As `deploy/manifests/ray_cluster.yaml` has them, with room for one worker each."""
+"""Node types as in `deploy/manifests/ray_cluster.yaml`, with resources for one worker per node."""
 HOST_POOLS = {"baton_prefill": 1, "baton_generate": 2}
 BARE_POOLS = {"baton_prefill": 4, "baton_generate": 1}
 PATIENT_RAY = {
@@ -34,25 +34,26 @@ PATIENT_RAY = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "15",
 }
-"""A host that is cut off is lost after 15 to 45 s: later than links are mended, and earlier than by default."""
+"""Health check settings: Ray declares an unreachable host dead after 15 to 45 s, which is later than tests restore
+links, but earlier than by default."""
 
 
 @dataclass(frozen=True)
 class HostsCluster:
-    """A cluster over hosts: a chain with a rank on each of two, an engine on each as well."""
+    """Cluster over two hosts. Each host runs one rank of a prefill group and one generation engine."""
 
     running: ServedCluster
-    """Launched on `first`."""
+    """The cluster, launched on host `first`."""
     ray: RayHead
     head: Host
-    """Ray's head alone."""
+    """Host that runs only Ray's head."""
     first: Host
     second: Host
-    """A node with the label `FAR`, which sees an empty folder in the place of `hidden`."""
+    """Node with the label `FAR`. On this host, the folder `hidden` appears empty."""
     outside: Host
-    """No node of the Ray."""
+    """Host that is not a node of the Ray instance."""
     hidden: Path
-    """A folder of the launcher with the model that drafts."""
+    """Folder with the draft model, which only the launching host can read."""
 
 
 FAR = "baton-place=far"
@@ -60,15 +61,15 @@ FAR = "baton-place=far"
 
 @dataclass(frozen=True)
 class GrownCluster:
-    """A cluster on a Ray that starts nodes as they are needed."""
+    """Cluster on a Ray instance that starts nodes on demand."""
 
     running: ServedCluster
     ray: RayHead
 
 
 def make_topologies(model: Path, slow: Callable[[], Path], make_folder: MakeFolder) -> Mapping[str, Topology]:
-    """All, by the names of their fixtures; none is started yet. They serve `model`; the one that
-    scales by load serves a model that is slow enough to be loaded."""
+    """Return all topologies by the names of their fixtures. None is started yet. They serve `model`, except the cluster
+    that scales by load: it serves a slower model, so that few requests suffice to load it."""
     return {
         "one_host": Topology(lambda: _one_host(model, make_folder), lambda made: _check_served(made, NUM_ENGINES)),
         "over_hosts": Topology(lambda: _over_hosts(model, make_folder), lambda made: _check_served(made.running, 2)),
@@ -79,7 +80,7 @@ def make_topologies(model: Path, slow: Callable[[], Path], make_folder: MakeFold
 
 @contextmanager
 def _one_host(model: Path, make_folder: MakeFolder) -> Iterator[ServedCluster]:
-    """A chain of two ranks and two engines on a Ray of the cluster's own."""
+    """Run a prefill group of two ranks and two generation engines on a Ray instance of the cluster's own."""
     settings = (
         *(f"generate.num_slots={NUM_SLOTS}", f"orchestrator.max_queued_requests={NUM_QUEUED}"),
         *("prefill.num_ranks=2", f"generate.num_groups={NUM_ENGINES}", f"orchestrator.cores=[{CORE}]"),
@@ -88,7 +89,7 @@ def _one_host(model: Path, make_folder: MakeFolder) -> Iterator[ServedCluster]:
     )
     with served(make_folder("one"), model, *CORE_SETTINGS, *settings) as running:
         yield running
-    assert not running.stdout  # what Ray has to say of lost workers
+    assert not running.stdout  # Ray's messages about lost workers do not appear on standard output
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def _over_hosts(model: Path, make_folder: MakeFolder) -> Iterator[HostsCluster]:
 
 
 def draft_settings(hidden: Path) -> tuple[str, ...]:
-    """Speculation by the model that lies in this folder."""
+    """Return the settings for speculation with the draft model in folder `hidden`."""
     return ("generate.speculation=model", f"generate.draft_model={hidden / 'drafts'}")
 
 
@@ -134,13 +135,14 @@ def _grown(model: Path, make_folder: MakeFolder) -> Iterator[GrownCluster]:
 
 @contextmanager
 def _bare() -> Iterator[RayHead]:
-    """Two nodes with the same pools, the second with a label, and no cluster."""
+    """Run a Ray instance without a cluster. It has two nodes with the same pools; the second node has a label."""
     with ray_head(BARE_POOLS) as head, ray_node(head, BARE_POOLS, label="baton-pool=prefill"):
         yield replace(head, num_nodes=2)
 
 
 def _check_served(running: ServedCluster, num_engines: int) -> None:
-    """One chain and that many engines serve, with workers of their own, and nobody holds anything."""
+    """Check that one prefill group and `num_engines` engines serve, that each has its own workers, and that no resource
+    is held."""
     with Client(running.target) as client:
         until_settled(running, client)
         until(lambda: client.cluster_state().why_degraded == ())

@@ -1,9 +1,10 @@
-"""A worker process whose engine ends, stops, hangs or is slow at a step of its work that a test has picked.
+"""A worker process with a scheduled failure: its engine ends, stops, hangs or is slow at a step that the test selects.
 
-The product's worker, with the model wrapped, and a rank's outlet, or an engine's sampling and copies. Before each step
-it looks for a doom laid down for it in the model's folder; one that is struck is taken away, so that the next
-incarnation is whole. A prompt that begins with `DEADLY` aborts each process that computes it. `python -m
-tests.support.clusters.processes.doomed_worker`, for deploy.groups.processes.
+It runs the product's worker with a wrapped model, and with a wrapped outlet (rank) or wrapped sampling and copies
+(generation engine). Before each step, it looks in the model's folder for a file that schedules a failure (a "doom"). It
+deletes the file when the failure strikes, so that the restarted worker does not fail again. A prompt that begins with
+`DEADLY` aborts each process that computes it. deploy.groups.processes starts it as `python -m
+tests.support.clusters.processes.doomed_worker`.
 """
 
 import enum
@@ -44,60 +45,62 @@ from prefill_workers.servicer import PrefillServer
 DEADLY = (11,) * 12
 """First tokens of a prompt that aborts a worker while it computes them."""
 _SLOW_S = 12.0
-"""Seconds that an engine is slow, or compiles: several times as long as tests let a thread stand still."""
+"""Time in seconds for which an engine is slow or waits for a compiler: several times as long as the tests' limit for a
+thread without progress."""
 
 
 class Moment(enum.StrEnum):
-    """Steps of a rank's work on a job, of which all but FINISH are taken once a layer; then those of a generation
-    engine's step, whose layer is 0."""
+    """Steps at which a failure can strike. PROJECT to COMPLETE happen once per layer of a rank's job, and FINISH once
+    per job. FORWARD, SAMPLE and COPY belong to a generation engine, and their layer is 0."""
 
     PROJECT = "project"
-    """A layer begins."""
+    """Before a layer's projections."""
     PUSH = "push"
-    """Its rows are projected, and about to be pushed to the slot."""
+    """After a layer's projections, before their K and V are pushed to the slot."""
     ATTEND = "attend"
-    """They are under way; nothing is attended to yet."""
+    """After the push has started, before attention."""
     COMPLETE = "complete"
-    """All earlier rows have come and were attended to."""
+    """After attention to the KV of all earlier tokens."""
     FINISH = "finish"
-    """All is computed and pushed; the slot is about to be committed. The layer is 0."""
+    """After all KV is computed and pushed, before the slot is committed. The layer is 0."""
     FORWARD = "forward"
-    """A step's forward begins."""
+    """Before the forward pass of a step."""
     SAMPLE = "sample"
-    """The logits are made; tokens are about to be sampled."""
+    """After the forward pass, before tokens are sampled."""
     COPY = "copy"
-    """A prompt is computed; its KV is about to be copied to another choice."""
+    """After a prompt is computed, before its KV is copied for another choice."""
 
 
 class End(enum.StrEnum):
-    """What becomes of the process."""
+    """Kinds of failure."""
 
     KILL = "kill"
-    """As by kill -9."""
+    """The process is killed by SIGKILL."""
     STOP = "stop"
-    """All its threads stand still."""
+    """All threads of the process are stopped by SIGSTOP."""
     HANG = "hang"
-    """The engine's thread stands still; heartbeats are answered."""
+    """The engine's thread blocks forever, but the process answers heartbeats."""
     SLOW = "slow"
-    """The engine's thread gets a fifth of a core, for several times as long as it may do nothing."""
+    """The engine's thread runs at a fifth of a core's speed, for several times as long as the limit for a thread
+    without progress."""
     COMPILE = "compile"
-    """The engine's thread waits as long for a process that it has started."""
+    """The engine's thread waits for a child process, for as long as with SLOW."""
 
 
 @dataclass(frozen=True)
 class Doom:
-    """What is to happen, and at which step."""
+    """Kind of failure, and the step at which it strikes."""
 
     end: End
     moment: Moment | None = None
-    """None: at any."""
+    """Step at which the failure strikes; None: any step."""
     layer: int | None = None
-    """None: in any."""
+    """Layer in which the failure strikes; None: any layer."""
     num_spared: int = 0
-    """Steps like that which are let pass before."""
+    """Number of matching steps that are run normally before the failure strikes."""
 
     def lay(self, folder: Path, name: str) -> None:
-        """For the worker of that name; in place of what was laid for it before."""
+        """Schedule this failure for the worker called `name`. It replaces a failure that was scheduled before."""
         draft = folder / f"{name}.draft"
         draft.write_text(json.dumps(asdict(self)))
         draft.rename(_path(folder, name))
@@ -110,7 +113,7 @@ class Doom:
 
 
 def is_pending(folder: Path, name: str) -> bool:
-    """A doom was laid for the worker of that name, and has not struck."""
+    """Return True if a failure is scheduled for the worker called `name` and has not struck yet."""
     return _path(folder, name).exists()
 
 
@@ -119,7 +122,7 @@ def _path(folder: Path, name: str) -> Path:
 
 
 class Fate:
-    """Strikes, on the engine's thread."""
+    """Lets scheduled failures strike on the engine's thread."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path = _path(folder, name)
@@ -127,7 +130,7 @@ class Fate:
         self._num_left = 0
 
     def step(self, moment: Moment, layer: int) -> None:
-        """Before a step."""
+        """Called before each step. Lets the scheduled failure strike if the step matches."""
         if self._doom is None and self._path.exists():
             self._doom = Doom.read(self._path)
             self._num_left = self._doom.num_spared
@@ -153,7 +156,8 @@ def _end(end: End) -> None:
 
 
 def _work_slowly(until_s: float) -> None:
-    """Work until the thread has used so much processor time, and rest for four times as long."""
+    """Use processor time in short bursts until the thread's total is `until_s`. After each burst, sleep four times as
+    long."""
     while (began_s := time.thread_time()) < until_s:
         while (worked_s := time.thread_time() - began_s) < 0.01:
             pass
@@ -161,7 +165,7 @@ def _work_slowly(until_s: float) -> None:
 
 
 class DoomedDecoder(Decoder):
-    """A decoder that tells a fate of its steps."""
+    """Decoder that calls `Fate.step` before its steps."""
 
     def __init__(self, inner: Decoder, fate: Fate) -> None:
         super().__init__(inner.config, inner.weights, inner.kernel)
@@ -181,14 +185,14 @@ class DoomedDecoder(Decoder):
 
     def forward(self, token_ids: Sequence[int], *args: Any, **options: Any) -> Tensor:
         self._fate.step(Moment.FORWARD, 0)
-        part = DEADLY[:3]  # a step may have any part of a prompt
+        part = DEADLY[:3]  # a step may compute any section of a prompt
         if any(tuple(token_ids[at : at + len(part)]) == part for at in range(len(token_ids))):
             os.abort()
         return super().forward(token_ids, *args, **options)
 
 
 class DoomedModel(LoadedModel):
-    """Loads models that tell a fate of their steps."""
+    """Loader whose models call `Fate.step` before their steps."""
 
     def __init__(self, fate: Fate) -> None:
         super().__init__()
@@ -200,12 +204,12 @@ class DoomedModel(LoadedModel):
 
 @dataclass(frozen=True)
 class DoomedOutlet:
-    """An outlet that tells a fate of its steps. Implements KvSender."""
+    """Outlet that calls `Fate.step` before its steps. Implements KvSender."""
 
     inner: KvSender
     fate: Fate
     is_deadly: bool
-    """Whether the job aborts the process."""
+    """True if the job's prompt aborts the process."""
 
     @property
     def num_present(self) -> int:
@@ -229,7 +233,7 @@ class DoomedOutlet:
 
 
 class DoomedEngine(PrefillEngine):
-    """Wraps the outlets that it is given."""
+    """Prefill engine that wraps each job's outlet in a DoomedOutlet."""
 
     def __init__(self, decoder: Decoder, fate: Fate, config: PrefillConfig, crash_note: str) -> None:
         super().__init__(decoder, SystemClock(), config, crash_note=crash_note)
@@ -241,7 +245,7 @@ class DoomedEngine(PrefillEngine):
 
 
 async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Server:
-    """A prefill rank or a generation engine with a fate."""
+    """Start the server of a prefill rank or of a generation engine at whose steps scheduled failures strike."""
     place, section = config.place, config.section
     fate = Fate(place.model_folder, config.name)
     if not isinstance(section, PrefillConfig):

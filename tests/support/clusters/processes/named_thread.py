@@ -1,4 +1,5 @@
-"""A child process that has a thread of a generation engine's name, to hold still or to slow down from outside."""
+"""Child process with a thread that is named like a generation engine's thread, for tests that stop the thread or slow
+it down from outside."""
 
 import contextlib
 import subprocess
@@ -28,8 +29,9 @@ SPINS = "while True: pass"
 
 @contextlib.contextmanager
 def child(rest: str = WAITS) -> Iterator[subprocess.Popen[str]]:
-    """A process that writes "alive" to standard error at SIGUSR1, on its main thread, which runs `rest` otherwise; its
-    thread `generate-engine` writes lines from standard input to standard output. It has read one when this yields."""
+    """Run a child process. Its main thread runs the code `rest`, and writes "alive" to standard error at SIGUSR1. Its
+    thread `generate-engine` copies lines from standard input to standard output; it has copied one line when this
+    yields."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", SCRIPT.format(rest=rest)], text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
