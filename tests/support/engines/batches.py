@@ -1,4 +1,5 @@
-"""A batch in plain integers, whose rows run as a Batcher plans; and the simplest Batcher."""
+"""A simulated batch whose sequences are plain integers and advance as a scheduling policy plans, and a minimal
+scheduling policy."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from generate_workers.engine.step_bound import Decoding
 
 @dataclass
 class PlainRow:
-    """How far a row has come, without a row."""
+    """Progress of a sequence, without the sequence itself."""
 
     num_cached: int
     num_known: int
@@ -18,7 +19,7 @@ class PlainRow:
 
 
 class Batch:
-    """The rows of an engine that runs every plan."""
+    """Sequences of a simulated engine that runs every plan."""
 
     def __init__(self, scheduling_policy: SchedulingPolicy) -> None:
         self.rows: dict[SlotId, PlainRow] = {}
@@ -31,7 +32,8 @@ class Batch:
         return self._scheduling_policy.plan(self.rows)
 
     def run(self, took_s: Callable[[StepPlan], float] | None = None) -> StepPlan:
-        """One step as the engine does it: everything planned is run, and whoever samples gets a token."""
+        """Run one step as the engine does: advance all planned sequences, and add an output token to each sequence that
+        samples."""
         plan = self.plan()
         for span in plan.spans:
             row = self.rows[span.slot]
@@ -46,7 +48,8 @@ class Batch:
 
 
 class OneByOne:
-    """Runs one row a step, whole: the shortest."""
+    """Scheduling policy that runs a single sequence per step, with all its missing tokens. It selects the shortest
+    sequence."""
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
         missing = {slot: row.num_known - row.num_cached for slot, row in rows.items()}
@@ -61,4 +64,4 @@ class OneByOne:
         return StepPlan(spans, num_prefill_tokens=missing[slot])
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """Learn nothing."""
+        """Ignore the step's duration."""

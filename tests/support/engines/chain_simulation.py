@@ -1,6 +1,8 @@
-"""A prefill group by the cost model: policy, book and sequencers are the real ones, only computing takes no time.
+"""Simulation of a prefill group in virtual time. The width policy, the queues and the job schedulers are the product's;
+durations come from the cost model.
 
-A rank serves one turn, a layer, after another, without interruption; what it projected reaches the next rank at once.
+A rank runs one turn (one layer of one job) after another, without interruption. When a turn ends, its KV is available
+on the next rank at once.
 """
 
 import heapq
@@ -21,7 +23,7 @@ from prefill_workers.job_scheduler import JobScheduler
 
 @dataclass(frozen=True)
 class Arrival:
-    """A prompt that comes at `at_s`."""
+    """A prompt that arrives at time `at_s`."""
 
     at_s: float
     num_tokens: int
@@ -30,7 +32,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Served:
-    """What became of one: seconds from its arrival to its end, and how it was planned."""
+    """Result of one prompt: the time in seconds from its arrival to its end, and its plan."""
 
     ttft_s: float
     plan: ChainPlan
@@ -38,11 +40,11 @@ class Served:
 
 @dataclass
 class SimulatedJob:
-    """One job on one rank, as a job scheduler sees it."""
+    """One job on one rank, as the job scheduler sees it."""
 
     job: Job
     turn_s: float
-    """Seconds of one layer."""
+    """Duration of one layer in seconds."""
     num_layers: int
     num_received: int
     num_done: int = 0
@@ -61,7 +63,7 @@ _LIFE = "the group's incarnation"
 
 @dataclass
 class SimulatedGroup:
-    """Ranks, and what happens next; `now_s` is the time of what happened last."""
+    """Simulated ranks and their future events. `now_s` is the time of the latest processed event."""
 
     planner: ChainPlanner
     policy: WidthPolicy
@@ -79,7 +81,7 @@ class SimulatedGroup:
         self.sequencers = [JobScheduler() for _ in range(self.num_ranks)]
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Served]:
-        """Serves all; in the order of `arrivals`, which come one after another."""
+        """Run all prompts, which are sorted by arrival time. Return the results in the order of `arrivals`."""
         for number, arrival in enumerate(arrivals):
             self._at(arrival.at_s, lambda number=number, arrival=arrival: self._arrive(JobId(number), arrival))  # type: ignore[misc]
         while self._events:

@@ -1,6 +1,6 @@
-"""One rank of a chain as a process of its own, spoken to over a pipe: for tests that kill and stop it.
+"""A prefill rank in a child process, controlled over a pipe, for tests that kill and stop it.
 
-The parent sends commands; the worker answers ("ready",) once, and then tells what happens: see `Worker`'s methods.
+The parent sends commands. The child sends ("ready",) once, and then one message per event: see the methods of `Worker`.
 """
 
 import multiprocessing
@@ -23,18 +23,18 @@ class Outcome:
     """How a job ended on one rank."""
 
     error: str
-    """The error's class, or empty."""
+    """Name of the error's class; empty if the job succeeded."""
     first_token: int | None = None
     pieces: list[tuple[int, int, int, bytes]] = field(default_factory=list)
-    """(layer, start, end, rows) as pushed."""
+    """Pushed KV: (layer, first token, end token, bytes)."""
 
 
 class Worker:
-    """The parent's end: a process, and what it told."""
+    """Parent's side of the pipe: the child process and the messages received from it."""
 
     def __init__(self, watchdog_floor_s: float, device: str = "cpu", edges: str = "", gpu: int = 0) -> None:
-        """`device`: where the rank computes, by a name of `device_for_tests`. `communicators`: those between devices,
-        gloo or nccl; empty: nothing. `gpu`: the only one that the rank sees."""
+        """Start the child process. `device`: name of the rank's device, as in `device_for_tests`. `edges`: kind of
+        communicators between devices, gloo or nccl; empty: none. `gpu`: index of the only GPU that the rank can use."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(theirs, watchdog_floor_s, device, edges, gpu), daemon=True)
@@ -52,7 +52,8 @@ class Worker:
         self._wait_for("started", epoch)
 
     def submit(self, job: dict[str, Any], hold_layer: int | None = None) -> None:
-        """`hold_layer`: the layer at whose push the rank stands still, with ("holding", number), until `release`."""
+        """Submit a job. In layer `hold_layer`, the rank stops at the push, sends ("holding", number), and waits for
+        `release`."""
         self._pipe.send(("submit", job, hold_layer))
 
     def wait_holding(self, number: int) -> None:
@@ -77,7 +78,7 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """Asks it to leave if it can still hear; kills it if not."""
+        """Close the pipe, so that the process ends; kill it if it does not end in time."""
         if self._process.is_alive():
             self._pipe.close()
             self._process.join(10.0)
@@ -130,7 +131,7 @@ def _main(pipe: Connection, watchdog_floor_s: float, device: str, edges: str, gp
 
 
 class _Rank:
-    """The worker's end; each method is a command."""
+    """Child's side of the pipe. Each method runs one command."""
 
     def __init__(self, engine: Any, pipe: Connection, edges: str) -> None:
         self._engine = engine

@@ -1,4 +1,5 @@
-"""Chains inside one process: engines over real links, outlets that keep what leaves, and the one-process reference."""
+"""Prefill groups inside one process: engines connected by real links, outlets that record what is pushed, and reference
+results computed by a single decoder."""
 
 import contextlib
 import itertools
@@ -30,13 +31,13 @@ from tests.support.links.link_groups import MakeConnect, in_process_connects
 
 WAIT_S = 30.0
 _MOST_LOOK_S = 0.1
-"""What one look counts for at most, as in `tests.support.eventually`."""
+"""Maximum time in seconds that one check counts towards a limit, as in `tests.support.eventually`."""
 
 
 class KeepingOutlet:
-    """A KvSender that keeps views of what was pushed and reads them at the end, as a real push may.
+    """KvSender that keeps views of the pushed data and reads them only at the end, as a real push may.
 
-    `on_push`: called with the layer at every push; may raise.
+    `on_push` is called with the layer at every push, and may raise.
     """
 
     num_present = 0
@@ -45,7 +46,7 @@ class KeepingOutlet:
         self.pieces: list[tuple[int, TokenRange, memoryview]] = []
         self.at_push: list[bytes] = []
         self.from_earlier: dict[int, tuple[TokenRange, bytes]] = {}
-        """By layer: what was received."""
+        """Token range and data received from earlier ranks, by layer."""
         self.finishes: list[tuple[SampledToken, ...]] = []
         self.aborts: list[BaseException] = []
         self.layer_pushed = threading.Condition()
@@ -78,7 +79,7 @@ class KeepingOutlet:
 
 
 class Hold:
-    """An `on_push` that holds an engine in its turn until the test opens the gate."""
+    """`on_push` callback that stops an engine within a turn until the test opens the gate."""
 
     def __init__(self) -> None:
         self._began, self.gate = threading.Event(), threading.Event()
@@ -88,12 +89,12 @@ class Hold:
         assert self.gate.wait(WAIT_S)
 
     def wait_begun(self) -> None:
-        """Wait until a turn is held."""
+        """Wait until an engine is stopped."""
         assert self._began.wait(WAIT_S)
 
 
 class CountingLinks:
-    """Links that count what is sent, wrapped around real ones."""
+    """Wrapper of links that records the header of every message sent."""
 
     def __init__(self, links: Links, sent: list[LinkHeader]) -> None:
         self._links = links
@@ -117,7 +118,7 @@ class CountingLinks:
 
 @dataclass
 class Run:
-    """One job on all of its ranks."""
+    """One job, with its outlets and results on all of its ranks."""
 
     jobs: dict[Rank, Job]
     outlets: dict[Rank, KeepingOutlet]
@@ -144,7 +145,8 @@ class Run:
         return first
 
     def kv(self, layout: KvLayout) -> Tensor:
-        """`[L, S, 2, G, H]` of all that the ranks pushed; every row must have come exactly once, and not changed."""
+        """Return the KV `[L, S, 2, G, H]` that all ranks pushed. Fails if the KV of a token was not pushed exactly
+        once, or changed after its push."""
         self.reports()
         total = self.job.chunks[-1].end
         kv = torch.full((layout.num_layers, total, 2, layout.num_kv_heads, layout.head_dim), torch.nan)
@@ -160,7 +162,8 @@ class Run:
 
 
 class ChainGroup:
-    """`num_ranks` engines of one decoder, linked; a context manager that closes all of them."""
+    """Group of `num_ranks` linked prefill engines with the same decoder. As a context manager, it closes all of
+    them."""
 
     def __init__(
         self,
@@ -216,7 +219,7 @@ class ChainGroup:
         on_push: Callable[[Rank, int], None] | None = None,
         due_s: float = 0.0,
     ) -> Run:
-        """A job, not yet submitted; `prefix` is called once for each rank."""
+        """Create a job without submitting it. `prefix` is called once per rank."""
         number = JobId(next(self.numbers))
         placed = tuple(Rank(rank) for rank in ranks or range(len(chunks)))
         jobs = {
@@ -238,17 +241,17 @@ class ChainGroup:
         return Run(jobs, {rank: KeepingOutlet(_bind(on_push, rank)) for rank in placed})
 
     def submit(self, run: Run, order: Iterable[int] | None = None) -> Run:
-        """Hands the job to its ranks, in `order`."""
+        """Submit the job to its ranks, in `order`."""
         for rank in map(Rank, order if order is not None else run.job.ranks):
             run.futures[rank] = self.engines[rank].submit(run.jobs[rank], run.outlets[rank])
         return run
 
     def payload_bytes(self) -> int:
-        """KV bytes that all ranks have sent over links."""
+        """Return the number of KV bytes that all ranks have sent over links."""
         return sum(header.num_bytes for sent in self.sent for header in sent if header.status is LinkStatus.DATA)
 
     def wait_idle(self) -> None:
-        """Waits until no engine holds a job."""
+        """Wait until no engine holds a job."""
         until(lambda: all(engine.status().num_jobs == 0 for engine in self.engines))
 
     def _counting(self, rank: int, connect: ConnectLinks) -> ConnectLinks:
@@ -259,7 +262,7 @@ class ChainGroup:
 
 
 def until(holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
-    """Waits for what no event tells of; fails after `within_s` seconds of looking."""
+    """Poll until `holds()` returns True. Fails after `within_s` seconds of polling."""
     pause, spent_s, looked_s = threading.Event(), 0.0, time.monotonic()
     while not holds():
         assert spent_s < within_s, f"still not so after {within_s:g} s"
@@ -281,7 +284,7 @@ def random_tokens(rng: random.Random, count: int, decoder: Decoder) -> list[int]
 
 
 def random_chunks(rng: random.Random, tokens: TokenRange, num_ranks: int) -> list[TokenRange]:
-    """Uneven chunks, often with one of a single token."""
+    """Return random chunks of uneven lengths. The last chunk often has a single token."""
     cuts = sorted(rng.sample(range(tokens.start + 1, tokens.end), num_ranks - 1))
     if num_ranks > 1 and rng.random() < 0.5:
         cuts[-1] = tokens.end - 1
@@ -292,7 +295,8 @@ def random_chunks(rng: random.Random, tokens: TokenRange, num_ranks: int) -> lis
 
 
 def reference(decoder: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """One process, whole prompt: KV `[L, S, 2, G, H]` and the last token's logits `[V]`, both fp32."""
+    """Return the KV `[L, S, 2, G, H]` of the whole prompt and the last token's logits `[V]`, computed in one forward
+    pass, both in fp32."""
     with torch.inference_mode():
         tokens = TokenRange(0, len(token_ids))
         buffer = decoder.device.buffer(decoder.layout, tokens)
@@ -301,14 +305,14 @@ def reference(decoder: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Tenso
 
 
 def reference_token(decoder: Decoder, job: Job) -> SampledToken:
-    """What the request's next token is, by one process."""
+    """Return the next token of a job's request, computed without a prefill group."""
     return next_token(decoder, job.prompt_ids, job.output_ids, job.params)
 
 
 def next_token(
     decoder: Decoder, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
 ) -> SampledToken:
-    """The token that follows prompt and output, by one process."""
+    """Return the token that follows prompt and output, computed without a prefill group."""
     _, logits_V = reference(decoder, [*prompt_ids, *output_ids])
     state = SamplerState(params, prompt_ids, output_ids, decoder.config.eos_token_ids)
     with torch.inference_mode():
@@ -318,7 +322,7 @@ def next_token(
 def generated(
     decoder: Decoder, prompt_ids: Sequence[int], params: SamplingParams, num_tokens: int
 ) -> list[SampledToken]:
-    """The first tokens of an answer, by one process and without a job."""
+    """Return the first `num_tokens` tokens of an answer, computed without a prefill group."""
     output: list[SampledToken] = []
     while len(output) < num_tokens:
         output.append(next_token(decoder, prompt_ids, [token.token_id for token in output], params))
@@ -326,7 +330,7 @@ def generated(
 
 
 def cached_prefix(decoder: Decoder, token_ids: Sequence[int], num_tokens: int) -> KvBuffer:
-    """The KV of the first `num_tokens` tokens, as a prefix store would hand it out."""
+    """Return the KV of the first `num_tokens` tokens, as a prefix store would return it."""
     tokens = TokenRange(0, num_tokens)
     there, home = decoder.device.buffer(decoder.layout, tokens), KvBuffer(decoder.layout, tokens)
     with torch.inference_mode():
@@ -344,13 +348,13 @@ def poisoned_buffer(layout: KvLayout, tokens: TokenRange) -> KvBuffer:
 
 
 def largest_error(kv: Tensor, expected: Tensor) -> float:
-    """Largest |difference| of any layer, in units of that layer's largest |value|; NaN when a NaN surfaced."""
+    """Return the largest relative error of any layer: max |kv - expected| / max |expected|. NaN if there is a NaN."""
     difference_L = (kv - expected).abs().flatten(1).amax(1)
     return float((difference_L / expected.abs().flatten(1).amax(1)).max())
 
 
 def random_run(group: ChainGroup, rng: random.Random, num_tokens: int = 24) -> Run:
-    """A random prompt, in random chunks, over random ranks, due at random; some at once."""
+    """Create a job with a random prompt, random chunks, random ranks and a random due time."""
     ids = random_tokens(rng, num_tokens, group.decoder)
     ranks = sorted(rng.sample(range(len(group.engines)), rng.randint(1, len(group.engines))))
     chunks = random_chunks(rng, TokenRange(0, num_tokens), len(ranks))
@@ -358,7 +362,8 @@ def random_run(group: ChainGroup, rng: random.Random, num_tokens: int = 24) -> R
 
 
 def submit_shuffled(group: ChainGroup, runs: list[Run], rng: random.Random, victims: Sequence[Run] = ()) -> None:
-    """Every rank gets the jobs in an order of its own; `victims` may be given up before they come."""
+    """Submit the jobs to their ranks in a random order, which differs from rank to rank. Jobs of `victims` may be
+    aborted before a rank receives them."""
     submissions = [(run, rank) for run in runs for rank in run.job.ranks]
     rng.shuffle(submissions)
     for run, rank in submissions:
@@ -374,7 +379,7 @@ def run_chain(
     num_tokens: int = 60,
     on_push: Callable[[Rank, int], None] | None = None,
 ) -> Run:
-    """Submit a random prompt, divided over all ranks in random chunks."""
+    """Submit a job with a random prompt in random chunks, one chunk per rank."""
     rng = random.Random(seed)
     ids = random_tokens(rng, num_tokens, group.decoder)
     chunks = random_chunks(rng, TokenRange(prefix_tokens, num_tokens), len(group.engines))
@@ -383,7 +388,8 @@ def run_chain(
 
 
 def assert_right(group: ChainGroup, run: Run, decoder: Decoder | None = None, most_error: float = 1e-5) -> None:
-    """Assert that a run's KV and first token equal those of one process with `decoder`, by default the group's."""
+    """Assert that a run's KV and first token equal those computed by `decoder` in one forward pass. Default: the
+    group's decoder."""
     decoder = decoder or group.decoder
     kv, _ = reference(decoder, run.job.token_ids)
     assert largest_error(run.kv(decoder.layout), kv) <= most_error

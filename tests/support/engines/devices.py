@@ -1,4 +1,5 @@
-"""Devices for tests: their memory shows NaN until it is written. Of a GPU too, and of what stands for one on a CPU."""
+"""Devices for tests whose memory reads as NaN until it is written: the CPU, a GPU, and devices that replace a GPU on a
+CPU."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from baton.types import KvLayout, TokenRange
 
 
 class PoisonedMemory(PagedMemory):
-    """Memory in which every row that nobody wrote shows: NaN spreads to whatever reads it."""
+    """Memory in which a read of unwritten KV is detected: it is NaN, which spreads to all results."""
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
         had_LP = self._has_page_LP.copy()
@@ -29,7 +30,7 @@ class PoisonedMemory(PagedMemory):
 
 
 class PoisonedPool(MappedPool):
-    """Memory of pages in which all that was not written since a page was taken shows."""
+    """Memory of pages in which a read of anything not written since the page was allocated is detected."""
 
     def take(self, pages: Sequence[int]) -> None:
         super().take(pages)
@@ -37,7 +38,7 @@ class PoisonedPool(MappedPool):
 
 
 class PoisonedCpu(CpuDevice):
-    """The CPU."""
+    """CPU with poisoned memory."""
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
         return PoisonedPool(layout, num_pages, page_tokens)
@@ -49,7 +50,7 @@ class PoisonedCpu(CpuDevice):
 
 
 class PoisonedDevice(EmulatedDevice):
-    """An emulated device; with a link of its own speed unless told otherwise."""
+    """Emulated device with poisoned memory. By default, the speed of its link is not limited."""
 
     def __init__(self, rate: LinkRate = UNBOUND, copy: CopyTensor = copy_bytes) -> None:
         super().__init__(rate)
@@ -66,7 +67,7 @@ class PoisonedDevice(EmulatedDevice):
 
 
 class PoisonedTensors(TensorMemory):
-    """Memory of a GPU's kind, NaN when a row begins."""
+    """Tensor memory as on a GPU. A row is filled with NaN when it is opened."""
 
     def expect(self, num_tokens: int) -> None:
         had = self.num_bytes
@@ -76,7 +77,7 @@ class PoisonedTensors(TensorMemory):
 
 
 class PoisonedCuda(CudaDevice):
-    """A GPU."""
+    """GPU with poisoned memory."""
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
         return PoisonedTensors(layout, max_tokens, self.torch_device, access=self._access)
@@ -88,8 +89,9 @@ class PoisonedCuda(CudaDevice):
 
 
 class TensorDevice:
-    """What is like a GPU but for its speed: memory of tensors, a link, kernels of torch, on a CPU. Implements Device.
-    No address is checked. It holds that a GPU's memory is used as it must be, on a machine without one."""
+    """CPU device that behaves like a GPU except for its speed: it has tensor memory, a link, and kernels written in
+    torch. Implements Device. It does not check addresses. It verifies that memory is used as a GPU requires, on a
+    machine without a GPU."""
 
     name = "cuda"
     torch_device = torch.device("cpu")
@@ -126,15 +128,15 @@ class TensorDevice:
 
 
 def on_emulated(decoder: Decoder, device: EmulatedDevice | None = None) -> Decoder:
-    """The same model on an emulated device."""
+    """Return the same model on an emulated device."""
     return Decoder(decoder.config, decoder.weights, device=device or PoisonedDevice())
 
 
 STANDING_FOR_A_GPU = {"emulated": PoisonedDevice, "tensors": TensorDevice}
-"""Devices that run on a CPU what runs on a GPU, each in its way, by name."""
+"""CPU devices that run the code paths of a GPU, by name."""
 
 
 def device_for_tests(name: str) -> Device:
-    """The device of that name: cpu, cuda, or one that stands for a GPU."""
+    """Return a device by name: cpu, cuda, or a name in STANDING_FOR_A_GPU."""
     makers: dict[str, Callable[[], Device]] = {"cpu": PoisonedCpu, "cuda": PoisonedCuda, **STANDING_FOR_A_GPU}
     return makers[name]()

@@ -1,4 +1,5 @@
-"""Draft views that choose keys, for tests: their names, rows with KV to draft for, and what a draft step attends to."""
+"""Draft views that select keys, for tests: their names, engines with sequences to draft for, and a recorder of the keys
+to which draft steps attend."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,9 @@ from tests.support.engines.infinigen import SOME, prepared
 from tests.support.models.tiny_models import random_decoder
 
 VIEWS = ("snapkv", "infinigen", "quest", "topk")
-"""All whose drafts choose keys, those of the product and the comparators."""
+"""Names of all draft views that select keys, both the product's and those of the comparison."""
 DECODER = random_decoder(num_layers=4)
-"""A model with layers that may choose, behind the two that stay whole."""
+"""Model whose first two layers attend to all keys. Its other layers can select keys."""
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
@@ -33,7 +34,8 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 def decoding(
     prompts: Sequence[Sequence[int]], *, decoder: Decoder = DECODER, selection: Selection = SOME, num_slots: int = 8
 ) -> Iterator[tuple[Harness, list[Row]]]:
-    """An engine whose rows have their first token, and the KV of all tokens before, with partial keys beside."""
+    """Run an engine whose sequences have their first output token. Its KV, with partial keys, holds all tokens before
+    that token."""
     policy = partial(IndexedResidency, prepared=prepared(selection, decoder=decoder))
     with harness(decoder=decoder, policy=policy, num_slots=num_slots, max_prefill_tokens_per_step=512) as made:
         for each in prompts:
@@ -46,12 +48,12 @@ def decoding(
 
 
 def make_view(name: str, made: Harness, num_keys: int) -> DraftView:
-    """The view of that name over an engine's rows."""
+    """Return the draft view called `name` over an engine's sequences."""
     return CHOOSING[name](made.decoder, residency_of(made), EngineConfig(draft_keys=num_keys))
 
 
 def residency_of(made: Harness) -> DeviceResidency:
-    """Where an engine's rows lie."""
+    """Return the residency (memory policy) of an engine's KV."""
     residency = made.slots.memory.residency
     assert isinstance(residency, DeviceResidency)
     return residency
@@ -59,14 +61,14 @@ def residency_of(made: Harness) -> DeviceResidency:
 
 @dataclass
 class Watching:
-    """A DraftView that notes what the steps of another attend to. With `poison`, whatever a layer does not attend to is
-    NaN while its attention runs."""
+    """DraftView that records the keys to which the steps of another view attend. With `poison`, KV to which a layer
+    does not attend is NaN during its attention."""
 
     view: DraftView
     residency: DeviceResidency
     poison: bool = False
     found: list[dict[int, Picks | None]] = field(default_factory=list)
-    """What each step's rows attend to, by layer."""
+    """Selected keys of each step, by layer."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         self.view.begin(rows, num_keys)
@@ -84,7 +86,7 @@ class Watching:
 
 @dataclass
 class _Watch:
-    """LayerTurns around those, or the picks, of a step."""
+    """LayerTurns that wrap the LayerTurns, or the prepared key selection, of a step."""
 
     step: DraftStep
     rows: StepRows
@@ -92,7 +94,7 @@ class _Watch:
     poison: bool
     found: dict[int, Picks | None] = field(default_factory=dict)
     _hidden: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Poisoned KV, where in it, and what was there."""
+    """KV tensors that were overwritten with NaN, the indices that were overwritten, and the original values."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         if self.step.turns is not None:
@@ -127,7 +129,7 @@ class _Watch:
 
 
 def lists_of(picks: Picks) -> list[list[list[int]]]:
-    """The keys of each row and kv head."""
+    """Return the selected keys of each sequence and KV head."""
     num_BG = picks.num_BG.tolist()
     return [
         [keys[:num] for keys, num in zip(heads, nums, strict=True)]

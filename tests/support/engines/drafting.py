@@ -1,4 +1,5 @@
-"""Speculation by a test's will, over the port of generate_workers.engine.speculation: what is drafted, and how much."""
+"""Speculation controlled by tests: they determine which tokens, or how many, are drafted. Implements the port of
+generate_workers.engine.speculation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +13,14 @@ from generate_workers.slots.table import SlotTable
 
 
 class Told:
-    """Drafts what it is told, as far as rows have room. Implements Speculation."""
+    """Drafts the tokens that the test supplies, if they fit into the slot. Implements Speculation."""
 
     def __init__(self, slots: SlotTable, tell: Callable[[Row], Sequence[int]]) -> None:
-        """`tell` gives the drafts of a row in the next round; none are wished for by an empty sequence."""
+        """Create the speculation. `tell` returns a sequence's drafts for the next round; an empty result means no
+        drafts."""
         self.stats = SpeculationStats()
         self.accepted: list[tuple[int, int]] = []
-        """Of each row and round the drafts that were accepted, and all."""
+        """(number of accepted drafts, number of drafts) of each sequence and round."""
         self._slots = slots
         self._tell = tell
         self._told: dict[SlotId, list[int]] = {}
@@ -41,16 +43,16 @@ class Told:
         self.accepted += [(num, len(drafts[slot])) for slot, (_, num) in verified.num_accepted.items()]
 
     def forget(self, row: Row) -> None:
-        """Nothing is kept of rows."""
+        """Do nothing: no state is kept per sequence."""
 
 
 class Curbed:
-    """Another speculation, of which each row gets as many drafts in a round as the test lets it have. Implements
-    Speculation."""
+    """Wrapper of a speculation that limits the number of drafts per sequence and round to a value set by the test.
+    Implements Speculation."""
 
     def __init__(self, speculation: Speculation, most_drafts: Callable[[], int]) -> None:
         self.num_drafts: list[int] = []
-        """Drafts of each row and round."""
+        """Number of drafts of each sequence and round."""
         self._speculation = speculation
         self._most_drafts = most_drafts
 

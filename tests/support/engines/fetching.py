@@ -1,6 +1,7 @@
-"""InfiniGen's picks fetched as on a GPU: by tensors and Triton, on a device that stands for one, or on a GPU itself.
+"""Fetching of the keys that InfiniGen selects, as on a GPU: by tensors and Triton kernels, on a CPU device that
+replaces a GPU or on a GPU itself.
 
-On a CPU what runs here launches kernels, so that it needs a process with Triton's interpreter
+On a CPU, these functions launch Triton kernels. Therefore, they need a process with Triton's interpreter
 (tests/support/kernels/triton/process.py).
 """
 
@@ -30,7 +31,7 @@ from tests.support.engines.selective import Bench
 from tests.support.models.tiny_models import random_decoder
 
 FEW = Selection(3.0, 0.1, 2, 3, free_keys=6)
-"""So few keys that slots change their keys all the time."""
+"""Selection of very few keys, so that the keys in device memory change often."""
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((50, 21, 70))]
 TOKENS = prompt(200, seed=9)
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -38,8 +39,8 @@ TOLERANCE = 1e-4
 
 
 class LaunchedLink(PacedLink):
-    """A link whose copies by address are the kernels that a GPU runs. Each is done when it has been asked for, because
-    Triton's interpreter runs one kernel at a time."""
+    """Link whose copies by address are the kernels that a GPU runs. Each copy has finished when the call returns,
+    because Triton's interpreter runs one kernel at a time."""
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
         copy_heads(heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes)
@@ -53,8 +54,8 @@ class LaunchedLink(PacedLink):
 
 
 def standing(link: str) -> TensorDevice:
-    """A device that stands for a GPU, whose link copies by Triton's kernels (launched), by threads, or by threads
-    that are late (slow)."""
+    """Return a CPU device that replaces a GPU. `link` names how its link copies: by Triton's kernels (launched), by
+    threads, or by delayed threads (slow)."""
     device = TensorDevice()
     slow = LinkRate(2e6, 1e-3)
     device.link = {"launched": LaunchedLink(UNBOUND), "threads": PacedLink(UNBOUND), "slow": PacedLink(slow)}[link]
@@ -62,7 +63,7 @@ def standing(link: str) -> TensorDevice:
 
 
 def on_gpu(plain: Decoder, device: Device) -> Decoder:
-    """The same model on a device, with rows by Triton's kernels."""
+    """Return the same model on a device, with row operations by Triton's kernels."""
     if device.torch_device.type == "cuda":
         config = plain.config
         shape = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads}
@@ -73,7 +74,8 @@ def on_gpu(plain: Decoder, device: Device) -> Decoder:
 
 
 def policy(decoder: Decoder, num_areas: int) -> Callable[[KvShape, MakeMemory], FetchedInfinigenResidency]:
-    """The policy on the decoder's device, with so many areas a row, in as little memory as that takes."""
+    """Return a function that creates the residency on the decoder's device, with `num_areas` areas per sequence and the
+    least memory that suffices."""
 
     def make(shape: KvShape, _: MakeMemory) -> FetchedInfinigenResidency:
         found = prepared(FEW, 1, decoder=decoder)
@@ -91,14 +93,14 @@ def policy(decoder: Decoder, num_areas: int) -> Callable[[KvShape, MakeMemory], 
 
 
 def decoders(device: Device, num_layers: int) -> tuple[Decoder, Decoder]:
-    """One model on an emulated device, and on the given one: two heads share a kv head."""
+    """Return the same model on an emulated device and on the given device. Two query heads share a KV head."""
     plain = random_decoder(num_layers=num_layers)
     return on_emulated(plain), on_gpu(plain, device)
 
 
 def picked(bench: Bench, num_steps: int) -> tuple[list[Tensor], list[list[list[int]]], int]:
-    """Logits of steps in which rows take turns to be there, how much each kv head picked, and the bytes of steps, which
-    are the link's."""
+    """Run steps in which different sequences take part. Return the logits of each step, the number of keys that each KV
+    head selected, and the bytes copied over the link during steps."""
     link, logits, numbers, before = bench.decoder.device.link, [], [], bench.residency.num_link_bytes
     linked = link.num_bytes_fetched + link.num_bytes_stored
     for step in range(num_steps):
@@ -112,7 +114,8 @@ def picked(bench: Bench, num_steps: int) -> tuple[list[Tensor], list[list[list[i
 
 
 def check_steps(device: Device, num_areas: int, num_steps: int) -> int:
-    """Assert that steps have the logits of the emulated device's, and as many picks. Return their bytes."""
+    """Assert that the steps' logits and numbers of selected keys equal those on the emulated device. Return the bytes
+    of the steps."""
     results = []
     for decoder in decoders(device, 5):
         bench = Bench.of(decoder, policy(decoder, num_areas), PROMPTS, 24)
@@ -126,7 +129,8 @@ def check_steps(device: Device, num_areas: int, num_steps: int) -> int:
 
 
 def answers(decoder: Decoder) -> list[list[int]]:
-    """Rows that join one after the other, pushed and prefilled here in chunks, and two choices of one prompt."""
+    """Return the tokens of sequences that join one by one, prefilled remotely or locally in chunks, and of two choices
+    of one prompt."""
     with harness(decoder=decoder, policy=policy(decoder, 2), num_slots=4, max_slot_tokens=64) as made:
         ref = made.reserve(30, 40).ref
         made.push_and_commit(ref, prompt(30), PARAMS)
@@ -139,13 +143,14 @@ def answers(decoder: Decoder) -> list[list[int]]:
 
 
 def check_answers(device: Device) -> None:
-    """Assert that an engine's tokens are the emulated device's."""
+    """Assert that an engine's tokens equal those on the emulated device."""
     expected, found = (answers(decoder) for decoder in decoders(device, 4))
     assert found == expected
 
 
 def check_standing(link: str, num_areas: int | None) -> None:
-    """Run a check on a device that stands for a GPU: of steps with so many areas, or None: of an engine's tokens."""
+    """Run a check on a CPU device that replaces a GPU. With `num_areas`, check steps with this number of areas; with
+    None, check an engine's tokens."""
     torch.set_num_threads(1)
     device = standing(link)
     if num_areas is None:
@@ -156,5 +161,5 @@ def check_standing(link: str, num_areas: int | None) -> None:
 
 
 def gpu() -> Device:
-    """A GPU whose memory shows NaN until it is written."""
+    """Return a GPU whose memory reads as NaN until it is written."""
     return PoisonedCuda()

@@ -1,4 +1,4 @@
-"""Devices for tests whose link copies when it is told to."""
+"""Devices for tests whose link copies only while the test permits it."""
 
 import asyncio
 import threading
@@ -12,16 +12,16 @@ _TIMEOUT_S = 20
 
 
 class Gate:
-    """A link's way of copying: each copy begins, and then waits until the gate is open."""
+    """Copy function of a link. Each copy starts, and then waits until the gate is open."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        """What copies fail with from now on."""
+        """Error that all further copies raise; None: copies succeed."""
         self._begun = threading.Semaphore(0)
         self._open = threading.Event()
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copies a tensor once the gate is open."""
+        """Copy a tensor after the gate has opened."""
         self._begun.release()
         assert self._open.wait(_TIMEOUT_S), "the gate was not opened"
         if self.error is not None:
@@ -29,16 +29,17 @@ class Gate:
         copy_bytes(to, source)
 
     async def begun(self) -> None:
-        """Returns once one more copy has begun."""
+        """Wait until one more copy has started."""
         assert await asyncio.to_thread(self._begun.acquire, timeout=_TIMEOUT_S), "no copy has begun"
 
     def open(self) -> None:
-        """Lets all copies go on."""
+        """Open the gate, so that all copies continue."""
         self._open.set()
 
 
 def gated_device(name: str, gate: Gate, num_frames: int, frame_bytes: int) -> PoisonedDevice | TensorDevice:
-    """A device that stands for a GPU, with a link behind a gate and few small frames."""
+    """Return a CPU device that replaces a GPU. Its link copies through `gate`, and has a small number of small
+    frames."""
     device = STANDING_FOR_A_GPU[name]()
     assert isinstance(device, PoisonedDevice | TensorDevice)
     device.link._copy = gate.copy

@@ -1,4 +1,4 @@
-"""Workers that stand still when a test wants them to: an attention kernel with a gate before it."""
+"""An attention kernel behind a gate, by which a test stops a worker."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ from baton.modeling.forward.attention import Kernel
 
 
 class Gate:
-    """An attention kernel that waits while the gate is shut: a worker that stands still when the test wants it to."""
+    """Attention kernel that waits while the gate is shut, so that its worker stops."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.opened = threading.Event()
@@ -20,7 +20,7 @@ class Gate:
         self._num_passes = 0
 
     def shut(self, num_passes: int = 0) -> None:
-        """`num_passes` more calls (layers of steps) come through it."""
+        """Shut the gate after `num_passes` more calls. There is one call per layer of a step."""
         self._num_passes = num_passes
         self.reached.clear()
         self.opened.clear()
@@ -29,7 +29,7 @@ class Gate:
         self.opened.set()
 
     async def until_reached(self) -> None:
-        """Somebody stands before the shut gate."""
+        """Wait until a worker waits at the shut gate."""
         assert await asyncio.to_thread(self.reached.wait, 20)
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Generation engines for tests: poisoned slots, collected events, KV pushed from a forward of its own, a reference."""
+"""Generation engines for tests: slots poisoned with NaN, recorded events, KV computed and pushed by the test, and
+reference outputs."""
 
 import asyncio
 import concurrent.futures
@@ -51,11 +52,11 @@ from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 
 WAIT_S = 30.0
 _LIKELY: dict[tuple[tuple[int, ...], float, int], list[int]] = {}
-"""Outputs of `reference_ids`, of any model, by prompt, temperature and seed."""
+"""Earlier outputs of `reference_ids` for any model, by prompt, temperature and seed."""
 
 
 class WatchedDecoder(Decoder):
-    """A decoder that calls `before` with the tokens and spans of each forward."""
+    """Decoder that calls `before` with the tokens and spans of each forward pass."""
 
     def __init__(self, decoder: Decoder, before: Callable[[Sequence[int], Sequence[SequenceSpan]], None]) -> None:
         super().__init__(decoder.config, decoder.weights, decoder.kernel)
@@ -69,7 +70,7 @@ class WatchedDecoder(Decoder):
 
 
 class Collector:
-    """Where a stream's events go: a list, and an event that is set at the end of its last choice."""
+    """Records a stream's events in a list, and sets an event at the end of its last choice."""
 
     def __init__(self, on_end: Callable[[], None] = lambda: None, num_choices: int = 1) -> None:
         self.events: list[TokenEvent] = []
@@ -86,7 +87,7 @@ class Collector:
             self.ended.set()
 
     def choice(self, number: int) -> "Collector":
-        """The events of one choice, as if it were all."""
+        """Return a collector with the events of a single choice."""
         part = Collector()
         for event in self.events:
             if event.choice == number:
@@ -110,7 +111,8 @@ class Collector:
         return self.events[-1].error
 
     def check(self) -> None:
-        """For each choice exactly one terminal event, its last; indices without a gap."""
+        """Check that each choice has exactly one terminal event, that it is the choice's last event, and that token
+        indices have no gaps."""
         if self._num_choices > 1:
             for number in range(self._num_choices):
                 self.choice(number).check()
@@ -123,7 +125,7 @@ class Collector:
 
 @dataclass
 class Harness:
-    """An engine on a manual clock that the test steps by hand, unless it starts the thread."""
+    """Engine on a manual clock. The test runs its steps, or starts its thread."""
 
     decoder: Decoder
     slots: SlotTable
@@ -141,7 +143,7 @@ class Harness:
         ref: LeaseRef | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> tuple[StreamId, Collector]:
-        """Opens a stream that is checked at the end of the test."""
+        """Submit a request. Its stream is checked at the end of the test."""
         collector = Collector(on_end, params.n)
         name = RequestId(f"r{next(self.numbers)}")
         request = GenerationRequest(name, tuple(prompt_ids), tuple(output_ids), params, ref)
@@ -152,7 +154,7 @@ class Harness:
         return stream_id, collector
 
     def run(self, *collectors: Collector, max_steps: int = 2000) -> None:
-        """Steps until the streams, or all of them, have ended."""
+        """Run steps until the given streams have ended. Default: all streams."""
         waiting = collectors or tuple(self.streams)
         for _ in range(max_steps):
             if all(collector.ended.is_set() for collector in waiting):
@@ -161,7 +163,7 @@ class Harness:
         raise AssertionError(f"streams have not ended after {max_steps} steps")
 
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams, output_ids: Sequence[int] = ()) -> Collector:
-        """One local request, run to its end."""
+        """Run a request with local prefill to its end, and return its events."""
         _, collector = self.submit(prompt_ids, params, output_ids)
         self.run(collector)
         return collector
@@ -171,7 +173,7 @@ class Harness:
         return self.slots.reserve(spec)
 
     def push(self, ref: LeaseRef, history_ids: Sequence[int]) -> None:
-        """Pushes KV that a forward of its own made."""
+        """Compute the KV of `history_ids` in a separate forward pass, and push it."""
         buffer, _ = prefilled(self.decoder, history_ids)
         push_buffer(self.slots, ref, buffer, buffer.tokens)
 
@@ -179,7 +181,7 @@ class Harness:
         asyncio.run(self.slots.commit(ref, firsts))
 
     def push_and_commit(self, ref: LeaseRef, prompt_ids: Sequence[int], params: SamplingParams) -> SampledToken:
-        """What a prefill group does for a lease; the first choice's first token."""
+        """Push and commit a lease as a prefill group does. Return the first token of the first choice."""
         self.push(ref, prompt_ids)
         choices = [params.of_choice(choice) for choice in range(params.n)]
         firsts = [sampled_next(self.decoder, prompt_ids, (), each) for each in choices]
@@ -213,8 +215,9 @@ def harness(
     speculator: Callable[[SlotTable, Speculation | None], Speculation] | None = None,
     step_graphs: bool = True,
 ) -> Iterator[Harness]:
-    """An engine; in the end each stream had its one terminal event, and nothing is held. `speculator` makes the
-    speculation, of its slots and of what it would have. `speculation`: a name of the product's, or a comparator's."""
+    """Create an engine. At the end, check that each stream had exactly one terminal event and that no resource is held.
+    `speculator` creates the speculation from the engine's slots and its default speculation. `speculation`: name of a
+    speculation of the product or of the comparison."""
     decoder, clock = decoder or eos_decoder(), clock or ManualClock(start_s=100.0)
     drafting = (draft_model or small_decoder()) if speculation == "model" else None
     lengths = num_slots, max_slot_tokens
@@ -262,38 +265,38 @@ def _end(engine: GenerationEngine, saver: AnswerSaver | None, decoder: Decoder) 
 
 
 def check_streams(streams: Sequence[Collector]) -> None:
-    """Each has had its events, and its one terminal event."""
+    """Check that each stream has all its events and exactly one terminal event."""
     for stream in streams:
         stream.check()
 
 
 def small_decoder() -> Decoder:
-    """A random decoder that drafts for others."""
+    """Return a random decoder that serves as a draft model."""
     return random_decoder(num_heads=2, num_kv_heads=1, seed=9)
 
 
 def _check_ended(engine: GenerationEngine) -> None:
-    """No thread is left, and no KV of a draft model."""
+    """Check that no thread of the engine runs and that no KV of a draft model is held."""
     assert "generate-engine" not in {thread.name for thread in threading.enumerate()}
     assert set(draft_kv_of(engine)) <= {0}, "rows that have ended hold KV of the draft model"
 
 
 def draft_kv_of(engine: GenerationEngine) -> list[int]:
-    """Bytes of KV that a draft model keeps; nothing where none drafts."""
+    """Return the bytes of KV that a draft model holds; empty without a draft model."""
     speculation = engine._speculation
     sources = speculation._sources.values() if isinstance(speculation, Speculator) else ()
     return [source.proposer.num_bytes for source in sources if isinstance(source.proposer, ModelProposer)]
 
 
 def _with_partial_keys(policy: Policy, speculation: str, decoder: Decoder) -> Policy:
-    """The policy, with partial keys beside its KV if drafts choose by them."""
+    """Return the policy, extended by partial keys if the speculation selects keys by them."""
     if (policy, speculation) != ("device", "infinigen"):
         return policy
     return partial(IndexedResidency, prepared=prepared(decoder=decoder))
 
 
 def eos_decoder(seed: int = 0) -> Decoder:
-    """A random decoder whose end-of-sequence token is that of the letter tokenizer."""
+    """Return a random decoder whose end-of-sequence token is that of the letter tokenizer."""
     decoder = random_decoder(seed=seed)
     decoder.config = dataclasses.replace(decoder.config, eos_token_ids=(EOS_ID,))
     return decoder
@@ -301,7 +304,7 @@ def eos_decoder(seed: int = 0) -> Decoder:
 
 @torch.inference_mode()
 def prefilled(decoder: Decoder, token_ids: Sequence[int]) -> tuple[KvBuffer, torch.Tensor]:
-    """`(KV of all tokens, logits_TV)` by one whole forward."""
+    """Return `(KV of all tokens, logits_TV)`, computed in one forward pass."""
     tokens = TokenRange(0, len(token_ids))
     with torch.inference_mode(False):
         buffer = decoder.device.buffer(decoder.layout, tokens)
@@ -312,14 +315,14 @@ def prefilled(decoder: Decoder, token_ids: Sequence[int]) -> tuple[KvBuffer, tor
 def sampled_next(
     decoder: Decoder, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
 ) -> SampledToken:
-    """The next token after a history, from a whole forward of it."""
+    """Return the next token after a history, computed in one forward pass of the whole history."""
     _, logits_TV = prefilled(decoder, [*prompt_ids, *output_ids])
     return _sampled(decoder, logits_TV[-1], prompt_ids, output_ids, params)
 
 
 def reference_ids(decoder: Decoder, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-    """Expected output of a request: every token from a whole forward, no KV kept, no batch, no engine. Where
-    an equal request was computed before, one forward confirms its output."""
+    """Return the expected output of a request. Each token is computed by a forward pass of all tokens, without cached
+    KV, batch or engine. If the output of an equal request is known, a single forward pass verifies it."""
     key = (tuple(prompt_ids), params.temperature, params.seed)
     likely = _LIKELY.get(key, [])[: params.max_tokens - 1]
     output_ids: list[int] = []
@@ -352,6 +355,6 @@ def _sampled(
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    """`length` token ids that are letters."""
+    """Return `length` token ids that are letters."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return tuple(torch.randint(0, 95, (length,), generator=generator).tolist())

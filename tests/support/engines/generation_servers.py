@@ -1,4 +1,4 @@
-"""A generation group's server, and what a orchestrator does to it, over real gRPC in one process."""
+"""A generation group's server, and a client that acts as its orchestrator, over real gRPC in one process."""
 
 import itertools
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ IDLE = generate_pb2.GenerationStatusRequest()
 
 
 class Client:
-    """What a orchestrator does to one generation group."""
+    """Client that acts as the orchestrator of one generation group."""
 
     def __init__(self, server: GenerationServer, channel: grpc.aio.Channel, decoder: Decoder) -> None:
         self.server = server
@@ -62,7 +62,7 @@ class Client:
         return self.send(generate_pb2.StreamRequest(request_id="r", history=history, lease=lease))
 
     def send(self, request: generate_pb2.StreamRequest) -> StreamPart:
-        """Opens the stream under a number of its own."""
+        """Start a stream under a new stream number."""
         request.number = next(self._numbers)
         return self.streams.open(request)
 
@@ -71,12 +71,12 @@ class Client:
         return await self.kv.reserve(spec, self.decoder.layout.fingerprint)
 
     async def push(self, lease: Lease, prompt_ids: tuple[int, ...]) -> None:
-        """Prefills on its own and pushes, layer by layer, in two halves."""
+        """Compute the prompt's KV, and push it layer by layer, each layer in two halves."""
         buffer, _ = prefilled(self.decoder, prompt_ids)
         await self.push_kv(lease, buffer)
 
     async def push_kv(self, lease: Lease, buffer: KvBuffer) -> None:
-        """Pushes all that the buffer holds."""
+        """Push the whole contents of the buffer."""
         whole = buffer.tokens
         push = open_push(self._channel, self.decoder.layout, lease)
         for layer in range(self.decoder.config.num_layers):
@@ -102,7 +102,7 @@ class Client:
 
 
 async def read(call: StreamPart) -> list[TokenEvent]:
-    """A stream to its end."""
+    """Read a stream to its end, and return its token events."""
     events = []
     while (message := await call.read()) is not None:
         events.append(event_from_proto(message))
@@ -123,7 +123,7 @@ async def serving(
     prefix_folder: Path | None = None,
     prefix_disk: DiskPlace | None = None,
 ) -> AsyncIterator[Client]:
-    """A tiny model's server, unless a decoder is given."""
+    """Run a generation group's server, and yield its client. Default model: a tiny random one."""
     torch.set_num_threads(1)
     decoder, tokenizer = decoder or eos_decoder(), tokenizer or letter_tokenizer()
     server = await GenerationServer.start(

@@ -1,4 +1,4 @@
-"""InfiniGen for tests: a tiny model, and bases and selections that nobody fitted."""
+"""InfiniGen for tests: a tiny model, with bases and key selections that are not fitted to it."""
 
 import math
 from collections.abc import Callable
@@ -67,14 +67,14 @@ def infinigen_int4(
 def pooled(
     num_tokens: int, eviction: Eviction = Eviction.COUNTER, selection: Selection = SOME, lookahead: int = 0
 ) -> Callable[[KvShape, MakeMemory], PooledResidency]:
-    """InfiniGen with a pool of so many tokens."""
+    """Return a function that creates an InfiniGen residency with a pool of `num_tokens` tokens."""
     size = PoolSize(num_tokens, eviction)
     return lambda shape, make: PooledResidency(shape, PoisonedCpu(), prepared(selection, lookahead), DECODER, size)
 
 
 @dataclass(frozen=True)
 class KnownSource(SelectionSource):
-    """A prepared selection without a file."""
+    """Source of a prepared selection that is kept in memory instead of a file."""
 
     found: PreparedSelection | None = None
 
@@ -86,12 +86,13 @@ class KnownSource(SelectionSource):
 def configured(
     name: str, decoder: Decoder, found: PreparedSelection, pool: PoolSize | None = None
 ) -> Callable[[KvShape, MakeMemory], Residency]:
-    """The policy of that name, the product's or a comparator, on the decoder's device."""
+    """Return a function that creates the residency called `name` on the decoder's device, either the product's or one
+    of the comparison."""
     source = KnownSource(decoder, pool=pool, found=found)
     return lambda shape, make: make_residency(name, shape, decoder.device, source)
 
 
 def partial_of(k_SGH: Tensor, basis: Basis, layer: int) -> Tensor:
-    """In bf16, one kv head after the other."""
+    """Return the partial keys of `k_SGH` in bf16, computed one KV head after the other."""
     heads = range(k_SGH.shape[1])
     return torch.stack([k_SGH[:, g].float() @ basis.k_LGHR[layer, g] for g in heads], dim=1).bfloat16()

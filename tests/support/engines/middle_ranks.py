@@ -1,4 +1,4 @@
-"""A prefill rank between two neighbours that are the test itself, at the other end of links."""
+"""A prefill rank whose two neighbours are simulated by the test over real links."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +21,7 @@ CHUNKS = (TokenRange(0, 2), TokenRange(2, 5), TokenRange(5, 6))
 
 
 class Middle:
-    """Rank 1 of 3 is an engine; ranks 0 and 2 are bare links and what they record."""
+    """Group of three ranks. Rank 1 is an engine; ranks 0 and 2 are bare links and recorders of what they receive."""
 
     def __init__(self, engine: PrefillEngine, links: dict[int, Links], recorders: dict[int, Recorder]) -> None:
         self.engine = engine
@@ -31,19 +31,19 @@ class Middle:
         self.kv = cached_prefix(self.decoder, IDS, len(IDS))
 
     def job(self, number: int = 1, num_ranks: int = 3) -> Job:
-        """Ranks 0 to 2, or 0 and 1."""
+        """Return a job on ranks 0 to 2 (`num_ranks` 3) or on ranks 0 and 1 (`num_ranks` 2)."""
         chunks = CHUNKS if num_ranks == 3 else (CHUNKS[0], TokenRange(2, 6))
         ranks = tuple(Rank(rank) for rank in range(num_ranks))
         return Job(JobId(number), Epoch(1), RequestId("r"), 1, ranks, chunks, IDS)
 
     def submit_and_starve(self, job: Job | None = None) -> Future[JobReport]:
-        """Submits a job over ranks 0 and 1, and returns once it has done what it can, and waits."""
+        """Submit a job, by default on ranks 0 and 1. Return when the engine cannot continue without KV of rank 0."""
         future = self.engine.submit(job or self.job(num_ranks=2), KeepingOutlet())
         until(lambda: self.engine.status().progress == 1)
         return future
 
     def send_rows(self, layer: int, number: int = 1, tokens: TokenRange = CHUNKS[0], epoch: int = 1) -> None:
-        """What rank 0 would send."""
+        """Send a layer's KV to the engine, as rank 0 does."""
         payload = byte_view(self.kv.span(layer, tokens).clone())
         header = LinkHeader(Epoch(epoch), JobId(number), layer, tokens, LinkStatus.DATA, payload.nbytes)
         self.links[0].send(Rank(1), header, payload)
@@ -56,7 +56,8 @@ class Middle:
         self.links[0].send(Rank(1), LinkHeader.bare(Epoch(1), JobId(number), status), None)
 
     def pass_limits(self, clock: ManualClock, floor_s: float, ranks: Sequence[int]) -> None:
-        """Lets nearly three limits pass: a part of one whenever each of these ranks has got another sign of life."""
+        """Advance the clock by nearly three watchdog limits: by 0.3 limits whenever each of `ranks` has received
+        another sign of life."""
         for count in range(1, 10):
             for rank in ranks:
                 self.recorders[rank].wait_received(count)
@@ -64,7 +65,7 @@ class Middle:
             self.poke()
 
     def poke(self) -> None:
-        """Makes a waiting engine look at a clock that the test has moved."""
+        """Wake a waiting engine, so that it reads the clock that the test has advanced."""
         with self.engine._changed:
             self.engine._changed.notify_all()
 
@@ -73,7 +74,8 @@ class Middle:
 def middle_rank(
     decoder: Decoder, *, clock: Clock | None = None, floor_s: float = 20.0, make_buffer: MakeBuffer = KvBuffer
 ) -> Iterator[Middle]:
-    """An epoch of three ranks, whose middle one serves; at the end its threads and all links have ended."""
+    """Start an epoch of three ranks and run the engine of the middle one. At the end, check that its threads and all
+    links have ended."""
     config = PrefillConfig(watchdog_floor_s=floor_s)
     engine = PrefillEngine(decoder, clock or SystemClock(), config, make_buffer=make_buffer)
     recorders = {0: Recorder(), 2: Recorder()}

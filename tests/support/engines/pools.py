@@ -1,4 +1,5 @@
-"""Who stays in a pool of KV, told by lists of tokens, as the paper's words have it; and whether rows hold just that."""
+"""Reference model of evictions from a KV pool. It follows the paper with plain lists of tokens. A check compares the
+contents of a policy's sequences with these lists."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ NUM_HEADS = LAYOUT.num_kv_heads
 
 @dataclass
 class Kept:
-    """A token that is kept."""
+    """A token that is kept in the pool."""
 
     position: int
     picked_last: int
@@ -28,21 +29,23 @@ class Kept:
 
 @dataclass
 class ReferenceList:
-    """What one kv head keeps in one layer of one row."""
+    """Tokens that one KV head keeps in one layer of one sequence."""
 
     limit: PoolLimit
     kept: list[Kept] = field(default_factory=list)
     num_tokens: int = 0
     closeness: Mapping[int, float] = field(default_factory=dict)
-    """By position, in the step that brings the next token; empty: no step does."""
+    """Scores of the kept tokens by position, in the step that appends the next token. Empty if the next token has no
+    step of its own."""
 
     @property
     def positions(self) -> list[int]:
-        """Of all that is kept, ascending."""
+        """Return the positions of all kept tokens in ascending order."""
         return sorted(each.position for each in self.kept)
 
     def pick(self, positions: set[int], closeness: Mapping[int, float]) -> None:
-        """The next token attends to these, which are kept; `closeness`: of all that are kept."""
+        """Record that the next token attends to the kept tokens at `positions`. `closeness` holds the scores of all
+        kept tokens."""
         assert positions <= closeness.keys() == {each.position for each in self.kept}
         self.closeness = closeness
         for each in self.kept:
@@ -54,7 +57,8 @@ class ReferenceList:
                 each.count //= 2
 
     def append(self, position: int, of_prompt: bool = False) -> None:
-        """The next token comes; those of a prompt all at once."""
+        """Append the next token, and evict another one if the pool is full. `of_prompt`: the token is part of a prompt,
+        whose tokens are appended in one step."""
         assert position == self.num_tokens
         if len(self.kept) == self.limit.num_places:
             may_go = [
@@ -73,7 +77,7 @@ class ReferenceList:
 
 
 def row_of(bench: Bench, slot: int) -> PooledInfinigenRow:
-    """Of a policy on pools."""
+    """Return the sequence in a slot of a policy that uses pools."""
     row = bench.residency._rows[slot]  # type: ignore[attr-defined]
     assert isinstance(row, PooledInfinigenRow)
     return row
@@ -81,21 +85,21 @@ def row_of(bench: Bench, slot: int) -> PooledInfinigenRow:
 
 @dataclass
 class Trace:
-    """What came to one slot's row: true K and V of every token, and the lists of what should be left of them."""
+    """History of one slot's sequence: the exact K and V of every token, and the tokens that should be kept."""
 
     bench: Bench
     slot: int
     limit: PoolLimit
     truth: list[Tensor] = field(default_factory=list)
-    """`[L, 2, G, H]` of each token."""
+    """Exact K and V `[L, 2, G, H]` of each token."""
     has_begun: bool = False
-    """Whether a token came alone."""
+    """True once a single token was appended, which ends the prompt."""
 
     def __post_init__(self) -> None:
         self.lists = [[ReferenceList(self.limit) for _ in range(NUM_HEADS)] for _ in LAYERS]
 
     def came(self, kv_LT2GH: Tensor) -> None:
-        """New tokens, in all layers that choose; those of a prompt before one comes alone."""
+        """Append new tokens in all layers that select keys. Tokens before the first single one belong to the prompt."""
         self.has_begun |= kv_LT2GH.shape[1] == 1
         for kv_L2GH in kv_LT2GH.unbind(1):
             for head in (head for heads in self.lists for head in heads):
@@ -103,7 +107,8 @@ class Trace:
             self.truth.append(kv_L2GH)
 
     def check(self, basis: Basis) -> None:
-        """Every kv head's places hold K, V and partial keys of exactly what its list keeps."""
+        """Check that the pool of every KV head holds K, V and partial keys of exactly the tokens in its reference
+        list."""
         row, num_tokens = row_of(self.bench, self.slot), len(self.truth)
         num_kept = min(num_tokens, self.limit.num_places)
         truth_LN2GH = torch.stack(self.truth, 1)
@@ -117,13 +122,14 @@ class Trace:
                 torch.testing.assert_close(k_PGR[:, head], expected_NGR[positions, head], atol=1e-6, rtol=2**-7)
 
     def positions(self, at: int, head: int, kv_P2H: Tensor) -> list[int]:
-        """Of the tokens that these are, to the bit."""
+        """Return the positions of the tokens whose K and V equal `kv_P2H` bit for bit."""
         known = {_bytes(kv_L2GH[at, :, head]): position for position, kv_L2GH in enumerate(self.truth)}
         assert len(known) == len(self.truth)
         return [known[_bytes(each)] for each in kv_P2H]
 
     def picked(self, at: int, picks: Picks, row: int, before: Tensor, closeness_GP: Tensor) -> None:
-        """By place, the own one last; `before`: `[P, 2, G, H]`, what lay in the places."""
+        """Record the keys that a step selected. They are given as places in the pool; the last one is the new token
+        itself. `before` `[P, 2, G, H]` is the content of the places before the step."""
         for head, places in enumerate(lists(picks, row)):
             assert places[-1] == len(before)
             positions = self.positions(at, head, before[:, :, head])

@@ -1,4 +1,4 @@
-"""Two prefill ranks behind real servers, and a receiver of what they push."""
+"""Two prefill ranks behind real servers, and a receiver of the KV that they push."""
 
 import asyncio
 import dataclasses
@@ -43,7 +43,7 @@ TIMEOUT_S = 20.0
 
 @dataclass
 class Ranks:
-    """Two ranks behind their servers, and a receiver of KV."""
+    """Two prefill ranks behind their servers, and a receiver of KV."""
 
     decoder: Decoder
     servers: list[PrefillServer]
@@ -68,7 +68,7 @@ class Ranks:
         return dataclasses.replace(await self.receiver.reserve(len(IDS)), endpoint=self.receiver.endpoint)
 
     def check_slot(self, lease: Lease) -> None:
-        """The KV and the first token that were pushed are those of one process."""
+        """Check that the pushed KV and first token equal those computed in one forward pass."""
         expected, logits_V = reference(self.decoder, IDS)
         rows = [self.receiver.sink.read(lease.ref, layer, TokenRange(0, len(IDS))) for layer in range(3)]
         kv = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.float32) for row in rows])

@@ -1,4 +1,4 @@
-"""Prefix stores for tests: a folder in memory that must be left clean, and blocks to put there."""
+"""Prefix stores for tests: a folder in shared memory that must be clean at the end, and blocks to store in it."""
 
 import fcntl
 import os
@@ -22,18 +22,19 @@ PLENTY = 1 << 30
 
 
 def mapped(folder: Path) -> list[str]:
-    """This process's mappings of files in `folder`, removed ones too."""
+    """Return this process's mappings of files in `folder`, including removed files."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
 def blocks_in(folder: Path) -> set[str]:
-    """Names of the sealed blocks, and of whatever else does not belong there."""
+    """Return the names of all sealed (completely written) blocks, and of unexpected files."""
     return {each.name for each in folder.iterdir()} - {".lock"}
 
 
 @contextmanager
 def prefix_folder() -> Iterator[Path]:
-    """In memory, as a node's is. Nothing may be left mapped, or half-written."""
+    """Create a folder in shared memory, like the one of a node. At the end, check that no file is mapped or partially
+    written."""
     with TemporaryDirectory(dir="/dev/shm", prefix="baton-test-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         yield folder
@@ -42,18 +43,18 @@ def prefix_folder() -> Iterator[Path]:
 
 
 def store_in(folder: Path, layout: KvLayout, *, limit_bytes: int = PLENTY, clock: Clock | None = None) -> PrefixStore:
-    """A store whose clock stands still, unless it is given one."""
+    """Open a store. By default, its clock does not advance."""
     return PrefixStore(folder, layout, limit_bytes=limit_bytes, clock=clock or ManualClock(1e9))
 
 
 def on_disk(store: PrefixStore) -> DiskTier[PrefixStore]:
-    """The store as one below another, whose clock stands still."""
+    """Return the store as a disk tier below another store. Its clock does not advance."""
     return DiskTier(lambda: store, Path("the disk"), store.limit_bytes, clock=ManualClock(1e9))
 
 
 @contextmanager
 def hung(folder: Path) -> Iterator[None]:
-    """A folder that can be neither opened nor closed: who asks for its lock gets no answer."""
+    """Create a folder whose lock is held, so that a store there can be neither opened nor closed."""
     folder.mkdir(0o700)
     file = os.open(folder, os.O_RDONLY)
     try:
@@ -64,12 +65,12 @@ def hung(folder: Path) -> Iterator[None]:
 
 
 def file_bytes(layout: KvLayout, block_tokens: int) -> int:
-    """Of a block."""
+    """Return the size in bytes of a block's file."""
     return HEADER_BYTES + block_tokens * layout.token_bytes
 
 
 def random_kv(layout: KvLayout, num_tokens: int, seed: int = 0) -> KvBuffer:
-    """Random KV of a prompt's first tokens."""
+    """Return random KV for the first `num_tokens` tokens of a prompt."""
     buffer = KvBuffer(layout, TokenRange(0, num_tokens))
     buffer.data.copy_(torch.randn(buffer.data.shape, generator=torch.Generator().manual_seed(seed)))
     return buffer
@@ -82,7 +83,7 @@ def same(read: Sequence[KvBuffer], kv: KvBuffer) -> bool:
 
 
 def fill(room: BlockRoom, kv: KvBuffer) -> None:
-    """Writes all that there is room for, and seals it."""
+    """Write the beginning of `kv` into the reserved room, and seal it (mark it as complete)."""
     for writer in room.writers:
         for layer in range(kv.layout.num_layers):
             writer.write(layer, writer.tokens, kv.export(layer, writer.tokens))
@@ -90,7 +91,7 @@ def fill(room: BlockRoom, kv: KvBuffer) -> None:
 
 
 def keep(store: PrefixStore, kv: KvBuffer, names: Sequence[str] = ("p",)) -> BlockRoom:
-    """Puts KV there, in as many blocks as there are names."""
+    """Store `kv` in blocks of equal length, one per name."""
     block_tokens = len(kv.tokens) // len(names)
     kept = TokenRange(kv.tokens.start, kv.tokens.start + len(names) * block_tokens)
     room = store.take(names, kept, block_tokens)

@@ -1,4 +1,5 @@
-"""Steps of policies that attend to some of the keys, one at a time, watched and disturbed; and engines with them."""
+"""Single steps of policies that attend to selected keys. Tests can inspect and disturb the steps. Also engines with
+these policies."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,15 +24,15 @@ from tests.support.engines.slot_tables import UNLIMITED, Policy
 
 MakePolicy = Callable[[KvShape, MakeMemory], Residency]
 Disturb = Callable[[int, Picks], None]
-"""(layer, picks): called when they are chosen, before anybody attends to them."""
+"""Callback (layer, selected keys). It is called after keys are selected and before they are used."""
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((60, 25, 90))]
 TOKENS = prompt(200, seed=9)
-"""The next tokens of all rows."""
+"""Next tokens of all sequences."""
 
 
 @dataclass
 class Watched:
-    """LayerTurns that note what a step picks, by layer."""
+    """LayerTurns that record the selected keys and the queries of a step, by layer."""
 
     turns: LayerTurns
     disturb: Disturb = lambda layer, picks: None
@@ -54,15 +55,15 @@ class Watched:
 
 @dataclass
 class Bench:
-    """A policy whose slots are filled by pushes, and run by hand."""
+    """Policy whose slots are filled by pushes, and whose steps the test runs."""
 
     decoder: Decoder
     residency: Residency
     lengths: dict[int, int] = field(default_factory=dict)
     room: int = 16
-    """Tokens that a row may get."""
+    """Number of tokens that a sequence can gain."""
     most: int = 0
-    """Tokens that a slot holds."""
+    """Capacity of a slot in tokens."""
 
     @classmethod
     def of(
@@ -72,7 +73,8 @@ class Bench:
         prompts: Sequence[Sequence[int]],
         room: int = 16,
     ) -> "Bench":
-        """A slot for each prompt, with its KV, and room for some tokens more."""
+        """Create a bench with one slot per prompt. Each slot holds the prompt's KV and has capacity for `room` more
+        tokens."""
         most = max(len(ids) for ids in prompts) + room
         shape = KvShape(decoder.layout, decoder.config.windows, len(prompts), most)
         made = cls(decoder, make(shape, PoisonedMemory), room=room, most=most)
@@ -81,7 +83,7 @@ class Bench:
         return made
 
     def fill(self, slot: int, ids: Sequence[int]) -> None:
-        """Pushes what a forward of its own made."""
+        """Compute KV in a separate forward pass, and push it."""
         buffer, _ = prefilled(self.decoder, ids)
         row = self.residency.open(SlotId(slot), len(ids), len(ids) + self.room)
         for layer in range(self.decoder.layout.num_layers):
@@ -92,7 +94,8 @@ class Bench:
     def run(
         self, tokens: Mapping[int, Sequence[int]], disturb: Disturb = lambda layer, picks: None
     ) -> tuple[Tensor, Watched]:
-        """One forward of some slots with their next tokens: the logits of each token, and what was picked."""
+        """Run one forward pass of some slots with their next tokens. Return the logits of each token, and the recorded
+        step."""
         rows = [
             (SlotId(slot), TokenRange(self.lengths[slot], self.lengths[slot] + len(ids)))
             for slot, ids in tokens.items()
@@ -106,13 +109,13 @@ class Bench:
         return self.decoder.logits(hidden_TD), watched
 
     def turns(self, num_steps: int) -> Iterator[Tensor]:
-        """Logits of steps of one token a row; rows take turns to be absent."""
+        """Yield the logits of steps with one token per sequence. In each step, different sequences are absent."""
         for step in range(num_steps):
             slots = [slot for slot in self.lengths if (step + slot) % 4]
             yield self.run(dict.fromkeys(slots, TOKENS[step : step + 1]))[0]
 
     def copy(self, source: int, target: int) -> None:
-        """Replaces a slot's row by a copy of another's."""
+        """Replace the sequence in slot `target` by a copy of the sequence in slot `source`."""
         assert isinstance(self.residency, RowResidency)
         length = self.lengths[target] = self.lengths[source]
         self.residency._rows[target].release()
@@ -120,14 +123,14 @@ class Bench:
         self.residency.copy(SlotId(source), SlotId(target), length)
 
     def home(self, slot: int, layer: int) -> Tensor:
-        """`[S, 2, G, H]`: all that a slot has of a layer at home."""
+        """Return the KV `[S, 2, G, H]` of a slot's layer in host memory."""
         assert isinstance(self.residency, RowResidency)
         kv, at = self.residency._rows[slot]._homes[layer]
         home_S2GH: Tensor = kv.memory.data_LS2GH[at]
         return home_S2GH
 
     def close(self) -> None:
-        """Gives all back, and sees that it is."""
+        """Release all sequences, and check that no memory is held."""
         assert isinstance(self.residency, RowResidency)
         for row in self.residency._rows:
             row.release()
@@ -136,24 +139,25 @@ class Bench:
 
 
 def window(selection: Selection) -> MakePolicy:
-    """The comparator that attends to the first and the latest keys."""
+    """Return a function that creates the comparison policy that attends to the first and the latest keys."""
     return lambda shape, make: WindowResidency(shape, make, selection)
 
 
 def oracle(selection: Selection) -> MakePolicy:
-    """The comparator that attends to the keys with the largest true scores."""
+    """Return a function that creates the comparison policy that attends to the keys with the largest exact scores."""
     return lambda shape, make: OracleResidency(shape, make, selection)
 
 
 def lists(picks: Picks | None, row: int) -> list[list[int]]:
-    """Each kv head's keys."""
+    """Return the selected keys of one sequence, by KV head."""
     assert picks is not None
     counts_G = picks.num_BG[row].tolist()
     return [keys[:count] for keys, count in zip(picks.keys_BGK[row].tolist(), counts_G, strict=True)]
 
 
 def answers(decoder: Decoder, policy: Policy, max_tokens: int, limits: MemoryLimits = UNLIMITED) -> list[list[int]]:
-    """Tokens of rows that join one after the other, prefilled here and pushed, and of one with two choices."""
+    """Return the tokens of sequences that join one by one (prefilled locally or pushed), and of a request with two
+    choices."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     with harness(decoder=decoder, policy=policy, num_slots=6, limits=limits, growth_tokens=1) as made:
         ref = made.reserve(33, 80).ref
@@ -169,7 +173,8 @@ def answers(decoder: Decoder, policy: Policy, max_tokens: int, limits: MemoryLim
 
 
 def streamed(decoder: Decoder, policy: Policy) -> dict[int, list[int]]:
-    """Tokens by the prompt's length: of rows that are prefilled here, and of one that is pushed."""
+    """Return the tokens of sequences by the length of their prompts. The sequence of length 33 is pushed; the others
+    are prefilled locally."""
     with harness(decoder=decoder, policy=policy, num_slots=8) as made:
         streams = {length: made.submit(prompt(length), PARAMS)[1] for length in LENGTHS}
         ref = made.reserve(33, 60).ref

@@ -1,4 +1,4 @@
-"""Slot tables for tests: tiny, on a manual clock, with memory poisoned by NaN until it is written."""
+"""Tiny slot tables for tests. They use a manual clock, and memory that is NaN until it is written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +25,8 @@ from generate_workers.slots.table import SlotTable
 from tests.support.engines.devices import PoisonedCpu, PoisonedDevice
 
 Policy = str | Callable[[KvShape, MakeMemory], Residency]
-"""device, host, paged (on an emulated device, pages of PAGE_TOKENS), or how to make another."""
+"""Name of a policy (device, host, or paged on an emulated device with pages of PAGE_TOKENS), or a function that creates
+one."""
 PAGE_TOKENS = 4
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
 FIRST = SampledToken(token_id=7)
@@ -40,7 +41,7 @@ def make_residency(
     poison: bool = True,
     device: Device | None = None,
 ) -> Residency:
-    """A policy, over poisoned memory unless told otherwise, on the CPU unless told otherwise."""
+    """Create a residency (memory policy). Default: on the CPU, with poisoned memory."""
     if policy == "paged":
         return PagedResidency(shape, PoisonedDevice(), page_tokens=PAGE_TOKENS)
     if device is None or device.is_home:
@@ -55,7 +56,7 @@ def make_residency(
 
 
 def memories_of(memory: KvMemory) -> list[PagedMemory]:
-    """The home memories of all slots."""
+    """Return the host memories of all slots."""
     residency = memory.residency
     assert isinstance(residency, RowResidency)
     memories = [kv.memory for row in residency._rows for kv in row._home]
@@ -73,40 +74,40 @@ def make_slots(
     growth_tokens: int = 256,
     policy: str = "device",
 ) -> SlotTable:
-    """A table of poisoned slots."""
+    """Create a slot table with poisoned memory."""
     shape = KvShape(layout, (None,) * layout.num_layers, num_slots, max_slot_tokens)
     memory = KvMemory(make_residency(shape, policy), shape, limits, growth_tokens)
     return SlotTable(memory, clock, endpoint="127.0.0.1:1")
 
 
 def whole_pages(num_bytes: float) -> int:
-    """Bytes of the fewest pages that hold so many."""
+    """Return `num_bytes` rounded up to whole pages, in bytes."""
     return -(-int(num_bytes) // PAGE_BYTES) * PAGE_BYTES
 
 
 def page_bytes(num_tokens: int, layout: KvLayout = LAYOUT) -> int:
-    """What a row of that many tokens takes: in each layer a whole number of pages."""
+    """Return the bytes that a sequence of `num_tokens` tokens uses: a whole number of pages in each layer."""
     return layout.num_layers * whole_pages(num_tokens * layout.row_bytes)
 
 
 def kv_ledger(leased: int = 0, active: int = 0, quarantined: int = 0, *, limits: MemoryLimits = UNLIMITED) -> KvLedger:
-    """Bytes promised to slots in these states, and all others free."""
+    """Return the expected ledger for the given numbers of promised bytes in each state. All other slots are free."""
     return KvLedger(limits.kv_bytes, limits.kv_bytes - leased - active - quarantined, leased, active, quarantined)
 
 
 def make_memory(*, num_slots: int = 1, max_slot_tokens: int = 12, layout: KvLayout = LAYOUT) -> KvMemory:
-    """Unlimited memory on the device."""
+    """Create KV memory on the device, without a limit."""
     shape = KvShape(layout, (None,) * layout.num_layers, num_slots, max_slot_tokens)
     return KvMemory(make_residency(shape), shape, UNLIMITED, growth_tokens=4)
 
 
 def lease(slots: SlotTable, num_tokens: int = 4, capacity_tokens: int = 8, ttl_s: float = 5.0) -> Lease:
-    """A lease of the table."""
+    """Reserve a slot, and return its lease."""
     return slots.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, capacity_tokens, ttl_s))
 
 
 def push_zeros(slots: SlotTable, ref: LeaseRef, num_tokens: int) -> None:
-    """Writes all of a lease's KV."""
+    """Write zeros to all KV of a lease."""
     data = memoryview(bytes(num_tokens * slots.layout.row_bytes))
     with slots.open_push(ref) as target:
         for layer in range(slots.layout.num_layers):
@@ -115,7 +116,7 @@ def push_zeros(slots: SlotTable, ref: LeaseRef, num_tokens: int) -> None:
 
 
 def push_buffer(slots: SlotTable, ref: LeaseRef, buffer: KvBuffer, tokens: TokenRange) -> None:
-    """Writes `tokens` of another buffer into a lease."""
+    """Write the KV of `tokens` in another buffer to a lease."""
     with slots.open_push(ref) as target:
         for layer in range(slots.layout.num_layers):
             target.copy_in(layer, tokens, buffer.export(layer, tokens))
@@ -123,7 +124,7 @@ def push_buffer(slots: SlotTable, ref: LeaseRef, buffer: KvBuffer, tokens: Token
 
 
 class Standing(Enum):
-    """What a lease has come to."""
+    """State of a lease."""
 
     PENDING = "KV is still being pushed"
     READY = "committed"
@@ -133,7 +134,7 @@ class Standing(Enum):
 
 
 def standing(slots: SlotTable, ref: LeaseRef) -> Standing:
-    """What a lease has come to now."""
+    """Return the current state of a lease."""
     try:
         slots.leased_tokens(ref)
     except LeaseExpiredError:
@@ -146,7 +147,7 @@ def standing(slots: SlotTable, ref: LeaseRef) -> Standing:
 
 
 def activated(slots: SlotTable, ref: LeaseRef) -> list[BatchSlot]:
-    """The rows of a committed lease."""
+    """Activate a committed lease, and return its batch slots."""
     batch_slots = slots.activate(ref)
     assert batch_slots is not None
     return batch_slots
@@ -154,7 +155,8 @@ def activated(slots: SlotTable, ref: LeaseRef) -> list[BatchSlot]:
 
 @contextmanager
 def ends_empty(slots: SlotTable) -> Iterator[None]:
-    """Within it anything may be held; at the end nothing may, and the ledger balances."""
+    """Context in which resources may be held. At its end, check that nothing is held and that the ledger is
+    balanced."""
     yield
     ledger = slots.ledger()
     assert not ledger.imbalance
@@ -162,5 +164,5 @@ def ends_empty(slots: SlotTable) -> Iterator[None]:
 
 
 def is_empty(ledger: SlotLedger) -> bool:
-    """Whether no slot is taken and no memory is held."""
+    """Return True if no slot is used and no memory is held."""
     return ledger.num_free == ledger.num_slots and ledger.num_bytes_held == ledger.num_device_bytes == 0

@@ -1,4 +1,4 @@
-"""Ways to speculate that whole systems are tested with: fields of EngineConfig, by name."""
+"""Kinds of speculation with which whole systems are tested: fields of EngineConfig, by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +14,9 @@ SPECULATING: Mapping[str, Mapping[str, Any]] = {
     "auto host": {"speculation": "auto", "residency": "host", "draft_keys": 32},
     "streaming host": {"speculation": "streaming", "residency": "host", "draft_tokens": 3, "draft_keys": 32},
 }
-"""Few keys, so that drafts are rejected as well."""
+"""Settings by name. Drafts attend to few keys, so that some drafts are rejected."""
 
 
 def ways(*names: str, ci: tuple[str, ...] = ()) -> list[Any]:
-    """Return a test's parameters: names of SPECULATING, those of `ci` marked so."""
+    """Return the parameters of a test: names in SPECULATING. Names in `ci` are marked as part of CI."""
     return [*names, *(pytest.param(name, marks=pytest.mark.ci) for name in ci)]

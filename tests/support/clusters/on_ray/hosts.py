@@ -120,7 +120,7 @@ def _host(address: str, namespace: str, bridge: str, link: str, outside: str) ->
         _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
         for interface in ("eth0", "lo"):
             _ip("-n", namespace, "link", "set", interface, "up")
-        _ip("-n", namespace, "route", "add", "default", "via", outside)  # processes find their own address by this route
+        _ip("-n", namespace, "route", "add", "default", "via", outside)  # lets processes find their own address
         own = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", _INIT)
         command = ["ip", "netns", "exec", namespace, *own]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

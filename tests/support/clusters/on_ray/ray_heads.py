@@ -68,9 +68,9 @@ def held_of(address: str, token: Path | None = None) -> dict[str, Any]:
     command = [sys.executable, "-c", _LOOK, address]
     variables = os.environ | environment(token)
     if is_loopback(address.rpartition(":")[0]):
-        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # without it, Ray looks for the instance at another address
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray uses another address
     told = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=60, check=True)
-    (line,) = [line for line in told.stdout.splitlines() if line.startswith('{"actors"')]  # the output also contains workers' logs
+    (line,) = [line for line in told.stdout.splitlines() if line.startswith('{"actors"')]  # among workers' logs
     held: dict[str, Any] = json.loads(line)
     return held
 
