@@ -83,7 +83,7 @@ def same(read: Sequence[KvBuffer], kv: KvBuffer) -> bool:
 
 
 def fill(room: BlockRoom, kv: KvBuffer) -> None:
-    """Write the beginning of `kv` into the reserved room, and seal it (mark it as complete)."""
+    """Write KV to all blocks of the reserved room, and seal them (mark them as complete)."""
     for writer in room.writers:
         for layer in range(kv.layout.num_layers):
             writer.write(layer, writer.tokens, kv.export(layer, writer.tokens))

@@ -91,7 +91,8 @@ def page_bytes(num_tokens: int, layout: KvLayout = LAYOUT) -> int:
 
 
 def kv_ledger(leased: int = 0, active: int = 0, quarantined: int = 0, *, limits: MemoryLimits = UNLIMITED) -> KvLedger:
-    """Return the expected ledger for the given numbers of promised bytes in each state. All other slots are free."""
+    """Return the expected ledger, given the bytes promised to leased, active and quarantined slots. All other bytes are
+    free."""
     return KvLedger(limits.kv_bytes, limits.kv_bytes - leased - active - quarantined, leased, active, quarantined)
 
 

@@ -1,4 +1,4 @@
-"""Attention by its definition, in float64, one query and one head at a time: what every kernel is checked against."""
+"""Attention by its definition, in float64, for one query and one head at a time. All kernels are checked against it."""
 
 import math
 
@@ -11,8 +11,9 @@ from baton.modeling.kv.buffers import KvRows
 def brute_attention(
     q_TNH: Tensor, rows: KvRows, first_query: int, window: int | None = None, dense: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`(o_TNH, lse_TN)` in float64 of queries at positions from `first_query`; `dense` ignores positions. A query that
-    sees nothing gets zeros and minus infinity."""
+    """Return `(o_TNH, lse_TN)` in float64. Queries have consecutive positions from `first_query`. `dense`: every query
+    attends to all keys, regardless of positions. A query without visible keys gets output 0 and log-sum-exp minus
+    infinity."""
     num_queries, num_heads, head_dim = q_TNH.shape
     group = num_heads // rows.k_SGH.shape[1]
     o_TNH = torch.zeros(q_TNH.shape, dtype=torch.float64)

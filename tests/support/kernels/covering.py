@@ -1,22 +1,21 @@
-"""Cases in which every two levels of any two factors meet: far fewer than all combinations, and what two factors do to
-each other is tried.
-"""
+"""Sets of test cases that cover all pairs of levels of any two factors (pairwise testing). They test interactions of
+two factors with far fewer cases than all combinations."""
 
 import random
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
 Levels = Mapping[str, Sequence[Hashable]]
-"""The levels of each factor, by its name."""
+"""Levels of each factor, by the factor's name."""
 Case = dict[str, Hashable]
 Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
 
 _TRIES = 4
-"""Cases that are made before the one that covers most is taken."""
+"""Number of candidate cases, of which the one that covers the most new pairs is chosen."""
 
 
 def covering(levels: Levels, seed: int = 0) -> list[Case]:
-    """Return cases that cover all pairs of levels, greedily: the same ones for the same seed."""
+    """Return cases that cover all pairs of levels, chosen greedily. The same seed gives the same cases."""
     choice = random.Random(seed)
     left = dict.fromkeys(pairs(levels))
     cases = []
@@ -29,13 +28,14 @@ def covering(levels: Levels, seed: int = 0) -> list[Case]:
 
 
 def pairs(levels: Levels) -> list[Pair]:
-    """Return all pairs of levels of two factors."""
+    """Return all pairs of levels of two different factors."""
     names = sorted(levels)
     return [((a, x), (b, y)) for a, b in combinations(names, 2) for x in levels[a] for y in levels[b]]
 
 
 def _made(levels: Levels, left: dict[Pair, None], choice: random.Random) -> Case:
-    """Return a case with one pair of those left, filled up by the levels that cover most of the others."""
+    """Return a case that contains a random pair of the uncovered pairs `left`. Its other levels are chosen to cover the
+    most of the remaining pairs."""
     case: Case = dict(choice.choice(list(left)))
     names = [name for name in levels if name not in case]
     choice.shuffle(names)

@@ -1,4 +1,5 @@
-"""KV in 4 bits for tests: heads to pack, what they come back as, and the processors that the kernel is built for."""
+"""KV in 4 bits for tests: random KV to quantise, its expected values after dequantisation, and the processors for which
+the kernel is built."""
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ def there_and_back(form: Int4Format, x_T2GH: Tensor) -> Tensor:
 
 
 def random_kv(form: Int4Format, num_tokens: int, seed: int = 0) -> Tensor:
-    """Heads of very different widths, off zero."""
+    """Return random KV heads whose ranges of values have very different widths and are not centred at 0."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, 2, form.plain.num_kv_heads, form.plain.head_dim)
-    widths = torch.randn(*shape[:3], 1, generator=generator).mul_(2).exp_()  # all within fp16
+    widths = torch.randn(*shape[:3], 1, generator=generator).mul_(2).exp_()  # all values are in fp16's range
     values = torch.randn(shape, generator=generator) * widths + torch.randn(shape[:3], generator=generator)[..., None]
     return values.to(getattr(torch, form.plain.dtype))

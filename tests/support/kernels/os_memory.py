@@ -1,4 +1,4 @@
-"""What the operating system says about this process's memory."""
+"""Memory use of this process as reported by the operating system."""
 
 import ctypes
 import gc
@@ -10,11 +10,11 @@ from baton.modeling.kv.row_memory import PAGE_BYTES, PagedMemory
 
 _ENTRY_BYTES = 8
 _PRESENT = np.uint64(1 << 63 | 1 << 62)
-"""In memory or swapped out: of a page's entry in /proc/self/pagemap."""
+"""Bits of a page's entry in /proc/self/pagemap: the page is in memory or swapped out."""
 
 
 def resident_bytes(memory: PagedMemory) -> int:
-    """Bytes of its address space that have pages."""
+    """Return the number of bytes of the memory's address space that are backed by pages."""
     first = memory.address // PAGE_BYTES
     num_pages = memory.data_LS2GH.stride(0) * memory.data_LS2GH.element_size() * len(memory.data_LS2GH) // PAGE_BYTES
     with Path("/proc/self/pagemap").open("rb") as pagemap:
@@ -24,18 +24,18 @@ def resident_bytes(memory: PagedMemory) -> int:
 
 
 def process_bytes() -> int:
-    """Resident memory of this process, less what Python and malloc only keep for later."""
+    """Return the resident memory of this process in bytes, after releasing memory that Python and malloc only cache."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def reset_peak() -> None:
-    """Makes `peak_bytes` count from now."""
+    """Reset the peak, so that `peak_bytes` counts from now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had resident since `reset_peak`."""
+    """Return the maximum resident memory of this process in bytes since `reset_peak`."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024

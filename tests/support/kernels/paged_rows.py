@@ -1,4 +1,4 @@
-"""Copies of buffers' KV in pages that lie in any order."""
+"""Copies of KV buffers in pages that lie in random order."""
 
 import random
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from baton.types import TokenRange
 
 
 def scattered_pool(buffers: Sequence[KvBuffer], page_tokens: int, seed: int) -> PagePool:
-    """A pool with room for copies of all buffers, in which half of the pages have other owners."""
+    """Return a page pool with room for copies of all buffers. Half of its pages, chosen at random, are in use by
+    others."""
     num_pages = 2 * sum(-(-len(each.tokens) // page_tokens) for each in buffers)
     pool = PagePool(MappedPool(buffers[0].layout, num_pages, page_tokens))
     order = random.Random(seed).sample(range(num_pages), num_pages // 2)
@@ -20,7 +21,8 @@ def scattered_pool(buffers: Sequence[KvBuffer], page_tokens: int, seed: int) -> 
 
 
 def in_pages(buffers: Sequence[KvBuffer], page_tokens: int, seed: int = 1) -> list[RowPages]:
-    """The rows of the buffers, page by page in turn."""
+    """Return paged copies of the buffers. Their pages are allocated alternately: the first page of each, then the
+    second page of each, and so on."""
     pool = scattered_pool(buffers, page_tokens, seed)
     rows = [RowPages(pool, len(each.tokens)) for each in buffers]
     for start in range(0, max(len(each.tokens) for each in buffers), page_tokens):

@@ -1,7 +1,8 @@
-"""The ways through the attention kernels in C++ that this processor can take: its own, and those of lesser ones.
+"""Code paths of the attention kernels in C++ that this processor can run: those for its own instruction set, and those
+for smaller ones.
 
-The kernels of the set that this processor uses are built by `make`. Those of other sets are built when a nightly
-test asks for them.
+`make` builds the kernels for the processor's own instruction set. Kernels for other sets are built when a nightly test
+requests them.
 """
 
 import fcntl
@@ -27,14 +28,14 @@ from baton.modeling.kernels.products import DOT, TILES, WIDENED
 
 @dataclass(frozen=True)
 class KernelPath:
-    """What a kernel is built for, and how it multiplies."""
+    """Instruction set and dtype of a kernel, and its method of multiplication."""
 
     instruction_set: str
     dtype: torch.dtype
     product: str
 
     def operators(self) -> Operators:
-        """The kernels, once they are loaded."""
+        """Return the operators of the kernels, which must be loaded."""
         return native.operators(self.instruction_set)
 
     def __str__(self) -> str:
@@ -42,16 +43,17 @@ class KernelPath:
 
 
 INSTRUCTION_SETS = (native.NATIVE, *SETS)
-"""This processor's, by the name of whichever that is, and all others that kernels are built for."""
+"""The processor's own instruction set (under the name `native.NATIVE`), and all others for which kernels can be
+built."""
 
 
 def lane(instruction_set: str) -> tuple[pytest.MarkDecorator, ...]:
-    """The marks of a test that needs kernels built for it."""
+    """Return the pytest marks of a test that needs kernels for an instruction set."""
     return () if instruction_set == native.NATIVE else (pytest.mark.nightly,)
 
 
 def sets() -> list[Any]:  # pytest's ParameterSet is not public
-    """All sets as parameters of a test."""
+    """Return all instruction sets as parameters of a test."""
     return [pytest.param(each, marks=lane(each)) for each in INSTRUCTION_SETS]
 
 
@@ -64,14 +66,15 @@ PATHS = [
     ),
 ]
 TILED = KernelPath(native.NATIVE, torch.bfloat16, TILES)
-"""Where `has_tiles`."""
+"""Code path with tiled multiplication, available if `has_tiles()` is true."""
 needs_rows = pytest.mark.skipif(
     not has_native_rows(torch.device("cpu"), torch.float32, 16), reason="needs a C++ compiler"
 )
 
 
 def require(instruction_set: str) -> None:
-    """Loads kernels; skips the test on another processor, and where there is no compiler."""
+    """Load the kernels for an instruction set. Skips the test if the processor does not support it or no compiler is
+    installed."""
     if native.lacking(instruction_set):
         pytest.skip(f"needs a processor with {instruction_set}")
     if shutil.which("c++") is None and not native.load(instruction_set):
@@ -83,7 +86,7 @@ def require(instruction_set: str) -> None:
 
 @functools.cache
 def _build(instruction_set: str) -> None:
-    """Builds kernels as the sources are now; a process that does so at the same time waits."""
+    """Build kernels from the current sources. Waits if another process builds them at the same time."""
     root = Path(native.__file__).parents[3]
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     with (root / "setup.py").open() as lock:
@@ -92,5 +95,5 @@ def _build(instruction_set: str) -> None:
 
 
 def has_tiles() -> bool:
-    """Whether kernels can multiply in tiles here."""
+    """Return whether kernels can multiply in tiles on this machine."""
     return KERNELS.choice.attention == TILES

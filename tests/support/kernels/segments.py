@@ -1,4 +1,4 @@
-"""Attention of some queries to several segments of keys."""
+"""Attention of queries to several segments of keys."""
 
 from collections.abc import Iterable
 
@@ -11,8 +11,8 @@ from baton.modeling.kv.buffers import KvRows
 def attend(
     q_TNH: Tensor, first_position: int, segments: Iterable[KvRows], window: int | None, kernel: Kernel
 ) -> Tensor:
-    """Return the attention of `q_TNH`, at positions from `first_position`, to `segments`: `[T, N, H]`, in the queries'
-    dtype."""
+    """Return the attention `[T, N, H]` of `q_TNH` to `segments`, in the queries' dtype. The queries have consecutive
+    positions from `first_position`."""
     attention = Attention(q_TNH, first_position, window, kernel)
     attention.add(*segments)
     return attention.result()

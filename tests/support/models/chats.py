@@ -1,6 +1,8 @@
-"""Chats as each family of models writes them: its special tokens, its template, and conversations as it spells them.
+"""Chats in the format of each model family: its special tokens, its template, and conversations as its template renders
+them.
 
-Templates are in the families' published formats and use what theirs use: filters, loops with state, exceptions.
+Templates use the families' published formats and the same Jinja features as the originals: filters, loops with state,
+exceptions.
 """
 
 from collections.abc import Callable
@@ -25,20 +27,22 @@ TURNS: Messages = [
 
 @dataclass(frozen=True)
 class ChatFamily:
-    """How a family writes chats."""
+    """Chat format of a model family."""
 
     tokenizer_class: str
-    """Class of the tokenizer, as its tokenizer_config.json names it."""
+    """Class name of the tokenizer in its tokenizer_config.json."""
     special: tuple[str, ...]
-    """Special tokens, the first two of which begin and end a text."""
+    """Special tokens. The first two mark the begin and the end of a text."""
     template: str
     written: tuple[str, str, str]
-    """QUESTION, SYSTEM and QUESTION, SYSTEM and TURNS, each ready for an answer."""
+    """Rendered conversations QUESTION, SYSTEM + QUESTION, and SYSTEM + TURNS, each followed by the prompt for an
+    answer."""
     make_core: Callable[[], Core]
-    """Makes the tokenizer without these special tokens."""
+    """Creates the tokenizer without these special tokens."""
 
     def write(self, folder: Path, *, in_config: bool = False) -> Path:
-        """Writes tokenizer files, the template in a file of its own or in the configuration; returns the folder."""
+        """Write the tokenizer's files, and return the folder. The template is stored in a separate file or, with
+        `in_config`, in tokenizer_config.json."""
         core = self.make_core()
         core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in self.special])
         bos, eos = self.special[:2]
@@ -50,7 +54,8 @@ class ChatFamily:
 
 
 def _gemma_core() -> Core:
-    """A Gemma style pipeline over single bytes and letters: marks for spaces, none at the start, byte fallback."""
+    """Return a Gemma style pipeline over single bytes and letters: spaces become marks, no mark is added at the start,
+    and unknown characters fall back to bytes."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["\u2581", *"abcdehlor", "<start_of_turn>", "<end_of_turn>"]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -62,7 +67,7 @@ def _gemma_core() -> Core:
 
 
 def _byte_level_core() -> Core:
-    """A GPT-2 style pipeline over single bytes."""
+    """Return a GPT-2 style pipeline over single bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Core(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -237,6 +242,6 @@ CHATS = {
     "phi4": PHI4,
     "falcon": FALCON,
 }
-"""By family. OPT has no chats."""
+"""Chat formats by family. OPT has no chat format."""
 CONVERSATIONS = (QUESTION, SYSTEM + QUESTION, SYSTEM + TURNS)
-"""In the order of `ChatFamily.written`."""
+"""Conversations in the order of `ChatFamily.written`."""

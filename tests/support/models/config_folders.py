@@ -1,4 +1,4 @@
-"""Folders with the configuration of a model, and no weights."""
+"""Model folders that contain a configuration but no weights."""
 
 import json
 from pathlib import Path
@@ -26,11 +26,11 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 8192,
 }
-"""The shape of SmolLM2-135M."""
+"""Configuration with the sizes of SmolLM2-135M."""
 
 
 def write_config(folder: Path, config: dict[str, Any] = TINY) -> Path:
-    """Write config.json to the folder, which is made if it does not exist, and return the folder."""
+    """Write config.json to the folder, and return the folder. The folder is created if it does not exist."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

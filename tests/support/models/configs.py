@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face models that are refused, and small checkpoints written to a folder."""
+"""Hugging Face configurations that must be refused, and small checkpoints written to a folder."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ from baton.modeling.forward.decoder import Decoder
 
 
 def refusal(config: Mapping[str, Any]) -> str:
-    """The one line that refuses a configuration, without the name of its file; it names a remedy."""
+    """Return the one-line error with which a configuration is refused, without the file's name. Checks that the error
+    names a remedy."""
     with pytest.raises(ModelError) as refused:
         read_model(dict(config), source="folder/config.json")
     message = str(refused.value)
@@ -27,7 +28,7 @@ def refusal(config: Mapping[str, Any]) -> str:
 
 
 def write_and_load(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Decoder:
-    """Writes a checkpoint of one file, and loads it."""
+    """Write a checkpoint with a single file, and load it."""
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return load_decoder(folder)

@@ -1,4 +1,5 @@
-"""A model one of whose weights has a flipped bit: sequences with a certain token have logits that are NaN."""
+"""A model with one damaged weight, as by a flipped bit: the logits of sequences that contain a certain token are
+NaN."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +10,11 @@ from torch import Tensor
 from baton.modeling.forward.decoder import Decoder, Step
 
 DAMAGED = 94
-"""The token whose embedding is NaN."""
+"""Id of the token whose embedding is NaN."""
 
 
 class DamagedDecoder(Decoder):
-    """A decoder whose embedding of DAMAGED is NaN."""
+    """Decoder whose embedding of the token DAMAGED is NaN."""
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
         hidden_TD = super().embed(token_ids, step)

@@ -1,4 +1,4 @@
-"""Models cut off after their first layers: with the same tokenizer and shapes, and a part of the work."""
+"""Models reduced to their first layers, with the same tokenizer and shapes but less computation."""
 
 import json
 import re
@@ -12,7 +12,7 @@ NUM_LAYERS = 6
 
 
 def write_first_layers(whole: Path, folder: Path) -> Path:
-    """Write the first NUM_LAYERS layers of the model in `whole` to `folder`, which is made, and return it."""
+    """Write the first NUM_LAYERS layers of the model in `whole` to the new folder `folder`, and return `folder`."""
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("model.safetensors"))
     config = json.loads((whole / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS}))
@@ -23,6 +23,6 @@ def write_first_layers(whole: Path, folder: Path) -> Path:
 
 
 def _layer(name: str) -> int:
-    """Layer of a tensor; 0 if it belongs to none."""
+    """Return the index of a tensor's layer; 0 if it does not belong to a layer."""
     found = re.search(r"layers[.](\d+)[.]", name)
     return int(found[1]) if found else 0

@@ -1,4 +1,5 @@
-"""A model hub on 127.0.0.1: as much of the Hugging Face hub's API as its client asks to find and download a model."""
+"""A model hub on 127.0.0.1. It implements the part of the Hugging Face hub's API that its client needs to find and
+download a model."""
 
 import hashlib
 import json
@@ -15,25 +16,25 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """What a hub holds and does. A test changes it; the server's threads read it."""
+    """Contents and behaviour of a hub. The test changes them, and the server's threads read them."""
 
     repositories: dict[str, Path] = field(default_factory=dict)
-    """Folders by repository."""
+    """Folder of each repository."""
     gated: set[str] = field(default_factory=set)
-    """Repositories that nobody may read."""
+    """Repositories whose access is denied."""
     cuts: dict[str, int] = field(default_factory=dict)
-    """How many further times the connection is cut in the middle of a file of that name."""
+    """Number of further times that the connection is cut during the transfer of a file, by file name."""
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
-    """Each request: method, path without the repository, and range."""
+    """Requests received: method, path without the repository, and range."""
     endpoint: str = ""
 
     def fetched(self) -> list[str]:
-        """The files that were sent, in part or whole."""
+        """Return the files that were sent completely or partially."""
         return [path.rpartition("/")[2] for method, path, _ in self.asked if method == "GET" and "/resolve/" in path]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Handler of one connection."""
 
     protocol_version = "HTTP/1.1"
     hub: Hub
@@ -107,7 +108,7 @@ def _etag(content: bytes) -> str:
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[None]:
-    """Serves the hub, whose `endpoint` says where, until the block ends."""
+    """Serve the hub at `hub.endpoint` inside the context."""
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = False

@@ -1,4 +1,5 @@
-"""A tiny random model of letters as a folder that any worker process loads, without transformers."""
+"""A tiny random model over letters, written to a folder that any worker process can load, without the transformers
+package."""
 
 import json
 import math
@@ -18,7 +19,7 @@ MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class LetterShape:
-    """Sizes of such a model."""
+    """Sizes of a letter model."""
 
     num_layers: int = NUM_LAYERS
     hidden: int = 64
@@ -27,7 +28,7 @@ class LetterShape:
     num_kv_heads: int = 2
     max_tokens: int = MAX_TOKENS
     vocab_size: int = VOCAB_SIZE
-    """The letters' tokens, and further ones that no text has."""
+    """Size of the vocabulary: the tokens of letters, and optionally further tokens that no text contains."""
 
 
 LETTERS = LetterShape()
@@ -36,8 +37,8 @@ LETTERS = LetterShape()
 def write_letter_model(
     folder: Path, seed: int = 0, shape: LetterShape = LETTERS, *, dtype: str = "float32", device: str = "cpu"
 ) -> Path:
-    """Writes weights, drawn on that device, configuration and tokenizer; returns the folder. Logits spread over several
-    units."""
+    """Write weights, configuration and tokenizer, and return the folder. Random weights are generated on `device`.
+    Logits spread over several units."""
     generator = torch.Generator(device).manual_seed(seed)
     hidden, inner = shape.hidden, shape.inner
     kv_width = hidden * shape.num_kv_heads // shape.num_heads

@@ -1,7 +1,7 @@
-"""Random weights in the formats of quantised checkpoints, and what they mean: written number by number.
+"""Random weights in the formats of quantised checkpoints, and their values, computed element by element.
 
-Made from the public descriptions of the formats, in plain integers and float64, without anything of
-`baton.modeling.quantized`: slow, and easy to check by eye. A value is (code - zero) * scale, rounded once to fp32.
+The code follows the public descriptions of the formats, with plain integers and float64, and uses nothing of
+`baton.modeling.quantized`: it is slow, but easy to verify. A value is (code - zero) * scale, rounded once to fp32.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,19 +13,20 @@ from torch import Tensor
 
 WORD = 1 << 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AutoAWQ puts output `AWQ_ORDER[i]` of eight into bits 4 i and up."""
+"""Order in which AutoAWQ packs eight outputs into a word: output `AWQ_ORDER[i]` uses bits 4 * i to 4 * i + 3."""
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """One weight in a format: its tensors, by the name behind the module's, and the weight that they stand for."""
+    """A weight in a quantised format: its tensors, by their name relative to the module, and the plain weight that they
+    represent."""
 
     tensors: dict[str, Tensor]
     weight: Tensor
 
 
 Maker = Callable[[int, int, int], Quantised]
-"""(outputs, inputs, seed) -> a random weight."""
+"""Function (number of outputs, number of inputs, seed) that creates a random weight."""
 
 
 def gptq(
@@ -40,14 +41,15 @@ def gptq(
     version: int = 1,
     scale_dtype: torch.dtype = torch.float16,
 ) -> Quantised:
-    """GPTQ: words of neighbouring inputs, zero points less one in version 1, a group for each input in g_idx."""
+    """Return a weight in the GPTQ format: a word packs consecutive inputs, version 1 stores zero points minus one, and
+    g_idx holds each input's group."""
     random = np.random.default_rng(seed)
     groups = _groups(num_inputs, group_size)
     if act_order:
         random.shuffle(groups)
     num_groups, middle = max(groups) + 1, 1 << (bits - 1)
     codes = random.integers(0, 1 << bits, (num_inputs, num_outputs)).tolist()
-    # Including zeros, which borrow from their neighbours in version 1.
+    # Zero points include 0. In version 1, 0 is stored as -1, which borrows from the next zero point in the word.
     shape = num_groups, num_outputs
     zeros = np.full(shape, middle) if symmetric else random.integers(0, 1 << bits, shape)
     scales = _scales(shape, num_inputs, bits, random, scale_dtype)
@@ -80,7 +82,7 @@ def gptq(
 def awq(
     num_outputs: int, num_inputs: int, seed: int, *, group_size: int = -1, scale_dtype: torch.dtype = torch.float16
 ) -> Quantised:
-    """AWQ for gemm: words of neighbouring outputs, in AutoAWQ's order."""
+    """Return a weight in the AWQ format for gemm: a word packs consecutive outputs in AutoAWQ's order."""
     random = np.random.default_rng(seed)
     groups = _groups(num_inputs, group_size)
     shape = max(groups) + 1, num_outputs
@@ -111,8 +113,8 @@ def packed_ints(
     reordered: bool = False,
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Quantised:
-    """compressed-tensors' pack-quantized: signed codes, half their range added, in words of neighbouring inputs; zero
-    points likewise, in words of neighbouring outputs."""
+    """Return a weight in the pack-quantized format of compressed-tensors. Codes are signed and stored with half their
+    range added. A word packs consecutive inputs for codes, and consecutive outputs for zero points."""
     random = np.random.default_rng(seed)
     groups = _groups(num_inputs, group_size)
     if reordered:
@@ -160,7 +162,8 @@ def plain_codes(
     symmetric: bool = True,
     scale_dtype: torch.dtype = torch.float32,
 ) -> Quantised:
-    """Codes in FP8 (`kind` float) or int8, a scale for each block of outputs and inputs, stored as `scale_shape`."""
+    """Return a weight with codes in FP8 (`kind` "float") or int8. Each block of outputs and inputs has a scale. Scales
+    are stored with shape `scale_shape`."""
     random = np.random.default_rng(seed)
     rows, columns = (min(size, limit) for size, limit in zip(block, (num_outputs, num_inputs), strict=True))
     shape = -(-num_outputs // rows), -(-num_inputs // columns)
@@ -189,13 +192,13 @@ def _groups(num_inputs: int, group_size: int) -> list[int]:
 def _scales(
     shape: tuple[int, ...], num_inputs: int, bits: int, random: np.random.Generator, dtype: torch.dtype
 ) -> Tensor:
-    """Scales that make weights of 1.5 / sqrt(inputs), or so, from codes of these bits."""
+    """Return random scales with which codes of `bits` bits give weights of about 1.5 / sqrt(num_inputs)."""
     size = 1.5 / num_inputs**0.5 / (1 << (bits - 2))
     return torch.from_numpy(size * random.uniform(0.5, 1.5, shape)).to(dtype)
 
 
 def _word(numbers: Sequence[int], bits: int) -> int:
-    """The numbers from the lowest bits of a word to the highest."""
+    """Pack the numbers into a word, starting at its lowest bits."""
     word = 0
     for place, number in enumerate(numbers):
         assert 0 <= number < 1 << bits

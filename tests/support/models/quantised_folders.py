@@ -1,4 +1,4 @@
-"""Tiny quantised models in folders, each beside the plain model that it stands for."""
+"""Tiny quantised models in folders, each with the plain model that has the same values."""
 
 import json
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ SHARD_NAMES = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetens
 
 @dataclass(frozen=True)
 class Stored:
-    """A format: how its weights are made, and the `quantization_config` that describes them."""
+    """A quantised format: the function that creates its weights, and the `quantization_config` that describes them."""
 
     make: Maker
     config: dict[str, Any]
@@ -59,7 +59,8 @@ def _awq(group_size: int) -> Stored:
 
 
 def compressed_config(format: str, **weights: Any) -> dict[str, Any]:
-    """A `quantization_config` of compressed-tensors, as llm-compressor writes it, whose weights are described so."""
+    """Return a `quantization_config` of compressed-tensors, as llm-compressor writes it. `weights` describes the
+    weights."""
     settings = {"dynamic": False, "observer": "minmax", "symmetric": True, "group_size": None, **weights}
     activations = {"num_bits": 8, "type": settings["type"], "strategy": "token", "dynamic": True, "symmetric": True}
     group = {
@@ -134,12 +135,12 @@ FORMATS = {
     "fp8_blocks_cut_at_the_edges": _fp8((48, 80), scale_dtype=torch.bfloat16),
     "fp8_tensor": _fp8(None),
 }
-"""By name: every format that is read, with what shares a scale, zero points and orders of inputs."""
+"""All supported formats by name, with variants of groups, zero points and orders of inputs."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A quantised model and the plain one, in fp32, that it stands for."""
+    """A quantised model, and the plain fp32 model with the same values."""
 
     quantised: Path
     plain: Path
@@ -148,8 +149,9 @@ class Pair:
 def write_pair(
     folder: Path, name: str, *, sharded: bool = False, extra: Mapping[str, Tensor] | None = None, **changes: Any
 ) -> Pair:
-    """Write a model in format `name`, and its plain twin; `changes` are made to both config.json. The quantised model
-    has `extra` tensors. A model of type qwen2 has biases; a tied one has no head."""
+    """Write a model in format `name`, and the plain model with the same values. `changes` are applied to both
+    config.json files. `extra` tensors are added to the quantised model. A model of type qwen2 has biases. A model with
+    tied embeddings has no separate head."""
     config = {**CONFIG, **changes}
     stored, quantised, plain = FORMATS[name], dict[str, Tensor](), dict[str, Tensor]()
     for seed, (module, (num_outputs, num_inputs)) in enumerate(_linears().items()):
@@ -165,8 +167,9 @@ def write_pair(
 
 
 def quantise_folder(folder: Path, name: str) -> Pair:
-    """Beside a plain model of any family, write two more: one whose linear layers are random weights in format `name`,
-    and the plain one that it stands for. Embeddings, head and norms are the folder's."""
+    """Write two models next to a plain model of any family: one whose linear layers are random weights in format
+    `name`, and the plain model with the same values. Both use the embeddings, head and norms of the model in
+    `folder`."""
     config, stored = json.loads((folder / "config.json").read_text()), FORMATS[name]
     quantised = load_file(folder / "model.safetensors")
     plain = dict(quantised)
@@ -185,7 +188,7 @@ def quantise_folder(folder: Path, name: str) -> Pair:
 
 
 def rewrite_config(folder: Path, **quantization: Any) -> Path:
-    """Change fields of `quantization_config` in the folder's config.json."""
+    """Change fields of `quantization_config` in the folder's config.json, and return the folder."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] |= quantization
@@ -208,7 +211,7 @@ def _linears() -> dict[str, tuple[int, int]]:
 
 
 def _others(config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that stay plain: embedding, head, norms and biases."""
+    """Return random tensors that are not quantised: embedding, head, norms and biases."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -233,7 +236,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any
     if not sharded:
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         return
-    places = {name: SHARD_NAMES[at % 2] for at, name in enumerate(tensors)}  # a weight's tensors lie in both
+    places = {name: SHARD_NAMES[at % 2] for at, name in enumerate(tensors)}  # a weight's tensors are in both shards
     for shard in SHARD_NAMES:
         mine = {name: tensor for name, tensor in tensors.items() if places[name] == shard}
         save_file(mine, folder / shard, metadata={"format": "pt"})

@@ -1,8 +1,9 @@
-"""What one process would have generated, and whether a stream equals it by the rule of DESIGN.md, section 7.
+"""Reference tokens of a single process, and the comparison of a stream with them by the rule of DESIGN.md, section 7.
 
-One forward over prompt and output gives the reference's decision at every position, given the stream's own past. A
-token may differ only where the reference's margin, the gap between its best score and that of the stream's choice
-(perturbed by the seed's noise when sampling), is below 1e-3; more than one in a thousand, at least one, fails.
+One forward pass over prompt and output gives the reference's choice at every position, given the stream's previous
+tokens. A token may differ only if the reference's margin is below 1e-3. The margin is the difference between the
+reference's best score and its score of the stream's token; when sampling, the seed's noise is added to scores. The
+check fails if more than one token in a thousand differs; one token may always differ.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ MARGIN = 1e-3
 def check_equal_tokens(
     decoder: Decoder, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
 ) -> None:
-    """Asserts that `output_ids` are the reference's; prints the exceptions that the rule allows."""
+    """Assert that `output_ids` are the reference's tokens. Prints the exceptions that the rule permits."""
     ids = [*prompt_ids, *output_ids]
     tokens = TokenRange(0, len(ids) - 1)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What sampling must do, said naively in float64, and short ways to make states and draw tokens."""
+"""Reference implementation of sampling in float64, and helpers that create states and draw tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +45,7 @@ DRAWN: list[dict[str, Any]] = [
     {"min_p": 1.0},
     {"top_k": 9, "top_p": 0.8, "min_p": 0.02, "temperature": 1.4},
 ]
-"""Fields of rows that draw, with each filter and several."""
+"""Sampling parameters of sequences that sample at random, with each filter alone and several combined."""
 
 
 def make(seed: int = 0, prompt: Sequence[int] = PROMPT, output: Sequence[int] = OUTPUT, **fields: Any) -> SamplerState:
@@ -61,7 +61,7 @@ def ids_of(tokens: Sequence[SampledToken]) -> list[int]:
 
 
 def reference_adjusted(logits: Sequence[float], state: SamplerState) -> Floats:
-    """Penalties, bias and min_tokens, token by token."""
+    """Return the logits after penalties, bias and min_tokens, computed token by token."""
     params, result = state.params, np.array(logits, dtype=np.float64)
     for token_id in range(len(result)):
         count = state.output_ids.count(token_id)
@@ -76,7 +76,8 @@ def reference_adjusted(logits: Sequence[float], state: SamplerState) -> Floats:
 
 
 def reference_distribution(logits: Floats, params: SamplingParams) -> Floats:
-    """Temperature and filters on explicit probabilities: min-p, top-k, top-p, each time normalised anew."""
+    """Return the distribution after temperature, min-p, top-k and top-p. Probabilities are normalised after each
+    filter."""
     p = np.exp((logits - logits.max()) / params.temperature)
     p /= p.sum()
     p[p < params.min_p * p.max()] = 0
@@ -98,7 +99,8 @@ def normal_logits(vocab_size: int, seed: int) -> Tensor:
 
 
 def p_value(counts_V: Tensor, expected_V: Tensor) -> float:
-    """Of a chi-square test, in which rare tokens count as one; tokens that cannot be must not be there."""
+    """Return the p-value of a chi-square test. Rare tokens are combined into one class. Fails if a token with
+    probability 0 was drawn."""
     assert not counts_V[expected_V == 0].any()
     expected_V = expected_V / expected_V.sum() * counts_V.sum()
     is_rare_V = expected_V < 5

@@ -1,9 +1,10 @@
-"""Tokens and logits that transformers computes with the sample model, kept in a file.
+"""Tokens and logits of the sample model as computed by transformers, stored in a file.
 
 `python -m tests.support.models.smollm2_reference` writes the file.
 
-Prompts are passages of a novel, half of them as a chat's message. Of each the file keeps a greedy text and, where each
-of its tokens was chosen, the best logits and the log-sum-exp of all: enough for the rule of equal tokens.
+Prompts are passages of a novel; half of them are formatted as a chat message. For each prompt, the file stores a greedy
+continuation. For each of its tokens, the file stores the best logits and the log-sum-exp of all logits, which suffice
+for the rule of equal tokens.
 """
 
 import zlib
@@ -20,7 +21,7 @@ from baton.text.tokenizer import Tokenizer
 from tests.support.folders import DATA
 from tests.support.models.texts import passage_ids
 
-if TYPE_CHECKING:  # its import takes seconds
+if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
 
 NUM_NEW = 64
@@ -32,12 +33,12 @@ PATH = DATA / "smollm2_reference.npz"
 
 @dataclass(frozen=True)
 class Reference:
-    """A prompt, its greedy continuation, and the logits where each token of it was chosen."""
+    """A prompt, its greedy continuation, and the logits from which each token of the continuation was chosen."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     best_TK: Tensor
-    """Ids of the NUM_BEST best tokens, the best first."""
+    """Ids of the NUM_BEST tokens with the largest logits, in descending order."""
     logits_TK: Tensor
     sums_T: Tensor
     """Log-sum-exp of all logits."""
@@ -48,7 +49,7 @@ class Reference:
 
 
 def prompts(folder: Path) -> list[tuple[int, ...]]:
-    """The prompts, of which the last of each half is a long one."""
+    """Return the prompts. The last prompt of each half is a long one."""
     tokenizer = Tokenizer.load(folder)
     plain = [passage_ids(folder, length, 700 * place) for place, length in enumerate(PLAIN_LENGTHS)]
     chats = []
@@ -59,7 +60,7 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
 
 
 def load(folder: Path) -> list[Reference]:
-    """Return what the file says; raises ValueError where it was made of other prompts."""
+    """Return the contents of the file. Raises ValueError if the file was made from different prompts."""
     asked = prompts(folder)
     with np.load(PATH, allow_pickle=False) as file:
         if file["prompts"].tolist() != _sums(asked):
@@ -72,7 +73,7 @@ def load(folder: Path) -> list[Reference]:
 
 
 def transformers_model(folder: Path) -> "PreTrainedModel":
-    """The reference itself, in fp32."""
+    """Return the reference model of transformers in fp32."""
     from transformers import AutoModelForCausalLM
 
     from_pretrained: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained
@@ -80,7 +81,8 @@ def transformers_model(folder: Path) -> "PreTrainedModel":
 
 
 def decisions(model: "PreTrainedModel", prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Tensor:
-    """Logits `[NUM_NEW, V]` after the prompt and each token behind it but the last, all computed at once."""
+    """Return the logits `[NUM_NEW, V]` after the prompt and after each output token except the last one, computed in
+    one forward pass."""
     token_ids = torch.tensor([[*prompt_ids, *output_ids[:-1]]])
     logits_TV: Tensor = model(token_ids, use_cache=False, logits_to_keep=NUM_NEW).logits[0]
     return logits_TV

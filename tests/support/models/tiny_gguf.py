@@ -1,4 +1,4 @@
-"""Writes tiny GGUF files of the Llama family, as llama.cpp's converter would."""
+"""Tiny GGUF files of the Llama family, written as llama.cpp's converter writes them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ _MODULES = {
 
 
 def tiny_keys(architecture: str) -> dict[str, object]:
-    """The keys of a tiny model, which a test may change before it writes them."""
+    """Return the metadata keys of a tiny model. A test may change them before it writes them."""
     return {
         f"{architecture}.block_count": LAYERS,
         f"{architecture}.context_length": 512,
@@ -46,7 +46,8 @@ def tiny_keys(architecture: str) -> dict[str, object]:
 
 
 def tiny_tensors(architecture: str, seed: int = 0) -> dict[str, Array]:
-    """Random tensors by GGUF name, rows of Q and K in Hugging Face's order; qwen2 has biases, qwen3 has head norms."""
+    """Return random tensors by GGUF name. The rows of Q and K are in Hugging Face's order. qwen2 has biases, and qwen3
+    has norms per head."""
     random = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
     width, kv_width = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
@@ -63,7 +64,7 @@ def tiny_tensors(architecture: str, seed: int = 0) -> dict[str, Array]:
 
 
 def hf_name(name: str) -> str:
-    """A GGUF tensor's name in Hugging Face's words."""
+    """Return the Hugging Face name of a GGUF tensor."""
     top = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     stem, _, kind = name.rpartition(".")
     if stem in top:
@@ -79,7 +80,8 @@ def write_gguf(
     tensors: Mapping[str, Array],
     types: Mapping[str, GGMLQuantizationType] | None = None,
 ) -> None:
-    """Writes a file; `types` gives the type of tensors that are not F32. Permutes Q and K as llama.cpp does."""
+    """Write a GGUF file. `types` gives the types of tensors that are not F32. Rows of Q and K are permuted as llama.cpp
+    does."""
     writer = GGUFWriter(path, architecture)
     for key, value in keys.items():
         if isinstance(value, str):
@@ -105,7 +107,7 @@ def write_gguf(
 
 
 def _permuted(name: str, rows: Array) -> Array:
-    """llama.cpp's order of rows, for RoPE that pairs neighbours."""
+    """Return the rows of Q and K in llama.cpp's order, in which RoPE rotates neighbouring dimensions as a pair."""
     heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[-2])
     if heads is None:
         return rows

@@ -1,7 +1,9 @@
-"""Tiny models for tests: random Hugging Face models of every family we load, and decoders made without transformers.
+"""Tiny models for tests: random Hugging Face models of every supported family, and decoders created without
+transformers.
 
-`build_tiny(name, folder)` needs transformers (seconds to import); `random_decoder()` needs only torch. All weights
-are random but scaled so that attention is not flat and logits spread over several units; all are deterministic.
+`build_tiny(name, folder)` needs transformers, whose import takes seconds; `random_decoder()` needs only torch. All
+weights are random, but scaled so that attention is not uniform and logits spread over several units. Results are
+deterministic.
 """
 
 import copy
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WINDOW = 8
-"""Sliding window in tokens of the families that have one."""
+"""Size in tokens of the sliding window of families that use one."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 256,
@@ -65,7 +67,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
     },
 }
-"""By model type."""
+"""Sizes of the tiny models, by model type."""
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -160,17 +162,17 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _SHARD_SIZE = {"llama_sharded": "100KB"}
 
 TINY_NAMES = tuple(_FAMILIES)
-"""What `build_tiny` can build."""
+"""Names of the models that `build_tiny` can build."""
 
 
 def build_tiny(name: str, folder: Path) -> "PreTrainedModel":
-    """Makes the tiny model `name`, saves it to `folder` as safetensors, and returns it in fp32, ready to run."""
+    """Create the tiny model `name`, save it to `folder` as safetensors, and return it in fp32, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
     from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
 
     model_type, changes = _FAMILIES[name]
-    changes = copy.deepcopy(changes)  # transformers writes defaults into what it is given
+    changes = copy.deepcopy(changes)  # transformers writes defaults into its arguments
     config = AutoConfig.for_model(model_type, **{**_SHAPES[model_type], **changes})
     model = from_config(config, attn_implementation="eager", dtype=torch.float32)
     torch.nn.Module.eval(model)
@@ -183,14 +185,15 @@ def build_tiny(name: str, folder: Path) -> "PreTrainedModel":
 
 
 def load_tiny(name: str, folder: Path, dtype: str = "float32") -> Decoder:
-    """Our decoder of the tiny model `name`, which is built into `folder` unless it is there already."""
+    """Load the project's decoder of the tiny model `name`. The model is built in `folder` if it does not exist
+    there."""
     if not (folder / "config.json").exists():
         build_tiny(name, folder)
     return load_decoder(folder, dtype=dtype)
 
 
 def tiny_decoder(name: str, folder: Path) -> "tuple[Decoder, PreTrainedModel]":
-    """The tiny model `name` twice, both in fp32: ours, and the reference."""
+    """Return the tiny model `name` in fp32 as the project's decoder and as the reference of transformers."""
     reference = build_tiny(name, folder)
     return load_decoder(folder), reference
 
@@ -209,8 +212,8 @@ def random_decoder(
     device: Device | None = None,
     kernel: Kernel | None = None,
 ) -> Decoder:
-    """A random Llama-like decoder made in milliseconds, untied, hidden size num_heads * head_dim. Its weights are the
-    same on every device."""
+    """Create a random Llama-like decoder within milliseconds. Embeddings are not tied, and the hidden size is num_heads
+    * head_dim. Its weights are the same on every device."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=vocab_size,
@@ -271,7 +274,7 @@ def _random_parameter(name: str, like: Tensor, generator: torch.Generator) -> Te
     noise = torch.randn(like.shape, generator=generator)
     if name.endswith("bias"):
         return 0.2 * noise
-    if like.dim() == 1:  # a norm's gain
+    if like.dim() == 1:  # the weight of a norm
         return 1.0 + 0.1 * noise
     if "embed" in name:  # 0.4 also serves as a tied head over 64 hidden dimensions: logits of a few units
         return 0.4 * noise

@@ -1,4 +1,4 @@
-"""A tokenizer in which token i is the i-th printable ASCII character: what a test expects can be read off.
+"""A tokenizer whose token i is the i-th printable ASCII character, so that expected tokens are easy to derive.
 
 Its vocabulary is that of `tiny_models.random_decoder()`: 95 characters, then <s> (95) and </s> (96).
 """
@@ -21,46 +21,46 @@ VOCAB_SIZE = 97
 
 
 def ids_of(text: str) -> tuple[int, ...]:
-    """Token ids of printable ASCII text, without asking the tokenizer."""
+    """Return the token ids of printable ASCII text, without using the tokenizer."""
     return tuple(ord(letter) - 32 for letter in text)
 
 
 def text_of(token_ids: "tuple[int, ...] | list[int]") -> str:
-    """The text of token ids; the two special tokens have none."""
+    """Return the text of token ids. The two special tokens have no text."""
     return "".join(chr(token_id + 32) for token_id in token_ids if token_id < NUM_LETTERS)
 
 
 def write_letters(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
-    """Writes the tokenizer's files into a model's folder; returns the folder. Tokens after the letters' are words that
-    say their number."""
+    """Write the tokenizer's files to a model's folder, and return the folder. Tokens after the letters are words that
+    contain their number."""
     vocab = {chr(32 + index): index for index in range(NUM_LETTERS)} | {"<s>": BOS_ID, "</s>": EOS_ID}
     vocab |= {f" {token_id}": token_id for token_id in range(VOCAB_SIZE, vocab_size)}
     core = Core(models.WordLevel(vocab=vocab, unk_token="<s>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # as grammars know decoders
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # the form that grammars support
     core.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     return write_folder(folder, core)
 
 
 def chat_letters(folder: Path) -> Tokenizer:
-    """The tokenizer with a chat template, loaded from files that are written into the folder."""
+    """Write the tokenizer with a chat template to the folder, and load it."""
     write_letters(folder)
     write_chat_template(folder)
     return Tokenizer.load(folder)
 
 
 def write_chat_template(folder: Path) -> None:
-    """Adds a chat template to a model's folder."""
+    """Add a chat template to a model's folder."""
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 @cache
 def letter_tokenizer() -> Tokenizer:
-    """The tokenizer, loaded as from any model's folder."""
+    """Return the tokenizer, loaded in the same way as from any model's folder."""
     with tempfile.TemporaryDirectory() as folder:
         return Tokenizer.load(write_letters(Path(folder)))
 
 
 def letter_grammars() -> Grammars:
-    """Grammars over the tokenizer; to be closed."""
+    """Return Grammars for the tokenizer. The caller must close them."""
     return Grammars(letter_tokenizer().to_json, (EOS_ID,))

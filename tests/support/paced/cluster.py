@@ -1,7 +1,7 @@
-"""A supervised cluster of paced workers, each a process of its own, behind a real orchestrator, which is one, too.
+"""A supervised cluster of paced workers. Each worker and the orchestrator are separate processes.
 
-Groups start and leave as orders say (`baton scale`, `baton drain`): the roster follows what comes back with each
-heartbeat of the orchestrator, as in `baton serve`. A start takes a configured time.
+Groups start and end as ordered (`baton scale`, `baton drain`): as in `baton serve`, the roster follows the orders that
+each heartbeat of the orchestrator returns. The start of a group takes a configured time.
 """
 
 import asyncio
@@ -28,29 +28,28 @@ _START_S = 120.0
 
 @dataclass(frozen=True)
 class PacedPlan:
-    """What a paced cluster is made of."""
+    """Configuration of a paced cluster."""
 
     start: tuple[int, int]
-    """Prefill and generation groups at the beginning."""
+    """Numbers of prefill and generation groups at the start."""
     most: tuple[int, int] | None = None
-    """Groups of each role that may be ordered; None: as at the beginning."""
+    """Maximum numbers of groups of each role that may be ordered; None: as at the start."""
     num_ranks: int = 1
     num_slots: int = 16
     max_tokens: int = 32_768
-    """Of a request, prompt and output together."""
+    """Limit on the tokens of a request, prompt and output together."""
     cold_start_s: float = 0.0
-    """Seconds from an order until a group serves, if its process is not slower; those of the beginning are there at
-    once."""
+    """Minimum time in seconds from an order until the group serves. The groups of the start are available at once."""
     flip_s: float = 1.0
-    """Seconds of a change of role, as simulated."""
+    """Simulated duration of a change of role in seconds."""
     orchestrator: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its section in the cluster's configuration."""
+    """Fields of the orchestrator's section in the cluster's configuration."""
     sections: Mapping[str, Any] = field(default_factory=dict)
-    """Further sections."""
+    """Further sections of the cluster's configuration."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the groups at the beginning."""
+        """Return the names of the groups at the start."""
         return frozenset(
             f"{role}-{number}"
             for role, num_groups in zip(("prefill", "generate"), self.start, strict=True)
@@ -58,7 +57,7 @@ class PacedPlan:
         )
 
     def config(self, folder: Path) -> ClusterConfig:
-        """Of all groups that may be ordered."""
+        """Return the configuration of all groups that may be ordered."""
         num_prefill, num_generate = self.most or self.start
         return WrittenConfig(
             {
@@ -78,11 +77,11 @@ class PacedPlan:
 
 
 class ColdSpawner:
-    """Makes workers by another spawner, and takes at least the time of a cold start. Implements Spawner."""
+    """Wrapper of a spawner whose starts take at least the time of a cold start. Implements Spawner."""
 
     def __init__(self, inner: Spawner, clock: Clock) -> None:
         self.cold_start_s = 0.0
-        """Of workers that start from now on."""
+        """Cold start time in seconds of workers started from now on."""
         self._inner, self._clock = inner, clock
 
     async def start(self, config: WorkerConfig) -> WorkerHandle:
@@ -99,25 +98,26 @@ class ColdSpawner:
 
 @dataclass(frozen=True)
 class Allocation:
-    """How many groups of each role there were from an instant on."""
+    """Numbers of groups of each role since a point in time."""
 
     since_s: float
     num_ready: tuple[int, int]
     num_paid: int
-    """Of both roles, those that are starting included."""
+    """Number of groups of both roles, including groups that are starting."""
 
 
 @dataclass(kw_only=True)
 class PacedCluster(KeptCluster):
-    """The running cluster; made by `paced_cluster`."""
+    """A running paced cluster, created by `paced_cluster`."""
 
     plan: PacedPlan
     hardware: PacedHardware
     history: list[Allocation] = field(default_factory=list)
-    """Each change of the groups, on the clock's now_s."""
+    """Changes of the numbers of groups, with times on the clock's now_s."""
 
     def group_s(self, start_s: float, end_s: float) -> float:
-        """Seconds of all groups together, those that start included, between two instants of the clock."""
+        """Return the total of group-seconds between two points in time of the clock. Groups that are starting count,
+        too."""
         total_s = 0.0
         for index, each in enumerate(self.history):
             until_s = self.history[index + 1].since_s if index + 1 < len(self.history) else end_s
@@ -138,7 +138,7 @@ class PacedCluster(KeptCluster):
 
 @asynccontextmanager
 async def paced_cluster(folder: Path, hardware: PacedHardware, plan: PacedPlan) -> AsyncIterator[PacedCluster]:
-    """Everything up, over the model in `folder`, and everything down again."""
+    """Run a paced cluster that serves the model in `folder`."""
     config, spawner = plan.config(folder), ColdSpawner(ProcessSpawner(_START_S, "tests.support.paced.worker"), CLOCK)
     away = frozenset(config.group_sizes) - plan.names
     made = PacedCluster(

@@ -1,4 +1,4 @@
-"""One trace, served by a live paced cluster and replayed by the traffic simulator, by the same hardware on paper."""
+"""Comparison of a live paced cluster with the traffic simulator, for the same trace and simulated hardware."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,39 +17,39 @@ from tests.support.paced.load import Played, calibrate, play
 PERCENTILES = ("p50", "p95")
 LATENCIES = ("ttft_s", "itl_s")
 AnyScaler = Callable[[PacedHardware], Scaler]
-"""Makes the simulator's policy, of the hardware as it was calibrated; the live one is asked for in the plan's
-sections."""
+"""Function that creates the simulator's scaling policy for the calibrated hardware. The live cluster's policy is set in
+the plan's sections."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of it."""
+    """Results of a comparison."""
 
     hardware: PacedHardware
-    """As it was calibrated."""
+    """Hardware with the calibrated overheads."""
     simulated: Results
     live: Results
     played: Played
 
     def values(self, latency: str, percentile: str) -> tuple[float, float]:
-        """Live and simulated seconds."""
+        """Return (live, simulated) seconds of a latency's percentile."""
         summaries = [each.summary(Targets())[latency][percentile] for each in (self.live, self.simulated)]
         return summaries[0], summaries[1]
 
     def ratio(self, latency: str, percentile: str) -> float:
-        """Live over simulated."""
+        """Return the ratio of the live to the simulated value."""
         live_s, simulated_s = self.values(latency, percentile)
         return live_s / simulated_s
 
     @property
     def late_s(self) -> float:
-        """By which the client itself sent requests late, the 95th percentile."""
+        """Return the 95th percentile of the delays in seconds with which the client itself sent requests."""
         sent_s = np.array([fate.sent_s for fate in self.played.fates])
         return float(np.percentile(sent_s - self.played.trace.arrivals_s, 95))
 
 
 def simulate(trace: Trace, hardware: PacedHardware, plan: PacedPlan, scaler: AnyScaler | None = None) -> Results:
-    """As `baton simulate-traffic` does, with the limits of the plan's orchestrator."""
+    """Simulate the trace as `baton simulate-traffic` does, with the limits of the plan's orchestrator."""
     return Simulation(
         trace,
         hardware.recalling_planner(max_ranks=plan.num_ranks),
@@ -61,7 +61,7 @@ def simulate(trace: Trace, hardware: PacedHardware, plan: PacedPlan, scaler: Any
 
 
 async def both_ways(cluster: PacedCluster, trace: Trace, seed: int, scaler: AnyScaler | None = None) -> Comparison:
-    """Calibrates the cluster, plays the trace, and simulates it by the same calibration."""
+    """Calibrate the cluster, play the trace against it, and simulate the trace with the same calibration."""
     hardware = await calibrate(cluster.channel, cluster.hardware)
     played = await play(cluster.channel, trace, seed)
     end_s = played.start_s + max(fate.token_s[-1] for fate in played.fates if fate.token_s)
@@ -78,6 +78,6 @@ async def compare(
     seed: int = 0,
     scaler: AnyScaler | None = None,
 ) -> Comparison:
-    """The same with a cluster of its own, of the model in `folder`."""
+    """Start a cluster that serves the model in `folder`, play the trace against it, and simulate the trace."""
     async with paced_cluster(folder, hardware, plan) as cluster:
         return await both_ways(cluster, trace, seed, scaler)

@@ -1,9 +1,10 @@
-"""Engines that do their real work with a tiny model and take the time that the hardware on paper takes.
+"""Engines that run a tiny model, but take the time that simulated hardware would take.
 
-Each engine has a device: a line of time on which work is put, piece after piece. The engine's thread does a piece for
-real, then waits until the device would be done with it. A piece begins when the device is free and what it needs is
-there (the job, earlier ranks' KV, a new row), whenever the thread came to it. So, as on an accelerator, what the host
-takes between two pieces is hidden, unless it takes longer than the piece itself.
+Each engine has a simulated device: a timeline to which pieces of work are appended. The engine's thread computes a
+piece, and then waits until the device would have finished it. A piece starts on the timeline when the device is idle
+and its inputs are available (the job, KV of earlier ranks, a new sequence), even if the thread reaches it later.
+Therefore, as on an accelerator, the host's time between two pieces is hidden, unless it is longer than the piece
+itself.
 """
 
 import math
@@ -29,7 +30,7 @@ from tests.support.paced.hardware import LayerTimes, PacedHardware
 
 
 class Device:
-    """One device's line of time. Used by its engine's thread alone."""
+    """Timeline of one device. Only its engine's thread uses it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -37,38 +38,39 @@ class Device:
         self._never = threading.Event()
 
     def put(self, seconds: float, ready_s: float = -math.inf) -> None:
-        """Work that can begin at `ready_s`."""
+        """Append work that takes `seconds` and can start at `ready_s` or later."""
         self._free_s = max(self._free_s, ready_s) + seconds
 
     def wait(self) -> None:
-        """Until the device is done with all work."""
+        """Wait until the device has finished all work."""
         if (left_s := self._free_s - self._clock.now_s()) > 0:
             self._never.wait(left_s)
 
 
 @dataclass
 class _Course:
-    """How far a rank's part of a job has come."""
+    """Progress of a job on one rank."""
 
     submitted_s: float
     times: LayerTimes
     num_turns: int = 0
 
     def next_ready_s(self, job: ChainJob) -> float:
-        """When its next turn could begin: the job had come, or the earlier ranks' rows of the layer."""
+        """Return the time from which its next turn can start: when the job was submitted, or when the layer's KV of
+        earlier ranks has arrived."""
         self.num_turns += 1
         return self.submitted_s if self.num_turns == 1 else job.pipeline.arrived_s(self.num_turns - 2)
 
 
 class PacedRankDecoder(Decoder):
-    """A prefill rank's decoder, which takes its job's times on the device."""
+    """Decoder of a prefill rank. Its computations take the job's times on the device."""
 
     def __init__(self, inner: Decoder, device: Device) -> None:
         super().__init__(inner.config, inner.weights, inner.kernel)
         self.times = LayerTimes(0.0, 0.0, 0.0, 0.0, 0.0)
-        """Of the job whose turn it is."""
+        """Times of the job whose turn is run."""
         self.ready_s = -math.inf
-        """When this turn could begin."""
+        """Time from which this turn could start."""
         self._device = device
 
     def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
@@ -93,7 +95,8 @@ class PacedRankDecoder(Decoder):
 
 
 class PacedPrefillEngine(PrefillEngine):
-    """Tells the decoder whose turn it is, and since when it could be."""
+    """Prefill engine that sets the times of each turn's job in the decoder, and the time from which the turn could
+    start."""
 
     def __init__(self, decoder: Decoder, hardware: PacedHardware, config: PrefillConfig) -> None:
         self._pace_clock, self._hardware = SystemClock(), hardware
@@ -114,7 +117,7 @@ class PacedPrefillEngine(PrefillEngine):
 
 
 class PacedSteps:
-    """One generation engine's device, and the step that its thread is about to run."""
+    """Device of a generation engine, and the step that its thread runs next."""
 
     def __init__(self, hardware: PacedHardware) -> None:
         self._hardware = hardware
@@ -126,11 +129,13 @@ class PacedSteps:
         self._planned_s = 0.0
 
     def planned(self, plan: StepPlan, rows: Mapping[SlotId, Progress]) -> None:
-        """The next step, unless another plan comes before it runs."""
+        """Record the next step. A later plan replaces it if the step has not started."""
         self._planned, self._rows, self._planned_s = plan, tuple(rows.values()), self._clock.now_s()
 
     def begin(self) -> None:
-        """A step follows the one before at once if a row goes on: the engine had no reason to wait in between."""
+        """Append the planned step to the timeline. If a sequence of the previous step continues, the step starts
+        immediately after the previous one, because the engine had no reason to wait. Otherwise, it starts when it was
+        planned."""
         goes_on = any(row is other for row in self._rows for other in self._ran)
         self._device.put(self._seconds(self._planned), -math.inf if goes_on else self._planned_s)
         self._ran = self._rows
@@ -146,7 +151,7 @@ class PacedSteps:
 
 
 class PacedBatcher:
-    """Implements Batcher over another, whose plans the device is told of."""
+    """Wrapper of a scheduling policy that also reports each plan to the device. Implements SchedulingPolicy."""
 
     def __init__(self, inner: SchedulingPolicy, steps: PacedSteps) -> None:
         self._inner, self._steps = inner, steps
@@ -161,7 +166,7 @@ class PacedBatcher:
 
 
 class PacedStepDecoder(Decoder):
-    """A generation engine's decoder, whose forwards take the step's time on the device."""
+    """Decoder of a generation engine. Its forward passes take the step's time on the device."""
 
     def __init__(self, inner: Decoder, steps: PacedSteps) -> None:
         super().__init__(inner.config, inner.weights, inner.kernel)

@@ -1,8 +1,8 @@
-"""Hardware on paper: what it takes for a chunk of a prompt and for a generation step, by the product's cost model.
+"""Simulated hardware: the durations of a prompt's chunk and of a generation step by the product's cost model.
 
-A paced cluster's workers wait until these times have passed; its orchestrator and the traffic simulator predict by the
-same two files. The model is a tiny one, whose tokens and KV are real and cost next to nothing; only the times stand for
-a large model's.
+Workers of a paced cluster wait until these durations have passed. The orchestrator and the traffic simulator predict by
+the same two files. The model is tiny: its tokens and KV are real but cheap to compute, and only the durations are those
+of a large model.
 """
 
 from collections.abc import Sequence
@@ -26,40 +26,42 @@ from generate_workers.engine.model_shape import model_shape
 from tests.support.models.letter_models import LetterShape, write_letter_model
 
 SHAPE = LetterShape(num_layers=6, hidden=16, inner=16, num_heads=1, num_kv_heads=1, max_tokens=32_768)
-"""Of the tiny model. A prompt of 6,000 tokens takes it a tenth of a second of a core."""
+"""Shape of the tiny model. A prompt of 6,000 tokens takes 0.1 s of one core."""
 PROMPT_TOKEN_S, PAIR_S = 2.7e-4, 2.2e-8
-"""Of all layers: 6,000 tokens take 1.9 s, 1,500 take 0.40 s and 200 take 52 ms."""
+"""Time in seconds per prompt token and per query-key pair, for all layers together. 6,000 tokens take 1.9 s, 1,500 take
+0.40 s and 200 take 52 ms."""
 STEP = WorkCost(step_s=0.04, token_s=1e-3, key_s=3e-7, pair_s=3e-8)
-"""A step of one row of 200 tokens takes 41 ms, one of 16 rows of 500 tokens 58 ms."""
+"""Cost of a generation step. A step of one sequence of 200 tokens takes 41 ms; a step of 16 sequences of 500 tokens
+takes 58 ms."""
 LOOPBACK_LINK = LinkModel(2e-4, 1e9)
 _FILES = ("paced-prefill.json", "paced-steps.json")
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one rank's parts of a layer."""
+    """Durations in seconds of the phases of a layer on one rank."""
 
     project: float
-    """Until the chunk's KV can leave."""
+    """Projection, after which the chunk's KV can be sent."""
     own: float
-    """Attention to the chunk itself."""
+    """Attention to the chunk's own tokens."""
     far: float
     """Attention to earlier tokens, and the rest of the layer."""
     last_own: float
-    """As `own`, in the last layer of a chain's last rank, which computes one token there."""
+    """Attention to the chunk's own tokens in the last layer of the last rank, where only one token is computed."""
     last_far: float
 
 
 @dataclass(frozen=True)
 class PacedHardware:
-    """What prefill and generation steps take on it."""
+    """Durations of prefill and generation steps on the simulated hardware."""
 
     prefill: Calibration
     steps: StepTimes
 
     @classmethod
     def of(cls, folder: Path, cost: CostModel | None = None, step: WorkCost = STEP) -> Self:
-        """Hardware that takes so long for the tiny model in `folder`."""
+        """Return hardware that takes the given costs for the tiny model in `folder`."""
         shape = model_shape(load_config(folder), dtype_bytes=4)
         cost = cost or CostModel(
             num_layers=shape.num_layers,
@@ -70,14 +72,14 @@ class PacedHardware:
             link=LOOPBACK_LINK,
         )
         assert not (cost.head_s or cost.issue_s or cost.copy_s or cost.push), "these are not paced"
-        # a point makes it count as measured: nothing that jobs take changes the predictions
+        # a point makes the costs count as measured: durations of jobs do not change the predictions
         whole_s = cost.num_layers * (cost.linear_s + cost.pair_s / 2)
         names = folder.name, "paced"
         made = Calibration(*names, Kernel.CAUSAL, shape, ((1.0, whole_s),), (), cost)
         return cls(made, StepTimes(*names, shape, step))
 
     def save(self, folder: Path) -> None:
-        """Into the model's folder, where the workers find it."""
+        """Save the costs to the model's folder, where the workers read them."""
         calibration.save(self.prefill, folder / _FILES[0])
         step_times.save(self.steps, folder / _FILES[1])
 
@@ -86,28 +88,28 @@ class PacedHardware:
         return cls(calibration.load(folder / _FILES[0]), step_times.load(folder / _FILES[1]))
 
     def planner(self, *, max_ranks: int, max_tokens: int = 8192) -> ChainPlanner:
-        """As the orchestrator predicts."""
+        """Return a planner with the orchestrator's predictions."""
         return ChainPlanner(self.prefill, max_ranks=max_ranks, max_tokens=max_tokens, steps=self.steps)
 
     def recalling_planner(self, *, max_ranks: int, max_tokens: int = 8192) -> RecallingPlanner:
-        """As the traffic simulator predicts."""
+        """Return a planner with the traffic simulator's predictions."""
         return RecallingPlanner(self.prefill, max_ranks=max_ranks, max_tokens=max_tokens, steps=self.steps)
 
     def layers(self, chunks: Sequence[TokenRange], place: int) -> LayerTimes:
-        """What the rank at a place of the chain takes for each layer."""
+        """Return the times that the rank at index `place` of the chain takes for each layer."""
         work = work_of(_lengths(chunks), self.prefill.cost, BATON, chunks[0].start)
         parts = (work.project, work.own, work.far, work.last_own, work.last_far)
         return LayerTimes(*(float(each[0, place]) for each in parts))
 
     def chunk_s(self, tokens: TokenRange) -> float:
-        """What one rank takes for tokens behind others whose KV is there."""
+        """Return the time in seconds that one rank takes for `tokens`, given the KV of all earlier tokens."""
         cost = self.prefill.cost
         work = work_of(_lengths([tokens]), cost, BATON, tokens.start)
         return float(rank_seconds(work, np.array([True]), cost, BATON)[0, 0])
 
     def measured(self, request_s: float, link_points: Points = ()) -> Self:
-        """The same with what is not paced, as `baton calibrate` measures and books it: what a request takes besides its
-        chain (gRPC, the orchestrator), and messages between ranks, as (bytes, seconds)."""
+        """Return this hardware with measured overheads that are not paced, as `baton calibrate` records them: the time
+        per request outside its chain (gRPC, the orchestrator), and (bytes, seconds) of messages between ranks."""
         given = self.prefill
         link = measured_link(link_points, given.cost.link) if link_points else given.cost.link
         cost = replace(given.cost, head_s=request_s, link=link)
@@ -115,7 +117,7 @@ class PacedHardware:
 
 
 def write_paced_model(folder: Path) -> PacedHardware:
-    """Writes the tiny model and its hardware into a folder; returns the latter."""
+    """Write the tiny model and its hardware to a folder, and return the hardware."""
     write_letter_model(folder, shape=SHAPE)
     hardware = PacedHardware.of(folder)
     hardware.save(folder)

@@ -1,4 +1,5 @@
-"""Plays a trace against a running cluster, at its front door: requests come when the trace says, served or not."""
+"""Plays a trace against a running cluster through the orchestrator. Requests are sent at the trace's times, whether or
+not earlier ones have ended."""
 
 import asyncio
 import random
@@ -30,34 +31,34 @@ if TYPE_CHECKING:
     from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
 
 _NUM_FIRST = 4
-"""Requests that connect processes, and are not measured."""
+"""Number of first requests, which only establish connections and are not measured."""
 
 
 @dataclass
 class Fate:
-    """What became of one request; times in seconds from the trace's beginning."""
+    """Result of one request. Times are in seconds from the start of the trace."""
 
     sent_s: float = 0.0
     token_s: list[float] = field(default_factory=list)
-    """When each token came to the client."""
+    """Time at which the client received each token."""
     token_ids: list[int] = field(default_factory=list)
     error: str = ""
-    """The status with which it failed; empty when it was served to its end."""
+    """gRPC status with which the request failed; empty if it succeeded."""
     finished: pb.Finished | None = None
 
 
 @dataclass(frozen=True)
 class Played:
-    """One trace, as the client saw it."""
+    """Results of one trace as measured by the client."""
 
     trace: Trace
     seed: int
     fates: list[Fate]
     start_s: float
-    """The trace's beginning, on the monotonic clock."""
+    """Start of the trace on the monotonic clock, in seconds."""
 
     def prompt(self, number: int) -> tuple[int, ...]:
-        """Token ids of a request's prompt."""
+        """Return the token ids of a request's prompt."""
         return random_letters(int(self.trace.prompt_tokens[number]), self.seed, number)
 
     def params(self, number: int) -> SamplingParams:
@@ -65,11 +66,11 @@ class Played:
 
     @property
     def errors(self) -> list[str]:
-        """Of the requests that failed."""
+        """Return the errors of failed requests."""
         return [fate.error for fate in self.fates if fate.error]
 
     def results(self, group_s: float = 0.0) -> Results:
-        """As a simulation of the same trace has them."""
+        """Return the results in the form of a simulation's results."""
         gaps = GapHistogram()
         for fate in self.fates:
             for before_s, after_s in pairwise(fate.token_s):
@@ -80,7 +81,8 @@ class Played:
 
 
 async def play(channel: grpc.aio.Channel, trace: Trace, seed: int = 0) -> Played:
-    """Plays the whole trace; returns when the last request has ended. Prompts are random, and share nothing."""
+    """Play the whole trace, and return when the last request has ended. Prompts are random and have no common
+    prefixes."""
     stub: OrchestratorAsyncStub = OrchestratorStub(channel)
     requests = await asyncio.to_thread(_requests, trace, seed)
     fates = [Fate() for _ in requests]
@@ -94,8 +96,9 @@ async def play(channel: grpc.aio.Channel, trace: Trace, seed: int = 0) -> Played
 
 
 async def calibrate(channel: grpc.aio.Channel, hardware: PacedHardware, num_requests: int = 16) -> PacedHardware:
-    """Measures on an idle cluster what is not paced: what a request takes besides its chain, from the client and back
-    to it, and a message between ranks. Lets the orchestrator predict by that from then on."""
+    """Measure on an idle cluster the overheads that are not paced: the time per request outside its chain, measured by
+    the client, and the time of a message between ranks. From then on, the orchestrator includes them in its
+    predictions."""
     arrivals_s, tokens = np.linspace(0.0, 0.5 * num_requests, num_requests), np.resize([300, 1200], num_requests)
     played = await play(channel, Trace("alone", arrivals_s, tokens, np.ones(num_requests, np.int64)), seed=-1)
     besides: list[float] = []
@@ -116,7 +119,7 @@ async def calibrate(channel: grpc.aio.Channel, hardware: PacedHardware, num_requ
 
 
 def random_letters(num_tokens: int, seed: int, number: int) -> tuple[int, ...]:
-    """A prompt of its own for each request of each seed."""
+    """Return a prompt that is unique for each seed and number of a request."""
     return tuple(random.Random(f"{seed}/{number}").choices(range(NUM_LETTERS), k=num_tokens))
 
 

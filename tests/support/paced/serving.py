@@ -1,4 +1,4 @@
-"""What must be true of a live cluster once a trace was played against it."""
+"""Checks of a live cluster after a trace was played against it."""
 
 import asyncio
 
@@ -11,7 +11,8 @@ from tests.support.paced.load import Played
 
 
 async def check_served(cluster: PacedCluster, played: Played) -> None:
-    """All requests have all their tokens, some of them those of the tiny model; nothing is held afterwards."""
+    """Check that all requests have all their tokens, that a sample of requests has the tiny model's tokens, and that no
+    resource is held."""
     assert not played.errors
     assert [len(fate.token_ids) for fate in played.fates] == played.trace.output_tokens.tolist()
     decoder = await asyncio.to_thread(load_decoder, cluster.folder, dtype="float32")

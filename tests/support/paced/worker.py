@@ -1,5 +1,5 @@
-"""A worker process of the product whose engine is paced. `python -m tests.support.paced.worker`, for
-deploy.groups.processes; the hardware lies in the model's folder."""
+"""The product's worker process with a paced engine. deploy.groups.processes starts it as `python -m
+tests.support.paced.worker`. It reads the simulated hardware from the model's folder."""
 
 import asyncio
 import sys
@@ -33,7 +33,7 @@ from tests.support.paced.hardware import PacedHardware
 
 
 async def start_paced(config: WorkerConfig, model: LoadedModel | None) -> Server:
-    """A worker of either role. It keeps no prefixes."""
+    """Start the server of a worker of either role. The worker does not store prefixes."""
     assert model is not None
     decoder = await asyncio.to_thread(model.load, config.place)
     hardware = PacedHardware.load(config.place.model_folder)

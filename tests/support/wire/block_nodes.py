@@ -1,4 +1,4 @@
-"""Nodes that exchange blocks of cached KV: a store in a folder of its own, behind a real server on loopback."""
+"""Nodes that exchange blocks of cached KV. Each has a store in its own folder, and a real server on loopback."""
 
 import asyncio
 import threading
@@ -26,7 +26,8 @@ TIMEOUT_S = 20.0
 
 
 class GatedBlocks:
-    """Blocks that are opened only through a gate, which lets the first few pass."""
+    """Wrapper of a store whose blocks are opened only while its gate is open. A shut gate still passes the first few
+    blocks."""
 
     def __init__(self, store: PrefixStore) -> None:
         self.layout, self.num_leading, self.put_block = store.layout, store.num_leading, store.put_block
@@ -36,14 +37,14 @@ class GatedBlocks:
         self._num_passes = 1 << 30
 
     def shut(self, num_passes: int) -> None:
-        """So many more blocks pass."""
+        """Shut the gate after `num_passes` more blocks."""
         self._num_passes = num_passes
 
     def open(self) -> None:
         self._opened.set()
 
     async def until_reached(self) -> None:
-        """A block is being waited for."""
+        """Wait until a block is requested at the shut gate."""
         assert await asyncio.to_thread(self.reached.wait, TIMEOUT_S)
 
     def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
@@ -63,7 +64,7 @@ def plain(blocks: GatedBlocks) -> BlockExchange:
 
 @dataclass
 class Node:
-    """One node's store, and its exchange behind a server."""
+    """A node: its store, and the server through which it exchanges blocks."""
 
     store: PrefixStore
     gate: GatedBlocks
@@ -73,7 +74,7 @@ class Node:
     channel: grpc.aio.Channel
 
     def keep(self, names: Sequence[str], seed: int = 0, block_tokens: int = BLOCK) -> KvBuffer:
-        """Puts a prompt's KV there, which depends on the seed alone."""
+        """Store a prompt's KV, which depends only on the seed, in blocks called `names`. Return the KV."""
         kv = prompt_kv(self.store.layout, len(names) * block_tokens, seed)
         keep(self.store, kv, names)
         return kv
@@ -88,14 +89,14 @@ class Node:
             return await BlockExchangeStub(self.channel).Fetch(request, timeout=TIMEOUT_S)
 
     def check(self, names: Sequence[str], kv: KvBuffer, block_tokens: int = BLOCK) -> None:
-        """The blocks are there, and are that KV."""
+        """Check that the store has the blocks `names`, and that they contain `kv`."""
         for index, block in enumerate(self.store.open(names, block_tokens)):
             start = index * block_tokens
             assert torch.equal(block.data, kv.data[:, start : start + block_tokens])
 
 
 def prompt_kv(layout: KvLayout, num_tokens: int, seed: int = 0) -> KvBuffer:
-    """KV whose elements differ; that of a token depends on its position and the seed alone."""
+    """Return KV whose elements differ. The KV of a token depends only on its position and the seed."""
     kv = KvBuffer(layout, TokenRange(0, num_tokens))
     rows_SLR = kv.data.view(layout.num_layers, num_tokens, -1).transpose(0, 1)
     num_elements = rows_SLR[0].numel()
@@ -108,7 +109,7 @@ def prompt_kv(layout: KvLayout, num_tokens: int, seed: int = 0) -> KvBuffer:
 async def node(
     *, layout: KvLayout = LAYOUT, limit_bytes: int = PLENTY, exchange: Exchange = plain
 ) -> AsyncIterator[Node]:
-    """A node; at the end nothing of its store is mapped or half-written."""
+    """Run a node. At the end, check that no block of its store is mapped or partially written."""
     with prefix_folder() as folder:
         store = PrefixStore(folder, layout, limit_bytes=limit_bytes, clock=SystemClock())
         gate, server = GatedBlocks(store), make_server()

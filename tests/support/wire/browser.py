@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven by Playwright."""
+"""A real Chromium in headless mode, driven by Playwright."""
 
 import os
 from collections.abc import AsyncIterator
@@ -9,8 +9,8 @@ from playwright.async_api import Browser, async_playwright
 
 @asynccontextmanager
 async def browser(program: str) -> AsyncIterator[Browser]:
-    """Runs the program until left. It reports nothing home and asks no host for anything by itself; root, which tests
-    in a container may be, cannot have its sandbox."""
+    """Run the browser inside the context. It sends no telemetry and no requests of its own. The sandbox is off if the
+    user is root (tests in a container), because Chromium does not support it then."""
     quiet = ["--disable-background-networking", "--disable-component-update", "--no-first-run"]
     async with async_playwright() as playwright:
         launched = await playwright.chromium.launch(

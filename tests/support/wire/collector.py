@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps the spans it gets: the real service, OTLP over gRPC."""
+"""An OpenTelemetry collector that records the spans it receives. It is a real service: OTLP over gRPC."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """What has been exported so far."""
+    """Collector of all spans exported so far."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -30,13 +30,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    """Attributes as plain values, by name."""
+    """Return OTLP attributes as plain values, by name."""
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
 
 
 @asynccontextmanager
 async def collector() -> AsyncIterator[Collector]:
-    """One that listens, at its `endpoint`."""
+    """Run a collector that listens at its `endpoint`."""
     server, made = grpc.aio.server(), Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(made, server)  # type: ignore[no-untyped-call]
     made.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

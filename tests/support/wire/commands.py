@@ -21,7 +21,7 @@ class Run:
 
 
 class Baton:
-    """Runs commands: their words after `baton`, or one text that is split at blanks."""
+    """Runs `baton` commands. A command is a list of the words after `baton`, or one string that is split at blanks."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -30,22 +30,23 @@ class Baton:
         return self._ended(main(_words(command)))
 
     async def run_beside(self, command: str | Sequence[str]) -> Run:
-        """Run a command in a thread, while the loop goes on."""
+        """Run a command in a thread while the event loop continues."""
         return self._ended(await asyncio.to_thread(main, _words(command)))
 
     def shown(self, command: str | Sequence[str]) -> str:
-        """Return the output of a command that succeeds and complains about nothing."""
+        """Run a command. Return its output. Fails if the command fails or writes to standard error."""
         run = self.run(command)
         assert (run.status, run.err) == (0, "")
         return run.out
 
     def json(self, command: str | Sequence[str]) -> dict[str, Any]:
-        """Return what the command shows with --json."""
+        """Run a command with --json, and return its decoded output."""
         found: dict[str, Any] = json.loads(self.shown([*_words(command), "--json"]))
         return found
 
     def refusal(self, command: str | Sequence[str], status: int = 2, *, may_show: bool = False) -> str:
-        """Return the one line in which a command is refused. It shows nothing else, unless it may."""
+        """Run a command that must be refused with exit status `status`. Return its one line on standard error. Its
+        standard output must be empty, unless `may_show` is true."""
         run = self.run(command)
         assert run.status == status and (may_show or not run.out), run
         assert run.err.startswith("baton: ") and run.err.count("\n") == 1, run.err

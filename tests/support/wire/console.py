@@ -1,4 +1,4 @@
-"""The console in a browser, before a gateway, an orchestrator and engines that are real."""
+"""The web console in a browser, with a real gateway, orchestrator and engines."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,19 +22,19 @@ expect.set_options(timeout=WAIT_MS)
 
 @dataclass
 class Console:
-    """A page of the console, and what it stands before."""
+    """A page of the console, and the servers that it uses."""
 
     page: Page
     made: BareCluster
     http: Http
     chrome: Browser
     asked: list[str] = field(default_factory=list)
-    """Addresses of all requests that left the page."""
+    """URLs of all requests that the page has sent."""
     defects: list[str] = field(default_factory=list)
-    """Errors of the page's scripts."""
+    """Uncaught errors of the page's scripts."""
 
     async def open(self, screen: str) -> None:
-        """By its link."""
+        """Open a screen by its link in the page."""
         await self.page.locator(f'nav a[href="#{screen}"]').click()
         await expect(self.page.locator(f"#screen-{screen}")).to_be_visible()
 
@@ -56,8 +56,8 @@ async def console(
     key: str = "any",
     **plan: Any,
 ) -> AsyncIterator[Console]:
-    """The page, opened at the gateway's root. `shows` are properties of the browser; a tokenizer with a template makes
-    the model one for chats."""
+    """Open the console at the gateway's root. `shows` sets options of the browser context. With a tokenizer that has a
+    chat template, the model is a chat model."""
     async with (
         cluster(**plan) as made,
         http_gateway(f"{HOST}:{made.server.port}", tokenizer or letter_tokenizer(), key) as http,
@@ -75,7 +75,7 @@ async def console(
 
 
 async def requests(made: BareCluster) -> Sequence[pb.RequestStatus]:
-    """All that the orchestrator tells of, latest first."""
+    """Return the status of all requests that the orchestrator reports, latest first."""
     return (await made.stub.GetRequests(pb.GetRequestsRequest(num_ended=9), timeout=60)).requests
 
 

@@ -1,9 +1,9 @@
-"""How well a page's text can be read: its contrast with what is behind it, as WCAG counts it."""
+"""Contrast between a page's text and its background, as defined by WCAG."""
 
 from playwright.async_api import Page
 
 _LEAST = 4.5
-"""Contrast of text that level AA asks for."""
+"""Minimum contrast ratio of text for level AA."""
 _MEASURE = """least => {
     const parsed = (text) => {
         const [red, green, blue, alpha = 1] = text.match(/[0-9.]+/g).map(Number);
@@ -49,6 +49,7 @@ _MEASURE = """least => {
 
 
 async def too_faint(page: Page) -> list[str]:
-    """Visible texts, placeholders included, whose contrast is less than level AA asks for, with that contrast."""
+    """Return the visible texts, including placeholders, whose contrast is below the minimum for level AA. Each is given
+    with its contrast."""
     found: list[str] = await page.evaluate(_MEASURE, _LEAST)
     return found

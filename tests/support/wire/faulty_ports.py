@@ -1,4 +1,4 @@
-"""A prefill engine whose links and outlets fail by a plan: real ones, wrapped."""
+"""A prefill engine whose real links and outlets are wrapped so that they fail by a plan."""
 
 import threading
 from concurrent.futures import Future
@@ -14,11 +14,11 @@ from prefill_workers.job import Job, JobReport, KvSender
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload
 
 SLOW_S = 0.05
-"""A slow call's delay, at most."""
+"""Maximum delay of a slow call in seconds."""
 
 
 class FaultyLinks:
-    """Links that are slow, break, or fall silent for good. Implements Links."""
+    """Links that are slow, break, or stop delivering messages forever. Implements Links."""
 
     def __init__(self, inner: Links, handler: LinkHandler, plan: FaultPlan) -> None:
         self._inner = inner
@@ -51,15 +51,16 @@ class FaultyLinks:
         return self._inner.wait_closed(timeout_s)
 
     def _tell(self, error: ChainError) -> None:
-        """On a thread of the links, as promised."""
+        """Report an error to the handler on a thread of the links, as the port requires."""
         threading.Thread(target=self._handler.broken, args=(error,), name="faulty-link").start()
 
 
 class FaultyOutlet:
-    """An outlet that is slow, refuses, or pushes twice. Implements KvSender."""
+    """Outlet that is slow, raises errors, or pushes data twice. Implements KvSender."""
 
     def __init__(self, inner: KvSender, plan: FaultPlan, *, repeats: bool) -> None:
-        """`repeats`: whether it may push twice, which an outlet that also keeps what is pushed does not take."""
+        """Wrap an outlet. `repeats`: permission to push data twice. An outlet that also stores the pushed KV does not
+        accept repeated data."""
         self._inner = inner
         self._plan = plan
         self._pause = threading.Event()
@@ -90,7 +91,7 @@ class FaultyOutlet:
 
 
 class FaultyEngine(PrefillEngine):
-    """Wraps what it is given."""
+    """Prefill engine whose links and outlets are wrapped."""
 
     def __init__(
         self, decoder: Decoder, clock: Clock, plan: FaultPlan, *, watchdog_floor_s: float, repeats: bool = True

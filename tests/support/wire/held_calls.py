@@ -1,4 +1,5 @@
-"""A network in which calls of a test's choice stand still: before they are heard, or before their answer is."""
+"""A network that holds calls chosen by the test, either before the receiver gets the request or before the caller gets
+the answer."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +10,7 @@ from tests.support.clusters.fault_plans import PickedPlan
 
 
 class HeldCalls:
-    """Which calls stand still, until all are let go."""
+    """Set of the methods whose calls are held, until all are released."""
 
     def __init__(self) -> None:
         self.num_standing = 0
@@ -18,19 +19,20 @@ class HeldCalls:
         self._released = asyncio.Event()
 
     def hold(self, method: str, *, answer: bool = False) -> None:
-        """Calls of that method are not heard, or with `answer`, their answers are not."""
+        """Hold all calls of `method` before the request is delivered, or with `answer`, before the answer is
+        delivered."""
         self._held.add((method, answer))
 
     def release(self) -> None:
-        """No call stands still any more."""
+        """Release all held calls. Hold no further ones."""
         self._released.set()
 
     async def until_reached(self) -> None:
-        """Some call stands still."""
+        """Wait until a call is held."""
         await asyncio.wait_for(self._reached.wait(), 20)
 
     async def pass_by(self, method: str, *, answer: bool) -> None:
-        """Returns when the call may go on."""
+        """Wait while the call is held."""
         if (method, answer) in self._held:
             self._reached.set()
             self.num_standing += 1
@@ -41,7 +43,7 @@ class HeldCalls:
 
 
 class HoldingNetwork(FaultyNetwork):
-    """Passes all calls on, when they may."""
+    """Network that forwards all calls, unless they are held."""
 
     def __init__(self, calls: HeldCalls) -> None:
         super().__init__(PickedPlan({}, 0.0))

@@ -1,5 +1,6 @@
-"""How long a callback keeps an asyncio loop, in processor time, to which other processes add nothing; and how late the
-loop wakes, less the time for which others kept a thread of this process from a processor."""
+"""Measures how long callbacks block an asyncio loop, and how late the loop wakes. Blocking is measured in processor
+time, to which other processes add nothing. From a delay, the time for which other processes kept one of this process's
+threads from running is subtracted."""
 
 import asyncio
 import time
@@ -14,13 +15,14 @@ _THREADS = Path("/proc/self/task")
 
 @dataclass
 class Held:
-    """Delays of a task that sleeps for TICK_S again and again."""
+    """Largest delays of a task that sleeps for TICK_S repeatedly."""
 
     most_s: float = 0.0
-    """The most processor time that the loop's thread took between two wakes."""
+    """Maximum processor time in seconds that the loop's thread used between two wake-ups."""
     most_lag_s: float = 0.0
-    """The most seconds by which a wake was late, less those for which one thread of this process waited for a processor
-    meanwhile. On an idle machine that is the lag. A thread that keeps the interpreter to itself adds to it."""
+    """Maximum delay of a wake-up in seconds, after subtracting the time for which a thread of this process was ready
+    but not running (the maximum over all threads). On an idle machine, nothing is subtracted. A thread that holds the
+    interpreter's lock increases the delay."""
 
 
 @asynccontextmanager
@@ -32,7 +34,7 @@ async def watching_loop() -> AsyncIterator[Held]:
     await started.wait()
     try:
         yield held
-        await asyncio.sleep(0)  # a tick that is overdue by now counts
+        await asyncio.sleep(0)  # also count a tick that is overdue now
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -52,9 +54,9 @@ async def _tick(held: Held, started: asyncio.Event) -> None:
 
 
 def _waited_s() -> dict[str, float]:
-    """Return for how many seconds each thread of this process has been ready to run while others ran."""
+    """Return the total time in seconds for which each thread of this process was ready to run, but not running."""
     found = dict[str, float]()
     for thread in _THREADS.iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
     return found

@@ -1,4 +1,4 @@
-"""An HTTP gateway in front of a server, in this process or as `baton http`, and OpenAI's own client of it."""
+"""An HTTP gateway in front of an orchestrator, in this process or as `baton http`, and OpenAI's own client for it."""
 
 import asyncio
 import re
@@ -53,7 +53,7 @@ async def http_gateway(
     spans: TracerProvider | None = None,
     rules: HttpRules = DEFAULT_RULES,
 ) -> AsyncIterator[Http]:
-    """Serves until left; the client makes no attempt of its own after a failure."""
+    """Run a gateway inside the context. Its client does not retry failed requests."""
     async with AsyncClient(target, api_key=api_key) as client:
         model = await client.model()
     async with Upstream(target, rules.default_deadline_s) as upstream:
@@ -71,8 +71,8 @@ async def http_gateway(
 async def scripted_gateway(
     *faults: Fault, rules: HttpRules = DEFAULT_RULES, tokenizer: Tokenizer | None = None
 ) -> AsyncIterator[tuple[ScriptedOrchestrator, Http, httpx2.AsyncClient]]:
-    """Serve a scripted orchestrator through a gateway; with a plain HTTP client of it. The tokenizer is the letters',
-    without a chat template, unless given."""
+    """Run a gateway in front of a scripted orchestrator. Yield the orchestrator, the gateway and a plain HTTP client.
+    Default tokenizer: the letter tokenizer, without a chat template."""
     service = ScriptedOrchestrator(faults)
     async with (
         serving(service) as target,
@@ -84,7 +84,7 @@ async def scripted_gateway(
 
 @asynccontextmanager
 async def http_process(target: str, folder: Path, *more: str) -> AsyncIterator[tuple[Process, str]]:
-    """Run `baton http` in a process of its own; with the address that it prints."""
+    """Run `baton http` in a child process. Yield the process and the address that it prints."""
     arguments = ("http", "--target", target, "--port", "0", "--model", str(folder), *more)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "deploy.cli", *arguments, cwd=ROOT, stderr=PIPE

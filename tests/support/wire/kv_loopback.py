@@ -1,4 +1,4 @@
-"""A real KvReceiver and its client on one loop, over loopback gRPC, around a MemorySink."""
+"""A real KvReceiver with a MemorySink, and its client, on one event loop over loopback gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -29,15 +29,15 @@ LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="fl
 NUM_TOKENS = 8
 WHOLE = TokenRange(0, NUM_TOKENS)
 WIDE = KvLayout("weights", num_layers=2, num_kv_heads=3, head_dim=64, dtype="float32")
-"""1.5 KiB a token and layer: 682 tokens a piece."""
+"""Layout with 1.5 KiB per token and layer, so that a piece holds 682 tokens."""
 FIRST = SampledToken(token_id=7)
 ROUTES = {"shared": True, "stream": False}
-"""Names of test cases, and whether their sessions may push through shared memory."""
+"""Permission to push through shared memory, by name of the test case."""
 
 
 @dataclass(frozen=True)
 class Loopback:
-    """Both ends of one KvReceiver."""
+    """A KvReceiver and its client."""
 
     sink: MemorySink
     client: KvClient
@@ -46,7 +46,7 @@ class Loopback:
     layout: KvLayout
     clock: Clock
     pool: CellPool | None
-    """Memory that sessions share with the receiver; None: they push over gRPC."""
+    """Memory that push sessions share with the receiver; None: they push over gRPC."""
 
     async def reserve(self, num_tokens: int = NUM_TOKENS, ttl_s: float = 60.0) -> Lease:
         spec = ReserveSpec(RequestId("r"), 1, num_tokens, num_tokens, ttl_s)
@@ -63,11 +63,11 @@ class Loopback:
         return await asyncio.wait_for(session.result(), 60)
 
     async def push(self, messages: Iterable[kv_pb2.KvPiece]) -> kv_pb2.PushReply:
-        """One Push of messages made by protobuf itself, good or bad; raises what the receiver raised."""
+        """Call Push with protobuf messages, valid or not. Raises the receiver's error."""
         return await self.push_bytes([message.SerializeToString() for message in messages])
 
     async def push_bytes(self, frames: Iterable[bytes]) -> kv_pb2.PushReply:
-        """As `push`, for frames that need not even be messages."""
+        """Call Push with raw frames, which need not be valid messages. Raises the receiver's error."""
         method = self.channel.stream_unary(
             "/baton.v1.KvReceiver/Push", request_serializer=bytes, response_deserializer=kv_pb2.PushReply.FromString
         )
@@ -75,7 +75,7 @@ class Loopback:
             return await method(iter(frames))
 
     def piece(self, ref: LeaseRef, layer: int = 0, tokens: TokenRange = WHOLE, seed: int = 0) -> kv_pb2.KvPiece:
-        """A piece that the receiver takes; tests spoil it."""
+        """Return a piece that the receiver accepts. Tests modify it to make it invalid."""
         payload = rows(tokens, seed, self.layout)
         header = kv_pb2.KvPieceHeader(
             lease=lease_ref_to_proto(ref),
@@ -97,7 +97,7 @@ async def loopback(
     num_slots: int = 1,
     may_share: bool = True,
 ) -> AsyncIterator[Loopback]:
-    """Slots behind a server on 127.0.0.1, and a client of it."""
+    """Run a receiver of KV on 127.0.0.1, and yield it with its client."""
     clock = clock or SystemClock()
     sink = MemorySink(layout, clock, num_slots=num_slots, capacity_tokens=capacity_tokens)
     server = make_server()
@@ -112,7 +112,7 @@ async def loopback(
 
 
 def rows(tokens: TokenRange, seed: int = 0, layout: KvLayout = LAYOUT) -> bytes:
-    """The bytes of `tokens` in one layer: they differ by position and seed."""
+    """Return KV bytes of `tokens` in one layer. They depend on position and seed."""
     period = bytes(range(251))
     start = (seed + tokens.start * layout.row_bytes) % 251
     num_bytes = len(tokens) * layout.row_bytes
@@ -120,14 +120,14 @@ def rows(tokens: TokenRange, seed: int = 0, layout: KvLayout = LAYOUT) -> bytes:
 
 
 def offer_all(session: PushSession, layout: KvLayout = LAYOUT, num_tokens: int = NUM_TOKENS) -> None:
-    """Offers the first tokens' rows in every layer."""
+    """Offer (enqueue for the push) the KV of the first `num_tokens` tokens in every layer."""
     tokens = TokenRange(0, num_tokens)
     for layer in range(layout.num_layers):
         session.offer(layer, tokens, memoryview(rows(tokens, layer, layout)))
 
 
 async def result_of(session: PushSession) -> object:
-    """What the session came to, bounded: its summary or its error."""
+    """Return the session's summary or its error. Fails if the session does not end in time."""
     try:
         return await asyncio.wait_for(session.result(), 60)
     except BatonError as error:
@@ -135,12 +135,12 @@ async def result_of(session: PushSession) -> object:
 
 
 def stale(lease: Lease) -> Lease:
-    """The same slot under a stamp that was never given."""
+    """Return a lease of the same slot whose stamp was never issued."""
     return Lease(LeaseRef(lease.ref.slot, Stamp(lease.ref.stamp + 1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
 
 
 async def push_long(channel: grpc.aio.Channel, num_tokens: int) -> object:
-    """Push many pieces of KV to a slot that nobody has leased, and return the summary or the error."""
+    """Push many pieces of KV to a slot that is not leased. Return the summary or the error."""
     lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
     pool = make_pool(WIDE)
     session = open_push(channel, WIDE, lease, pool=pool)

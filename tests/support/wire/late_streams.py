@@ -1,4 +1,4 @@
-"""Streams whose deadline passes before they end."""
+"""Streams whose deadline expires before they end."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ DEADLINE_S = 0.5
 
 
 async def late_stream(client: AsyncClient, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncStream:
-    """A stream that has ended by its deadline, with its usage in one of some tries: a client listens for a second more,
-    and a crowded machine may hold the usage up for longer."""
+    """Return a stream that was ended by its deadline. Retry up to NUM_TRIES times until a stream has its usage, because
+    a client waits only one second for the usage, which may arrive later on a busy machine."""
     num_tries = 0
     while True:
         stream = client.generate(token_ids=prompt_ids, params=params, deadline_s=DEADLINE_S)

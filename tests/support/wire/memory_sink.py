@@ -1,6 +1,7 @@
-"""A KvSink in plain bytearrays: the port's reference implementation, with what tests need to look inside.
+"""KvSink that stores KV in plain bytearrays. It is the reference implementation of the port, with methods by which
+tests inspect its state.
 
-Everything runs on one asyncio loop. Not a mock: it keeps every rule of baton.transport.kv_sink.
+Everything runs on one asyncio loop. It is not a mock: it follows every rule of baton.transport.kv_sink.
 """
 
 import asyncio
@@ -25,19 +26,19 @@ from baton.types import KvLayout, Lease, LeaseRef, SampledToken, SlotId, Stamp, 
 
 @dataclass
 class _Claim:
-    """One life of a slot."""
+    """Use of a slot from its lease to its release."""
 
     lease: Lease
     memory: list[bytearray]
-    """One a layer, of the slot's capacity."""
+    """Memory of each layer, with the slot's capacity."""
     coverage: Coverage
     ttl_s: float
     deadline_s: float
     firsts: tuple[SampledToken, ...] = ()
     held: list[SlotId] = field(default_factory=list)
-    """Slots of further choices, which start and end with this one."""
+    """Slots of further choices. They are claimed and released together with this slot."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the last byte is in and when the claim ends."""
+    """Set when the last byte has arrived and when the claim ends."""
 
 
 @dataclass
@@ -48,7 +49,7 @@ class _Slot:
 
 
 class MemorySink:
-    """Slots of `capacity_tokens` tokens each. Owner of all state: the loop that calls it."""
+    """Sink with slots of `capacity_tokens` tokens each. Only the loop that calls it changes its state."""
 
     def __init__(self, layout: KvLayout, clock: Clock, *, num_slots: int = 1, capacity_tokens: int = 64) -> None:
         self._layout = layout
@@ -122,21 +123,21 @@ class MemorySink:
             if claim is not None and claim.lease.ref == ref:
                 self._end(ref)
 
-    # What tests look at.
+    # For inspection by tests.
 
     def read(self, ref: LeaseRef, layer: int, tokens: TokenRange) -> bytes:
-        """The slot's memory, whether or not it was written."""
+        """Return bytes of the slot's memory, including bytes that were not written."""
         return bytes(self._find(ref).memory[layer][self._span(tokens)])
 
     def first(self, ref: LeaseRef) -> SampledToken | None:
-        """The token that the slot was committed with."""
+        """Return the token with which the slot was committed."""
         return next(iter(self._find(ref).firsts), None)
 
     def num_writers(self, slot: SlotId) -> int:
         return self._slots[slot].num_writers
 
     async def writers_become(self, slot: SlotId, count: int, timeout_s: float = 60.0) -> None:
-        """Returns when the slot has that many writers; TimeoutError after `timeout_s` seconds."""
+        """Wait until the slot has `count` writers. Raises TimeoutError after `timeout_s` seconds."""
         reached = asyncio.get_running_loop().create_future()
         self._watchers.append((slot, count, reached))
         self._notify()
@@ -212,7 +213,7 @@ class MemorySink:
 
 
 class MemoryWriter:
-    """One writer inside a lease."""
+    """Writer of KV for one lease."""
 
     def __init__(self, sink: MemorySink, ref: LeaseRef) -> None:
         self._sink = sink
@@ -222,11 +223,11 @@ class MemoryWriter:
         return self._sink._write(self._ref, layer, tokens, data)
 
     async def settle(self) -> None:
-        """Nothing is on its way."""
+        """Return at once: all writes are synchronous."""
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:
-        return  # the caller looks at the clock again
+        return  # the caller checks the clock again

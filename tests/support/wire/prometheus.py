@@ -1,4 +1,4 @@
-"""A real Prometheus, with the configuration of the manifests, that scrapes what a test names."""
+"""A real Prometheus with the configuration of the manifests. It scrapes the targets that a test names."""
 
 import asyncio
 import json
@@ -27,29 +27,29 @@ class Prometheus:
     address: str
 
     async def query(self, expr: str) -> list[dict[str, Any]]:
-        """The samples that an expression has now; fails for one that is refused."""
+        """Return the current samples of an expression. Fails if Prometheus rejects the expression."""
         answer = await self._get("query", query=expr)
         assert answer["status"] == "success", f"{expr}: {answer}"
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
     async def value(self, expr: str) -> float:
-        """The value of an expression that has one sample; 0 while it has none."""
+        """Return the value of an expression with at most one sample; 0 if it has none."""
         found = await self.query(expr)
         assert len(found) <= 1, f"{expr}: {found}"
         return float(found[0]["value"][1]) if found else 0.0
 
     async def families(self) -> set[str]:
-        """The metric families that its targets declare, with or without samples."""
+        """Return the metric families that its targets declare, including families without samples."""
         return {SERIES.sub("", name) for name in (await self._get("metadata"))["data"]}
 
     async def rules(self) -> list[dict[str, Any]]:
-        """Its alerts, with their health after the last evaluation."""
+        """Return its alerting rules, with their health after the last evaluation."""
         groups = (await self._get("rules"))["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
     async def until_scraped(self, times: int, since: float = 0.0) -> float:
-        """Each target has been scraped so many more times; returns how often by now."""
+        """Wait until each target has been scraped `times` more times. Return the current number of scrapes."""
         expr = "min(count_over_time(up[1h]) and on (instance) up == 1)"
         return await eventually(lambda: self.value(expr), lambda num: num >= since + times, within_s=30)
 
@@ -69,8 +69,8 @@ class Prometheus:
 
 @asynccontextmanager
 async def prometheus(program: str, folder: Path, targets: Sequence[str]) -> AsyncIterator[Prometheus]:
-    """Runs Prometheus until left. `folder` gets its files. The manifests' configuration is as it is but for its times,
-    which are those of a test."""
+    """Run Prometheus inside the context. Its files are stored in `folder`. Its configuration is that of the manifests,
+    with shorter intervals."""
     config = (OBSERVABILITY / "prometheus.yaml").read_text()
     assert "scrape_interval: 5s" in config and "evaluation_interval: 15s" in config
     config = config.replace("scrape_interval: 5s", "scrape_interval: 250ms")
@@ -92,7 +92,7 @@ async def prometheus(program: str, folder: Path, targets: Sequence[str]) -> Asyn
             line = await asyncio.wait_for(running.stderr.readline(), 30)
             assert line, said.decode()
             said += line
-        reading = asyncio.create_task(running.stderr.read())  # so that it never waits for a full pipe
+        reading = asyncio.create_task(running.stderr.read())  # so that Prometheus never blocks on a full pipe
         yield Prometheus(listening[1].decode())
         running.terminate()
         assert await asyncio.wait_for(running.wait(), 30) == 0, (await reading).decode()

@@ -1,7 +1,7 @@
-"""One end of a push in a process of its own, `python -m tests.support.wire.push_process`, for tests that kill it.
+"""One side of a push in a child process, `python -m tests.support.wire.push_process`, for tests that kill it.
 
-`receive [UID]`: serves one slot, as that user if one is given, and prints its endpoint; ends with its standard input.
-`send ENDPOINT SLOT STAMP`: pushes the first layer again and again, until it is killed.
+`receive [UID]` serves one slot, as user UID if it is given, prints its endpoint, and ends with its standard input.
+`send ENDPOINT SLOT STAMP` pushes the first layer repeatedly until it is killed.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from tests.support.wire.kv_loopback import WIDE, loopback, rows
 NUM_TOKENS = 6000
 WHOLE = TokenRange(0, NUM_TOKENS)
 NUM_REPEATS = 1000
-"""Times that a layer is pushed: more than a test waits for."""
+"""Number of times that the layer is pushed: more than a test waits for."""
 
 
 @asynccontextmanager
 async def running(*arguments: str, under: tuple[str, ...] = ()) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The process of one end, perhaps started by another command; killed at the end of the block."""
+    """Run the process of one side, optionally started by the command `under`. Kill it at the end of the context."""
     process = await asyncio.create_subprocess_exec(
         *(*under, sys.executable, "-m", __name__, *arguments),
         stdin=asyncio.subprocess.PIPE,
@@ -40,7 +40,7 @@ async def running(*arguments: str, under: tuple[str, ...] = ()) -> AsyncIterator
 
 async def receive(user: int | None) -> None:
     async with loopback(layout=WIDE, capacity_tokens=NUM_TOKENS) as loop:
-        await asyncio.to_thread(os.getpid)  # the pool imports modules, which the other user may not read
+        await asyncio.to_thread(os.getpid)  # starts the pool, whose imports the other user cannot read
         if user is not None:
             os.setuid(user)
         print(loop.endpoint, flush=True)

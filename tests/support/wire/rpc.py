@@ -1,4 +1,4 @@
-"""Bare gRPC methods on a real server, for tests of what lies around them; messages are bytes."""
+"""Plain gRPC methods on a real server, for tests of interceptors and transport. Messages are bytes."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +15,7 @@ UNARY, STREAM, UPLOAD = "/test.Service/Unary", "/test.Service/Stream", "/test.Se
 
 
 class Service:
-    """Its methods answer with what they were sent; tests override them."""
+    """Service whose methods return their request. Tests override them."""
 
     async def unary(self, request: bytes, context: Context) -> bytes:
         return request
@@ -36,7 +36,7 @@ async def served(
     check: Check | None = None,
     name: str = "test.Service",
 ) -> AsyncIterator[int]:
-    """Serve it on 127.0.0.1 under that name, and yield the port."""
+    """Serve `service` on 127.0.0.1 under the name `name`, and yield the port."""
     handlers: Handlers = {
         "Unary": grpc.unary_unary_rpc_method_handler(service.unary),
         "Stream": grpc.unary_stream_rpc_method_handler(service.stream),
@@ -60,7 +60,7 @@ async def serving_methods(
 
 @asynccontextmanager
 async def listening(server: grpc.aio.Server, port: int = 0) -> AsyncIterator[int]:
-    """Run the server on 127.0.0.1, and yield its port. All calls end with it."""
+    """Run the server on 127.0.0.1, and yield its port. All calls end when the context ends."""
     bound = bind(server, "127.0.0.1", port)
     await server.start()
     try:
@@ -71,11 +71,11 @@ async def listening(server: grpc.aio.Server, port: int = 0) -> AsyncIterator[int
 
 @asynccontextmanager
 async def connected(service: Service) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to it."""
+    """Serve `service`, and yield a channel to it."""
     async with served(service) as port, make_channel(f"127.0.0.1:{port}") as channel:
         yield channel
 
 
 async def call_unary(channel: grpc.aio.Channel, request: bytes = b"", timeout_s: float = 60.0) -> bytes:
-    """One call of `unary`, errors as gRPC raises them."""
+    """Call the method `unary`. Errors are raised as gRPC raises them."""
     return await channel.unary_unary(UNARY, bytes, bytes)(request, timeout=timeout_s)

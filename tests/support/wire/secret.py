@@ -1,4 +1,4 @@
-"""The secret and the place of workers that a test makes in its own process."""
+"""Cluster secret and WorkerPlace of workers that a test runs in its own process."""
 
 from pathlib import Path
 
@@ -7,4 +7,4 @@ from baton.transport.identity import ClusterSecret
 
 SECRET = ClusterSecret("5ec" + "0" * 61)
 PLACE = WorkerPlace(model_folder=Path("model"), secret=SECRET.text)
-"""A place on this machine, whose model is already loaded."""
+"""WorkerPlace on this machine, for workers whose model is already loaded."""

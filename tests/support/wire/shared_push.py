@@ -1,4 +1,5 @@
-"""One PushShared call in a test's hands: messages good or bad, answers as they come; and what is left of its memory."""
+"""A PushShared call controlled by the test, which sends valid or invalid messages and reads the answers. Also checks
+for shared memory that was not released."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,14 +20,14 @@ Call = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer]
 
 
 class SharedPush:
-    """A sender that does as it is told. Raises what the receiver raised."""
+    """Sender that is controlled by the test. Raises the receiver's errors."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.cells = SharedCells(_NUM_CELLS, _CELL_BYTES)
 
     async def name(self, memory: kv_pb2.SharedMemory | None = None) -> bool:
-        """Name the memory, its own unless told otherwise; return whether the receiver has mapped it."""
+        """Announce the shared memory, by default the sender's own. Return True if the receiver has mapped it."""
         answer = await self._ask(kv_pb2.SharedPieces(memory=memory or self.cells.name))
         assert answer is not None
         return answer.mapped
@@ -79,7 +80,7 @@ async def shared_push(loop: Loopback) -> AsyncIterator[SharedPush]:
 
 
 def shared_files(pid: int | str = "self") -> list[str]:
-    """Shared memory that a process has open or mapped."""
+    """Return the shared memory files that a process has open or mapped."""
     process = Path("/proc", str(pid))
     mapped = [line for line in (process / "maps").read_text().splitlines() if f"memfd:{NAME}" in line]
     targets = []
@@ -87,12 +88,12 @@ def shared_files(pid: int | str = "self") -> list[str]:
         try:
             targets.append(str(link.readlink()))
         except FileNotFoundError:
-            continue  # closed while we looked
+            continue  # the file descriptor was closed meanwhile
     return mapped + [target for target in targets if f"memfd:{NAME}" in target]
 
 
 def files_in_memory() -> list[str]:
-    """Names of all files in the node's folder of memory but semaphores and crash notes; those and folders there belong
-    to tests that run at the same time."""
+    """Return the names of all files in the node's folder of shared memory. Semaphores and crash notes are left out, and
+    so are folders, because they belong to tests that run at the same time."""
     paths = Path("/dev/shm").iterdir()
     return sorted(path.name for path in paths if not path.is_dir() and not path.name.startswith(("sem.", NOTE_PREFIX)))

@@ -1,4 +1,5 @@
-"""Pieces that a receiver must refuse, each with the error that its sender gets: a good piece and what spoils it."""
+"""Pieces that a receiver must refuse: a valid piece, modifications that make it invalid, and the error that the sender
+receives for each."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,7 @@
-"""Compiling of the Triton kernels for a GPU that is not there: the operators run up to the launch, which compiles.
+"""Compilation of the Triton kernels on a machine without a GPU. Each operator runs up to its kernel launch, which
+compiles the kernel.
 
-Only a process of its own should call this: it tells Triton, for the life of the process, of a GPU.
+Call it only in a separate process, because it registers a fake GPU with Triton until the process ends.
 """
 
 import functools
@@ -24,16 +25,16 @@ from baton.modeling.kernels.triton.tiles import prefill_tiles
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as the compiler made it."""
+    """One compiled kernel."""
 
     name: str
     shared_bytes: int
-    """Shared memory that a program takes."""
+    """Shared memory in bytes that a program uses."""
     num_cubin_bytes: int
 
 
 class AbsentGpu:
-    """What Triton asks of a driver to compile: architecture 9.0, and nothing that launches."""
+    """Fake driver with what Triton needs to compile for architecture 9.0. It cannot launch kernels."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -48,12 +49,13 @@ class AbsentGpu:
 
 
 def compiled(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) -> list[Compiled]:
-    """Call each operator on the CPU with its own block sizes, and return the kernels that were compiled."""
+    """Call each operator on the CPU with its default block sizes, and return the compiled kernels."""
     return _compiling(lambda: _call_all(dtype, head_dim, group, most_queries))
 
 
 def compiled_wide(dtype: torch.dtype, head_dim: int, shared_bytes: int) -> Compiled:
-    """Compile prefill attention with the block sizes for so much shared memory of a program."""
+    """Compile prefill attention with the block sizes that it selects for `shared_bytes` of shared memory per
+    program."""
     q_TNH, kv_SGH = torch.zeros(300, 4, head_dim, dtype=dtype), torch.zeros(300, 2, head_dim, dtype=dtype)
     tiles = prefill_tiles(head_dim, dtype, len(q_TNH), shared_bytes)
     [found] = _compiling(lambda: prefill_attention(q_TNH, kv_SGH, kv_SGH, Visibility(), tiles=tiles))
@@ -103,7 +105,8 @@ def _call_all(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) 
 
 
 def refusal_on_cpu() -> str:
-    """Return how prefill attention refuses tensors of the CPU where the interpreter does not run; empty otherwise."""
+    """Return the error with which prefill attention refuses CPU tensors if Triton's interpreter is off; empty if it
+    accepts them."""
     q_TNH, kv_SGH = torch.zeros(1, 1, 16), torch.zeros(1, 1, 16)
     try:
         prefill_attention(q_TNH, kv_SGH, kv_SGH)

@@ -1,4 +1,4 @@
-"""Copies by addresses with Triton, against copies with torch, in memory that kernels here reach."""
+"""Checks of Triton's copies by address against copies by torch, in memory that kernels can access on this machine."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,15 @@ from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
 
 NUM_ROWS, NUM_HEADS, NUM_TOKENS, MOST_PAIRS = 3, 2, 300, 150
 HEADS = [(torch.float32, 16), (torch.bfloat16, 128), (torch.float16, 81)]
-"""Dtypes and head dims: words of 4 bytes and of 2, one tile of pairs and several."""
+"""Dtypes and head dims. They cover copies in words of 4 and of 2 bytes, and lists of (source, target) pairs that fill
+one tile or several."""
 ROWS = [(5000, torch.float32), (33, torch.bfloat16)]
-"""Numbers of a row, and their dtype."""
+"""Number of elements of a row, and their dtype."""
 
 
 def check_heads(dtype: torch.dtype, head_dim: int, device: str) -> None:
-    """Assert that exactly the pairs are copied: none, one, many, and all of a list; home memory is pinned on a GPU."""
+    """Assert that exactly the listed (key, place) pairs are copied, for lists that have no, one, many or the maximum
+    number of pairs. Host memory is pinned on a GPU."""
     generator = torch.Generator().manual_seed(head_dim)
     shape = (NUM_ROWS, NUM_TOKENS, 2, NUM_HEADS, head_dim)
     home_BS2GH = torch.randn(shape, generator=generator).to(dtype)
@@ -37,7 +39,7 @@ def check_heads(dtype: torch.dtype, head_dim: int, device: str) -> None:
 
 
 def check_rows(num_numbers: int, dtype: torch.dtype, device: str) -> None:
-    """Assert that the first bytes of each row are copied home, and no others."""
+    """Assert that the first bytes of each row are copied to host memory, and no other bytes."""
     there_BX = torch.randn(NUM_ROWS, num_numbers + 1).to(device, dtype)
     home_BX = torch.zeros(NUM_ROWS, num_numbers + 1, dtype=dtype, pin_memory=device == "cuda")
     expected = there_BX.cpu().clone()

@@ -1,7 +1,7 @@
-"""Decode attention by Triton over paged KV, against the definition of attention in float64, query by query.
+"""Checks of Triton's decode attention over paged KV against the definition of attention in float64, query by query.
 
-Whatever no query of a row sees is NaN: other keys of its pages, unused pages, and padding tokens.
-B rows, T tokens, N heads, G kv heads, H head dim, P pages, S tokens of a page, C pages of a row, K picks.
+Everything that no query of a sequence attends to is NaN: other keys in its pages, unused pages, and padding tokens. B
+sequences, T tokens, N heads, G KV heads, H head dim, P pages, S tokens per page, C pages per sequence, K selected keys.
 """
 
 import math
@@ -46,15 +46,16 @@ class DecodeCase:
     head_dim: int = 64
     page_tokens: int = 5
     lengths: str = "ragged"
-    """Which rows: of new tokens only, ending at the edges of a page, of all kinds with padding between, or long."""
+    """Kind of sequences: with new tokens only, with lengths at page boundaries, of all kinds with padding between them,
+    or long."""
     num_picks: int = 0
-    """Keys that each kv head picks at most; 0: there are no lists."""
+    """Maximum number of keys that each KV head selects; 0: no selection."""
     window: int | None = None
     has_unseen: bool = False
     tile_keys: int | None = 16
-    """Keys of a tile; a split has 32. None: as the operator chooses."""
+    """Number of keys per tile; a split has 32 keys. None: chosen by the operator."""
     is_view: bool = False
-    """Whether queries and pages are parts of larger tensors."""
+    """True if queries and pages are views of larger tensors."""
 
     def __str__(self) -> str:
         values = [str(getattr(self, name)).removeprefix("torch.") for name in LEVELS]
@@ -73,10 +74,10 @@ class Step:
     num_new: list[int]
     unseen: list[tuple[int, int]]
     picks: list[list[list[int]]] = field(default_factory=list)
-    """Keys that each row's kv heads pick; none: all."""
+    """Selected keys of each KV head of each sequence; empty: all keys."""
 
     def sees(self, row: int, kv_head: int, query: int) -> list[int]:
-        """The keys that a new token sees, by the definition."""
+        """Return the keys to which a new token attends, by the definition."""
         position = self.lengths[row] - self.num_new[row] + query
         window = math.inf if self.case.window is None else self.case.window
         first, end = self.unseen[row]
@@ -84,14 +85,14 @@ class Step:
         return [key for key in keys if position - window < key <= position and not first <= key < end]
 
     def place(self, row: int, key: int) -> tuple[int, int]:
-        """Page of a key, and its place there."""
+        """Return the page that holds a key, and the key's index within the page."""
         page_tokens = self.case.page_tokens
         return int(self.table_BC[row, key // page_tokens]), key % page_tokens
 
 
 def check_decode(case: DecodeCase, device: str, spoilt: str = "") -> None:
-    """Assert that the kernel's results are the definition's. `spoilt`: what the kernel is told wrongly, a name of
-    SPOILERS: the assertion must fail then."""
+    """Assert that the kernel's results equal the definition's. `spoilt`: name of an argument in SPOILERS that is
+    falsified for the kernel; then the assertion must fail."""
     step = made(case)
     o_TNH = attended(step, device, spoilt)
     assert o_TNH.dtype == case.dtype
@@ -103,7 +104,7 @@ def check_decode(case: DecodeCase, device: str, spoilt: str = "") -> None:
 
 
 def check_rows_alone(case: DecodeCase, device: str) -> None:
-    """Assert that each row gets the same result, bit for bit, alone and in its batch."""
+    """Assert that each sequence gets bitwise the same result alone and in the batch."""
     step = made(case)
     together_TNH = attended(step, device)
     start = 0
@@ -125,7 +126,7 @@ def check_rows_alone(case: DecodeCase, device: str) -> None:
 
 
 def check_bad_number(part: int, device: str) -> None:
-    """Assert that a key (part 0) or value (1) that is no number spoils the heads that read it, and no others."""
+    """Assert that a NaN in a key (part 0) or a value (part 1) affects only the heads that read it."""
     case = DecodeCase(most_queries=1, lengths="edges")
     step = made(case)
     page, place = step.place(2, 4)
@@ -138,7 +139,7 @@ def check_bad_number(part: int, device: str) -> None:
 
 
 def made(case: DecodeCase) -> Step:
-    """Random tensors of a case: queries large enough that attention is far from uniform."""
+    """Return random tensors of a case. Queries are large enough that attention is far from uniform."""
     random = torch.Generator().manual_seed(1)
     num_new, lengths = _rows(case)
     num_pages = [-(-length // case.page_tokens) for length in lengths]
@@ -166,7 +167,7 @@ def made(case: DecodeCase) -> Step:
 
 
 def attended(step: Step, device: str, spoilt: str = "", most_keys: int | None = None) -> Tensor:
-    """The kernel's results."""
+    """Return the kernel's results."""
     case = step.case
     most_keys = most_keys or max(step.lengths)
     table_BC, lengths, window = step.table_BC.clone(), torch.tensor(step.lengths, dtype=torch.int32), case.window
@@ -194,11 +195,11 @@ def attended(step: Step, device: str, spoilt: str = "", most_keys: int | None = 
 
 
 SPOILERS = ("table", "lengths", "starts", "window", "unseen", "picks", "num_picks")
-"""What a kernel can be told wrongly."""
+"""Names of the arguments that can be falsified."""
 
 
 def by_definition(step: Step) -> Tensor:
-    """Attention `[T, N, H]` in float64: one query, one head and one key at a time."""
+    """Return the attention `[T, N, H]` in float64, computed for one query, one head and one key at a time."""
     o_TNH = torch.zeros(step.q_TNH.shape, dtype=torch.float64)
     token = 0
     for row, num_new in enumerate(step.num_new):
@@ -215,7 +216,8 @@ def by_definition(step: Step) -> Tensor:
 
 
 def check_append(case: DecodeCase, device: str) -> None:
-    """Assert that new keys and values lie bit for bit in their places, and that no other byte changed."""
+    """Assert that new keys and values are stored bit for bit in their places in the pages, and that no other byte
+    changed."""
     step = made(case)
     random = torch.Generator().manual_seed(2)
     shape = (len(step.q_TNH), 2 * case.num_kv_heads + 1, case.head_dim)
@@ -241,7 +243,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _rows(case: DecodeCase) -> tuple[list[int], list[int]]:
-    """New tokens and lengths of the rows; a padding row has neither."""
+    """Return the numbers of new tokens and the lengths of the sequences. Both are 0 for a padding sequence."""
     most, page = case.most_queries, case.page_tokens
     if case.lengths == "new":
         num_new = [most, 1, max(most // 2, 1)]
@@ -256,7 +258,7 @@ def _rows(case: DecodeCase) -> tuple[list[int], list[int]]:
 
 
 def _left_out(case: DecodeCase, length: int, num_new: int) -> tuple[int, int]:
-    """The middle of the keys before the new ones."""
+    """Return the range of keys that are excluded from attention: the middle half of the keys before the new ones."""
     old = length - num_new
     return (old // 4, old - old // 4) if case.has_unseen else (0, 0)
 
@@ -267,7 +269,8 @@ def _picked(case: DecodeCase, length: int, random: torch.Generator) -> list[int]
 
 
 def _tensors(step: Step, spoilt: str, device: str) -> tuple[Tensor, Tensor]:
-    """Lists of picks as tensors; what lies behind a list is no key, or one that the list does not have."""
+    """Return the selected keys and their numbers as tensors. Entries after the end of a list are invalid: -1, or a key
+    that is not in the list."""
     keys_BGK = torch.full((len(step.lengths), step.case.num_kv_heads, step.case.num_picks), -1, dtype=torch.int32)
     keys_BGK[:, :, 1::2] = 0
     num_BG = torch.zeros(keys_BGK.shape[:2], dtype=torch.int32)

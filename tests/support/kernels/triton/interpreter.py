@@ -1,4 +1,4 @@
-"""The fixture `interpreter`: tests/conftest.py has it, and tests/cuda/bare.ini names this file as a plug-in."""
+"""Fixture `interpreter`. It is imported by tests/conftest.py, and loaded as a plug-in by tests/cuda/bare.ini."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator["Run"]:
-    """A way to call functions of a module in a process where Triton's interpreter runs kernels."""
+    """Yield a function that calls functions of a module in a process in which Triton's interpreter runs kernels."""
     from tests.support.kernels.triton.process import process_with
 
     with process_with(TRITON_INTERPRET="1") as run:

@@ -1,4 +1,4 @@
-"""The decoder's rows by Triton's kernels, against the decoder's rows by the kernels in C++, over the same pages."""
+"""Checks of decode attention by Triton's kernels against the kernels in C++, over the same pages."""
 
 import torch
 
@@ -21,7 +21,8 @@ PAGE_TOKENS = 16
 def check_rows(
     num_new: int, page_tokens: int, window: int | None, unseen: TokenRange | None, *, has_picks: bool, in_order: bool
 ) -> None:
-    """Rows of LENGTHS, with `num_new` queries each, in a step with one token more that belongs to no row."""
+    """Check sequences of LENGTHS tokens with `num_new` queries each, in a step with one additional token that belongs
+    to no sequence."""
     layout = KvLayout("test", 2, 2, 32, "float32")
     generator = torch.Generator().manual_seed(page_tokens)
     buffers = [KvBuffer(layout, TokenRange(0, length)) for length in LENGTHS]
@@ -68,7 +69,7 @@ def check_rows(
 
 
 def step_rows(num_new: int, lengths: tuple[int, ...]) -> StepRows:
-    """What kernels are told of a step of rows of these lengths, with `num_new` queries each."""
+    """Return the kernels' description of a step with sequences of the given lengths and `num_new` queries each."""
     layout = KvLayout("test", 1, 1, 16, "float32")
     rows = in_pages([KvBuffer(layout, TokenRange(0, length)) for length in lengths], PAGE_TOKENS)
     places = [PageSpan(row, TokenRange(n - num_new, n)).place() for row, n in zip(rows, lengths, strict=True)]
@@ -77,7 +78,7 @@ def step_rows(num_new: int, lengths: tuple[int, ...]) -> StepRows:
 
 
 def check_compiling() -> None:
-    """All kernels of rows run once, and leave pages as they were."""
+    """Check that compiling runs all kernels once and leaves the pages unchanged."""
     pages_LPS2GH = torch.randn(2, 3, PAGE_TOKENS, 2, 2, 16)
     before = pages_LPS2GH.clone()
     compile_rows(pages_LPS2GH, 4, (None, 8), (1, 2, 4))
@@ -86,7 +87,7 @@ def check_compiling() -> None:
 
 @torch.inference_mode()
 def check_forward() -> None:
-    """A decoder whose rows and longer spans are Triton's has the hidden states of one whose kernels are in C++."""
+    """Check that a decoder gives the same hidden states with Triton's kernels as with the kernels in C++."""
     plain, ours = random_decoder(), random_decoder()
     ours._has_native_rows, ours.has_triton_rows, ours.fused, ours.kernel = False, True, None, triton_kernel
     hidden = []

@@ -1,4 +1,4 @@
-"""Norms, gates and rotations by Triton, against their definitions in float64."""
+"""Checks of Triton's norms, gates and rotations against their definitions in float64."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,15 @@ from baton.modeling.kernels.triton.pointwise import gate, rms_norm, turn_heads
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 WIDTHS = (1, 80, 4096, 5000)
-"""Channels: one, fewer than a tile of any kernel, as many as some tiles, and some more."""
+"""Numbers of channels: one, fewer than a tile of any kernel, equal to some tiles, and slightly more."""
 HEADS = [(1, 64), (5, 96), (40, 128), (9, 256), (71, 64)]
-"""Heads of a token, and their head dim: one tile and several, dims that are a power of two and others."""
+"""Number of heads per token, and head dim: one tile and several, with dims that are powers of two and others."""
 NUM_TOKENS = 5
 EPS = 1e-5
 
 
 def check_norm(dtype: torch.dtype, width: int, device: str) -> None:
-    """Assert that each token's channels are divided by their own root mean square, whatever its size."""
+    """Assert that each token's channels are divided by their root mean square, for small and large values."""
     x_TD = _random(NUM_TOKENS, width, dtype=dtype) * torch.tensor([[1e-3], [1.0], [30.0], [0.0], [2.0]]).to(dtype)
     gain_D = _random(width, dtype=dtype)
     wide_TD = x_TD.double()
@@ -26,7 +26,7 @@ def check_norm(dtype: torch.dtype, width: int, device: str) -> None:
 
 
 def check_gate(dtype: torch.dtype, width: int, device: str) -> None:
-    """Assert that silu of a token's gates multiplies its ups, also where gates are far from 0."""
+    """Assert that a token's up projection is multiplied by silu of its gate, also for gates far from 0."""
     x_TI = _random(NUM_TOKENS, 2 * width, dtype=dtype)
     x_TI[0, :width] = 90.0
     x_TI[1, :width] = -90.0
@@ -35,8 +35,9 @@ def check_gate(dtype: torch.dtype, width: int, device: str) -> None:
 
 
 def check_turn(dtype: torch.dtype, num_heads: int, head_dim: int, device: str) -> None:
-    """Assert that heads are turned by their token's angles where they lie, and those behind them are not."""
-    fused_TKH = _random(NUM_TOKENS, num_heads + 2, head_dim, dtype=dtype)  # as projections come: values behind keys
+    """Assert that the heads are rotated in place by their token's angles, and that the heads after them do not
+    change."""
+    fused_TKH = _random(NUM_TOKENS, num_heads + 2, head_dim, dtype=dtype)  # as projected: values after keys
     angle_TF = 20 * torch.rand(NUM_TOKENS, head_dim // 2, generator=torch.Generator().manual_seed(3))
     cos_T1H, sin_T1H = (
         torch.cat(halves, 1).to(dtype).unsqueeze(1)

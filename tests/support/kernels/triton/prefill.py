@@ -1,6 +1,7 @@
-"""Prefill attention by Triton over a segment of keys, against the definition of attention in float64, query by query.
+"""Checks of Triton's prefill attention over a segment of keys against the definition of attention in float64, query by
+query.
 
-Keys and values that no query sees are NaN. T queries, S keys, N heads, G kv heads, H head dim.
+Keys and values to which no query attends are NaN. T queries, S keys, N heads, G KV heads, H head dim.
 """
 
 import math
@@ -51,15 +52,15 @@ class PrefillCase:
     is_causal: bool = True
     window: int | None = None
     tile_keys: int | None = 16
-    """Keys and queries of a tile. None: as the operator chooses."""
+    """Number of keys and of queries per tile. None: chosen by the operator."""
     is_view: bool = True
-    """Whether queries are a part of a larger tensor, and keys lie beside values as in KvRows."""
+    """True if queries are a view of a larger tensor, and keys and values are interleaved as in KvRows."""
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, name)).removeprefix("torch.") for name in LEVELS)
 
     def sees(self, query: int) -> list[int]:
-        """The numbers of the keys that a query sees, by the definition."""
+        """Return the indices of the keys to which a query attends, by the definition."""
         position, window = self.first_query + query, math.inf if self.window is None else self.window
         keys = [(number, self.first_key + number) for number in range(self.num_keys)]
         return [number for number, at in keys if (at <= position or not self.is_causal) and at > position - window]
@@ -75,8 +76,8 @@ class Tensors:
 
 
 def check_prefill(case: PrefillCase, device: str, spoilt: str = "") -> None:
-    """Assert that the kernel's results are the definition's. `spoilt`: what the kernel is told wrongly, a name of
-    SPOILERS: the assertion must fail then."""
+    """Assert that the kernel's results equal the definition's. `spoilt`: name of an argument in SPOILERS that is
+    falsified for the kernel; then the assertion must fail."""
     tensors = made(case)
     told: dict[str, Any] = {
         "is_causal": not case.is_causal,
@@ -89,11 +90,12 @@ def check_prefill(case: PrefillCase, device: str, spoilt: str = "") -> None:
 
 
 SPOILERS = ("is_causal", "window", "first_query", "first_key")
-"""What a kernel can be told wrongly."""
+"""Names of the arguments that can be falsified."""
 
 
 def check_merging(device: str) -> None:
-    """Assert that segments, attended to one by one and merged, are one sequence; some queries do not see some."""
+    """Assert that merging the attention to separate segments gives the attention to the whole sequence. Some queries
+    attend to no key of some segments."""
     case = PrefillCase(num_queries=20, num_keys=60, first_query=40, window=13, is_view=True)
     tensors = made(case)
     parts = []
@@ -105,7 +107,8 @@ def check_merging(device: str) -> None:
 
 
 def check_attend(window: int | None, device: str) -> None:
-    """Assert that attention over segments in any order is that over one sequence; a window makes `attend` use masks."""
+    """Assert that attention over segments in any order equals attention over the whole sequence. With a window,
+    `attend` uses masks."""
     case = PrefillCase(num_queries=20, num_keys=60, first_query=40, window=window, is_view=True)
     tensors = made(case)
     k_SGH, v_SGH = tensors.k_SGH.to(device), tensors.v_SGH.to(device)
@@ -117,7 +120,7 @@ def check_attend(window: int | None, device: str) -> None:
 
 
 def made(case: PrefillCase) -> Tensors:
-    """Random tensors of a case: queries large enough that attention is far from uniform."""
+    """Return random tensors of a case. Queries are large enough that attention is far from uniform."""
     random = torch.Generator().manual_seed(1)
     num_heads = case.num_kv_heads * case.group
     q_TNH = 2 * torch.randn(case.num_queries, num_heads + 3, case.head_dim, generator=random).to(case.dtype)
@@ -129,7 +132,7 @@ def made(case: PrefillCase) -> Tensors:
 
 
 def attended(case: PrefillCase, tensors: Tensors, device: str) -> tuple[Tensor, Tensor]:
-    """The kernel's results. What `is_causal` cannot say is said by a mask of the keys that some query sees."""
+    """Return the kernel's results. A mask of the visible keys is passed if `is_causal` cannot express the case."""
     q_TNH, k_SGH, v_SGH = (each.to(device) for each in (tensors.q_TNH, tensors.k_SGH, tensors.v_SGH))
     visibility = Visibility(case.is_causal)
     if case.window is not None or (case.is_causal and case.first_query != case.first_key):
@@ -146,7 +149,7 @@ def attended(case: PrefillCase, tensors: Tensors, device: str) -> tuple[Tensor, 
 
 
 def check_results(case: PrefillCase, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Assert that attention and log-sum-exps are close to the definition's."""
+    """Assert that attention and log-sum-exp are close to the definition's."""
     (o_TNH, lse_TN), (expected_TNH, expected_TN) = found, expected
     assert o_TNH.dtype == case.dtype and lse_TN.dtype == torch.float32
     tolerance = TOLERANCES[case.dtype]
@@ -157,7 +160,8 @@ def check_results(case: PrefillCase, found: tuple[Tensor, Tensor], expected: tup
 
 
 def by_definition(case: PrefillCase, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Attention `[T, N, H]` and log-sum-exps `[T, N]` in float64, one query and one head at a time."""
+    """Return the attention `[T, N, H]` and the log-sum-exp `[T, N]` in float64, computed for one query and one head at
+    a time."""
     o_TNH = torch.zeros(tensors.q_TNH.shape, dtype=torch.float64)
     lse_TN = torch.full(tensors.q_TNH.shape[:2], -math.inf, dtype=torch.float64)
     k_SGH, v_SGH = tensors.k_SGH.double(), tensors.v_SGH.double()

@@ -1,7 +1,8 @@
-"""Where Triton kernels run in tests: in this process on a GPU, else in a process of their own.
+"""Processes in which tests run Triton kernels: this process if there is a GPU, otherwise a separate process.
 
-Triton asks for TRITON_INTERPRET when it is imported, and torch may import it for reasons of its own. So its interpreter
-has a process to itself, and no other test of this process sees it. Nothing here imports Triton in the test's process.
+Triton reads TRITON_INTERPRET when it is imported, and torch may import it at any time. Therefore, Triton's interpreter
+runs in a separate process, and other tests of this process are not affected. This module does not import Triton in the
+test's process.
 """
 
 import importlib.util
@@ -15,19 +16,20 @@ from typing import Any
 import torch
 
 Run = Callable[..., Any]
-"""`run(function, *arguments)`: calls a function of a module, and returns or raises what it does."""
+"""Function `run(function, *arguments)`. It calls a function of a module in the process, and returns its result or
+raises its error."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Where kernels run: compiled for a GPU, or in the interpreter."""
+"""Device of the kernels: compiled on a GPU, or interpreted on the CPU."""
 _TIMEOUT_S = 100.0
 
 
 @contextmanager
 def process_with(**environment: str) -> Iterator[Run]:
-    """A way to call functions in one new process with these variables in its environment."""
+    """Yield a function that calls functions in one new process whose environment has these variables."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, initializer=_begin, initargs=(environment,)) as pool:
-        pool.submit(int).result(_TIMEOUT_S)  # it has begun before a test looks for what it leaves behind
+        pool.submit(int).result(_TIMEOUT_S)  # start the process before a test checks for leaks
         yield lambda function, *arguments: pool.submit(function, *arguments).result(_TIMEOUT_S)
 
 

@@ -1,4 +1,4 @@
-"""Calls of the Triton operators with tensors that do not fit together, each by what is wrong with it."""
+"""Invalid calls of the Triton operators, by the error that each must raise."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ Q, PAGES, KV = zeros(2, 4, 16), zeros(3, 8, 2, 2, 16), zeros(5, 2, 16)
 
 
 def rows() -> StepRows:
-    """Two rows of one new token each, with two pages of eight tokens."""
+    """Return a step of two sequences with one new token each and two pages of eight tokens."""
     return StepRows(whole(2, 2), whole(2), whole(3), 1, 16)
 
 
@@ -68,11 +68,11 @@ CALLS: dict[str, Callable[[], object]] = {
     "keys [2, 2, 16] and values [2, 2, 8]": lambda: append(zeros(2, 2, 16), zeros(2, 2, 8)),
     "4 kv heads, and pages of 2": lambda: append(zeros(2, 4, 16), zeros(2, 4, 16)),
 }
-"""What each call must be refused with, and the call."""
+"""Invalid calls by the text that their error must contain."""
 
 
 def refusal(text: str) -> str:
-    """Make the call that `text` names, and return the text with which it is refused; empty if it is not."""
+    """Make the call with key `text`, and return the text of its error; empty if it succeeds."""
     try:
         CALLS[text]()
     except RuntimeError as error:

@@ -1,4 +1,5 @@
-"""Engines whose decode steps run whole on a device, against the CPU: in Triton's interpreter, or on a GPU."""
+"""Engines whose whole decode steps run on a device, compared with the CPU. The kernels run in Triton's interpreter or
+on a GPU."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ BY_HOST = dataclasses.replace(FILTERED, repetition_penalty=1.3, logprobs=1, max_
 
 
 class CountedSteps:
-    """DecodeSteps that note how many rows each step had."""
+    """DecodeSteps that record the number of sequences of each step."""
 
     def __init__(self, steps: StepGraphs) -> None:
         self.steps, self.num_rows = steps, list[int]()
@@ -45,7 +46,8 @@ class CountedSteps:
 
 
 def decoder_on(device: Device) -> Decoder:
-    """The decoder of the CPU on a device, with rows by Triton's kernels, and longer spans as well on a GPU."""
+    """Return the CPU's decoder on a device. Triton's kernels compute its decode attention; on a GPU, also its prefill
+    attention."""
     decoder = random_decoder(device=device)
     decoder.config = dataclasses.replace(decoder.config, eos_token_ids=(EOS_ID,))
     decoder._has_native_rows, decoder.has_triton_rows, decoder.fused = False, True, None
@@ -56,7 +58,8 @@ def decoder_on(device: Device) -> Decoder:
 def engine_on(
     device: Device | None, *, step_graphs: bool = True, **options: Any
 ) -> Iterator[tuple[Harness, list[int]]]:
-    """An engine on a device, by default one that stands for a GPU, and the rows of each step that ran whole."""
+    """Run an engine on a device, by default a CPU device that replaces a GPU. Yield the engine and a list with the
+    number of sequences of each whole step."""
     with harness(
         decoder=decoder_on(device or TensorDevice()), max_slot_tokens=MAX_TOKENS, step_graphs=step_graphs, **options
     ) as made:
@@ -72,7 +75,7 @@ def engine_on(
 
 
 def check_joining_and_leaving(device: Device | None = None, *, step_graphs: bool = True) -> None:
-    """Rows of all kinds join while others decode, and leave: all get the CPU's tokens."""
+    """Check that sequences of all kinds that join and leave while others decode get the CPU's tokens."""
     cpu = eos_decoder()
     asked = [(63, GREEDY), (5, FILTERED), (1, DRAWN), (9, BY_HOST)]
     with engine_on(device, step_graphs=step_graphs, num_slots=3) as (made, num_rows):
@@ -89,7 +92,7 @@ def check_joining_and_leaving(device: Device | None = None, *, step_graphs: bool
 
 
 def check_choices(device: Device | None = None) -> None:
-    """Choices share the pages of their prompt, the last of which each copies before it writes there."""
+    """Check that choices share the pages of their prompt, and that each copies the last page before it writes to it."""
     cpu, params = eos_decoder(), dataclasses.replace(FILTERED, n=3)
     with engine_on(device) as (made, num_rows):
         answer = made.answer(prompt(20), params)
@@ -99,7 +102,7 @@ def check_choices(device: Device | None = None) -> None:
 
 
 def check_preemption(device: Device | None = None) -> None:
-    """Rows that outgrow the memory for two pages wait, and go on with the tokens that they would have had."""
+    """Check that sequences that need more memory than is available are preempted, and continue with the same tokens."""
     cpu, there = eos_decoder(), device or TensorDevice()
     page_bytes = PAGE_TOKENS * cpu.layout.token_bytes
     limits = MemoryLimits(1 << 40, 3 * page_bytes)
@@ -114,7 +117,8 @@ def check_preemption(device: Device | None = None) -> None:
 
 
 def check_shared_prefixes(device: Device | None = None) -> None:
-    """A row that begins with the pages of another's block, while that decodes, has its tokens."""
+    """Check that a sequence gets the correct tokens if it starts with pages of another sequence's block while that
+    sequence decodes."""
     cpu, params, names, ids = eos_decoder(), FILTERED, ["a block"], prompt(70)
     with engine_on(device) as (made, num_rows):
         first = made.reserve(70, 80)
@@ -135,7 +139,7 @@ def check_shared_prefixes(device: Device | None = None) -> None:
 
 
 def check_made() -> None:
-    """Engines run whole steps by their configuration, and on a device with memory of its own."""
+    """Check that engines run whole steps if their configuration says so and the device has its own memory."""
     for options, expected in (({}, [1, 2, 4, 5]), ({"step_graphs": False}, None), ({"policy": "host"}, None)):
         with harness(decoder=decoder_on(TensorDevice()), num_slots=5, **options) as made:
             steps = made.engine._runner._decode_steps

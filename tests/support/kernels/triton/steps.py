@@ -1,6 +1,6 @@
-"""Steps over pages by Triton, against a decoder on the CPU that keeps KV in one piece.
+"""Checks of decode steps over pages by Triton against a decoder on the CPU with contiguous KV.
 
-L layers, P pages, S tokens of a page, G kv heads, H head dim, C pages of a row.
+L layers, P pages, S tokens per page, G KV heads, H head dim, C pages per sequence.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,18 @@ from tests.support.models.tiny_models import random_decoder
 
 PAGE_TOKENS, NUM_STEPS, SIZES = 8, 10, (2, 4)
 LENGTHS = (13, 1, 30)
-"""Tokens of the rows at first: the last step begins new pages."""
+"""Numbers of tokens of the sequences at the start. The last step starts new pages."""
 PARAMS = (
     SamplingParams(temperature=0.9, top_p=0.8, seed=3),
     SamplingParams(temperature=1.3, seed=2**64 - 1),
     SamplingParams(),
 )
-"""How the rows draw: the steps of the first two filter, too."""
+"""Sampling parameters of the sequences. Steps with the first two sequences also apply filters."""
 
 
 def check_steps(device: Device | None = None, *, captures: bool = False, window: int | None = None) -> None:
-    """Assert that the rows' tokens are those of the CPU: three rows in the step for four, then two in that for two."""
+    """Assert that the sequences get the CPU's tokens: first three sequences in a step built for four, then two in a
+    step built for two."""
     shape = {"num_layers": 2, "head_dim": 16, "window": window}
     cpu = random_decoder(**shape, kernel=plain_kernel)  # type: ignore[arg-type]
     there = random_decoder(**shape, kernel=plain_kernel, device=device or CpuDevice())  # type: ignore[arg-type]
@@ -41,7 +42,8 @@ def check_steps(device: Device | None = None, *, captures: bool = False, window:
 
 
 def check_family_steps(folder: Path) -> None:
-    """Assert the same of the model in a folder, whose layers are composed in another way; without captures."""
+    """Assert that the sequences get the CPU's tokens with the model in `folder`, whose layers are composed differently.
+    Steps are not captured."""
     made = load_decoder(folder)
     decoder = Decoder(made.config, made.weights, plain_kernel)
     _check(decoder, decoder, captures=False)
@@ -74,7 +76,8 @@ def _check(cpu: Decoder, there: Decoder, captures: bool) -> None:
 def _pages(
     decoder: Decoder, prompts: Sequence[Sequence[int]], buffers: Sequence[KvBuffer]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables `[B, C]` and pages of rows with these prompts, whose KV lies in no order; what was not written is NaN."""
+    """Return block tables `[B, C]` and pages of sequences with the given prompts. Pages are in random order, and
+    unwritten KV is NaN."""
     layout, where = decoder.layout, decoder.device.torch_device
     row_pages = -(-(max(LENGTHS) + NUM_STEPS) // PAGE_TOKENS)
     shape = (layout.num_layers, len(prompts) * row_pages, PAGE_TOKENS, 2, layout.num_kv_heads, layout.head_dim)
@@ -90,7 +93,7 @@ def _pages(
 
 @torch.inference_mode()
 def _prefilled(decoder: Decoder, ids: Sequence[int]) -> KvBuffer:
-    """KV of all tokens but the last, with room for what follows."""
+    """Return the KV of all tokens except the last, with room for further tokens."""
     buffer = KvBuffer(decoder.layout, TokenRange(0, len(ids) + NUM_STEPS))
     if len(ids) > 1:
         decoder.forward(ids[:-1], [BufferSpan(buffer, TokenRange(0, len(ids) - 1))])
@@ -99,7 +102,7 @@ def _prefilled(decoder: Decoder, ids: Sequence[int]) -> KvBuffer:
 
 @torch.inference_mode()
 def _drawn(decoder: Decoder, ids: Sequence[int], buffer: KvBuffer, params: SamplingParams) -> list[int]:
-    """The tokens that follow, drawn by the host."""
+    """Return the tokens that follow, sampled by the host."""
     state, token = SamplerState(params, ids), ids[-1]
     for at in range(len(ids) - 1, len(ids) - 1 + NUM_STEPS):
         hidden_TD = decoder.forward([token], [BufferSpan(buffer, TokenRange(at, at + 1))])

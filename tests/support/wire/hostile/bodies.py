@@ -1,4 +1,5 @@
-"""Bodies of HTTP requests whose lists and maps are full of one element, as the document of the API describes them."""
+"""Bodies of HTTP requests whose lists and maps are filled with copies of one element. They are derived from the API's
+OpenAPI document."""
 
 import http.client
 import json
@@ -9,16 +10,17 @@ from typing import Any
 from baton.limits import MAX_BODY_BYTES, MAX_OBJECTS, MAX_TEXTS, MAX_VALUES
 
 ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"})
-"""Routes that take a body."""
+"""Routes that accept a body."""
 REFUSALS = frozenset({400, 413, 422})
 TIMEOUT_S = 120
 _USABLE = {
     "messages": '[{"role":"user","content":"a"}]', "role": '"user"', "prompt": '"a"', "input": '"a"',
     "max_tokens": "1", "max_output_tokens": "1",
 }  # fmt: skip
-"""Values of properties with which a body is admitted, and costs little: their schemas allow others, too."""
+"""Values of properties for which a body is accepted and cheap to process. The properties' schemas permit other values,
+too."""
 _NEEDED = ("messages", "role", "max_tokens", "max_output_tokens")
-"""Properties that get such a value also where their schema does not require them."""
+"""Properties that receive a value of _USABLE even if their schema does not require them."""
 _MARGIN_BYTES = 4096
 
 Json = dict[str, Any]
@@ -26,33 +28,35 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """List or map of a route's body, or of a value within it."""
+    """A list or map in a route's body, at any depth."""
 
     path: str
     name: str = ""
-    """Its place in the body, such as `messages[].content`."""
+    """Path of the field in the body, such as `messages[].content`."""
     before: str = ""
-    """JSON text of the body up to the value of the field."""
+    """JSON text of the body in front of the field's value."""
     after: str = ""
     elements: tuple[str, ...] = ()
-    """Right and wrong elements, as JSON. Those of a map have the key `{}`, which is replaced by a number."""
+    """Valid and invalid elements, as JSON. Elements of a map have the key `{}`, which is replaced by a number."""
 
     def bodies(self) -> Iterator[bytes]:
-        """Yield bodies for each element: just below each limit on the values of a body, and at the limit of bytes."""
+        """Yield bodies filled with each element: one just below each limit on the number of values, and one at the
+        limit on bytes."""
         for element in self.elements:
             for most in (MAX_OBJECTS, MAX_TEXTS, MAX_VALUES, MAX_BODY_BYTES):
                 yield self._full(element, min(most * (len(element) + 1), MAX_BODY_BYTES) - _MARGIN_BYTES)
 
     def told(self, body: bytes) -> str:
-        """Return a body of the field in words, for messages."""
+        """Return a description of a body for messages."""
         return f"{self.path}, {self.name}: {len(body)} bytes, {body[:90]!r}"
 
     def within(self, name: str, before: str, after: str) -> "Field":
-        """Return the place of a value between these texts of this value."""
+        """Return the field of a nested value. `before` and `after` are the texts around the nested value in this
+        field's value."""
         return replace(self, name=(self.name + name).lstrip("."), before=self.before + before, after=after + self.after)
 
     def _full(self, element: str, num_bytes: int) -> bytes:
-        if element.startswith('"{}":'):  # keys differ
+        if element.startswith('"{}":'):  # the keys of a map must differ
             number = num_bytes // (len(element) + 6)
             inside = "{" + ",".join(element.format(key) for key in range(number)) + "}"
         else:
@@ -61,7 +65,7 @@ class Field:
 
 
 def fields_of(document: Json) -> list[Field]:
-    """Return each list and map that a route of the OpenAPI document takes."""
+    """Return all lists and maps that routes of the OpenAPI document accept."""
     names, found = document["components"]["schemas"], dict[Field, None]()
     for path, methods in document["paths"].items():
         content = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
@@ -77,7 +81,7 @@ def first_of_each_route(fields: list[Field]) -> list[Field]:
 
 
 def status_of(port: int, path: str, body: bytes) -> int:
-    """Return the status of the answer to a body that is sent to 127.0.0.1. Blocks."""
+    """Send a body to a route on 127.0.0.1, and return the answer's HTTP status. Blocks."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, {"content-type": "application/json"})
@@ -102,7 +106,7 @@ def _fields(schema: Json, names: Json, place: Field) -> Iterator[Field]:
 
 
 def _kinds(schema: Json, names: Json) -> Iterator[Json]:
-    """Yield the alternatives of a schema, each without a reference at its top."""
+    """Yield the alternatives of a schema. References at the top of an alternative are resolved."""
     if "$ref" in schema:
         yield from _kinds(names[schema["$ref"].rpartition("/")[2]], names)
     elif "anyOf" in schema:
@@ -113,7 +117,7 @@ def _kinds(schema: Json, names: Json) -> Iterator[Json]:
 
 
 def _required(kind: Json, names: Json, but: str = "") -> Iterator[str]:
-    """Yield the properties that an object needs, except `but`, as JSON."""
+    """Yield the required properties of an object as JSON, except `but`."""
     needed = (*kind.get("required", ()), *(name for name in _NEEDED if name in kind["properties"]))
     for name in dict.fromkeys(needed):
         if name != but:
@@ -121,7 +125,7 @@ def _required(kind: Json, names: Json, but: str = "") -> Iterator[str]:
 
 
 def _cheapest(schema: Json, names: Json) -> str:
-    """Return a short value that the schema allows, as JSON."""
+    """Return a short value that is valid for the schema, as JSON."""
     return min((_cheapest_of(kind, names) for kind in _kinds(schema, names)), key=len)
 
 

@@ -1,6 +1,6 @@
-"""Forms of outputs, random and mutated, that are meant to cost their compiler much: chains, repetitions, products.
+"""Random and mutated structured-output constraints that are expensive to compile: chains, repetitions, products.
 
-`python -m tests.support.wire.hostile.forms` prepares some of them as an engine does.
+`python -m tests.support.wire.hostile.forms` prepares constraints as an engine does.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _FORMATS = ("date-time", "email", "ipv4", "ipv6", "uuid", "uri", "duration", "ho
 
 
 def random_form(rng: Random) -> StructuredOutput:
-    """Return a form; equal for generators in equal states."""
+    """Return a random constraint. Generators in equal states give equal constraints."""
     while True:
         field, text = rng.choice(_KINDS)(rng)
         if rng.random() < 0.3:
@@ -32,7 +32,7 @@ def random_form(rng: Random) -> StructuredOutput:
         try:
             return StructuredOutput(**given)
         except InvalidArgumentError:
-            continue  # empty, or too long
+            continue  # the constraint is empty or too long
 
 
 def _regex(rng: Random) -> tuple[str, str]:
@@ -63,7 +63,7 @@ def _gbnf(rng: Random) -> tuple[str, str]:
 
 
 def _rules(rng: Random, start: str, assigns: str, repeated: Callable[[int, int], str], leaf: str) -> str:
-    """Return a chain of rules or terminals, or rules that refer to any others."""
+    """Return a chain of rules or terminals, or rules that refer to arbitrary other rules."""
     number = rng.choice((1, 3, 10, 10, 100, 900, 3000))
     is_chain, prefix = rng.random() < 0.5, rng.choice("rT") if assigns == ": " else "r"
     lines = [f"{start}{assigns}{prefix}0"]
@@ -131,7 +131,7 @@ def _number(rng: Random) -> int:
 
 
 def _mutated(rng: Random, text: Any) -> Any:
-    """Return a text with spans of it cut out, repeated or replaced."""
+    """Return a text in which some spans are removed, repeated or replaced."""
     if not isinstance(text, str):
         return text
     for _ in range(rng.randint(1, 4)):
@@ -148,8 +148,9 @@ _KINDS = (_regex, _regex, _lark, _lark, _gbnf, _schema, _schema, _schema, _choic
 
 
 def main() -> None:
-    """Prepare forms as an engine does, and go some tokens on. Standard input has a JSON list of their fields. Print the
-    processor seconds of the costliest, and the bytes by which the memory of the process has grown."""
+    """Prepare constraints as an engine does, and advance each by some tokens. Standard input holds a JSON list of the
+    constraints' fields. Print the processor time in seconds of the most expensive constraint, and the growth of the
+    process's memory in bytes."""
     rng, grammars, most_s = Random(0), letter_grammars(), 0.0
     grammars.prepare(StructuredOutput(regex="a"), ()).result()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -159,7 +160,7 @@ def main() -> None:
         begun_s = time.process_time()
         grammars.prepare(form, ()).result()
         matcher = grammars.compile(form).matcher()
-        with contextlib.suppress(InvalidArgumentError):  # a mask that would cost too much ends its choice
+        with contextlib.suppress(InvalidArgumentError):  # an engine ends the choice if a mask is too expensive
             for _ in range(16):
                 allowed = [token_id for token_id, most in enumerate(matcher.mask()) if most > 0]
                 matcher.consume([rng.choice(allowed)])
