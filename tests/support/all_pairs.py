@@ -1,6 +1,5 @@
-"""The choice of a way by looking at every pair of a prefill and a generation group, each predicted by itself: slow, and
-by nothing but the definitions. `orchestrator.placement` has to choose the same.
-"""
+"""Reference implementation of placement. It predicts every combination of a prefill and a generation group separately,
+directly by the definitions, and is slow. `orchestrator.placement` must make the same choice."""
 
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -18,40 +17,42 @@ from orchestrator.requests.record import RequestRecord
 
 @dataclass(frozen=True)
 class PairWay:
-    """One way to serve a request."""
+    """One option to serve a request."""
 
     terms: PlacementTerms
     fetch: BlockFetch | None
     group: PrefillGroup | None = None
-    """The group that prefills; None: the generation group by itself."""
+    """Prefill group; None: the generation group prefills locally."""
     chain: ChainPlan | None = None
 
 
 def cost_s(way: PairWay) -> float:
-    """In whole nanoseconds, so that rounding decides nothing."""
+    """Return an option's cost in seconds, rounded to nanoseconds so that floating-point errors do not decide."""
     return round(way.terms.cost_s, 9)
 
 
 @dataclass(frozen=True)
 class AllPairs:
-    """All ways to serve one request, at one moment."""
+    """All options to serve one request at one point in time."""
 
     outlook: Outlook
     record: RequestRecord
 
     def chains(self, generation: GenerationGroup) -> list[PairWay]:
-        """The better way of each prefill group that may work for this group, in the order of the view."""
+        """Return the cheapest option of each prefill group that is compatible with the generation group, in the order
+        of the view."""
         view = self.outlook.members.view
         groups = [group for group in view.prefill if group.layout_fingerprint in ("", generation.layout_fingerprint)]
         return [self._cheaper(self._chains(generation, group)) for group in groups if group.ready]
 
     def local(self, generation: GenerationGroup) -> PairWay | None:
-        """The better way in which the group prefills by itself."""
+        """Return the cheapest option with local prefill by the generation group."""
         ways = list(self._locals(generation))
         return self._cheaper(iter(ways)) if ways else None
 
     def generation(self, avoid: Collection[Hashable] = ()) -> GenerationGroup | None:
-        """The group with room, outside the incarnations in `avoid`, whose cheapest way costs least."""
+        """Return the generation group with the cheapest option. Only groups with free slots count, and no group whose
+        incarnation (one lifetime of its process) is in `avoid`."""
         members, request = self.outlook.members, self.record.request
         able = [
             group
@@ -67,7 +68,7 @@ class AllPairs:
         return min(able, key=lambda each: (self._cost_s(each) // 1e-3, self._room(each)))
 
     def lacks_memory(self, generation: GenerationGroup) -> bool:
-        """Whether the group is known to have too little memory for the request's prompt."""
+        """Return True if the group is known to have too little memory for the request's prompt."""
         free, cost = self.outlook.members.num_bytes_free.get(generation.name), self.outlook.planner.cost
         needed = self.record.request.num_slots * self.record.num_tokens * cost.num_layers * cost.kv_bytes
         return free is not None and free < needed
@@ -112,7 +113,8 @@ class AllPairs:
                 yield PairWay(replace(terms, queue_s=max(queue_s - fetch_s, 0.0), fetch_s=fetch_s), fetch)
 
     def _starts(self, generation: GenerationGroup, store: str) -> Iterator[tuple[int, BlockFetch | None]]:
-        """The first tokens that need not be computed with that store, without and with a fetch into it."""
+        """Yield the numbers of leading tokens that need not be computed with the given prefix store, first without a
+        fetch and then with a fetch into the store."""
         yield self._cached_tokens(generation, store), None
         blocks = self._blocks(generation)
         names = blocks.cached(blocks.cached_tokens(len(blocks.names)))
@@ -135,7 +137,7 @@ class AllPairs:
 
     @staticmethod
     def _cheaper(ways: Iterator[PairWay]) -> PairWay:
-        """The way without a fetch, which comes first, or the one with it, if that is cheaper."""
+        """Return the option without a fetch (the first one), or the option with a fetch if it is cheaper."""
         plain, *others = ways
         for way in others:
             if cost_s(way) < cost_s(plain) and way.fetch is not None:

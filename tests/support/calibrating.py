@@ -1,4 +1,4 @@
-"""A calibration of a rank alone, as a file of whole prompts and single messages gives it."""
+"""Calibration from measurements of whole prompts on a single rank and of single messages."""
 
 from baton.planning.calibration import Calibration, Points
 from baton.planning.cost_model import CostModel, Kernel
@@ -9,8 +9,8 @@ from baton.planning.model_shape import ModelShape
 def calibrate(
     model: str, hardware: str, shape: ModelShape, *, kernel: Kernel, prefill_points: Points, link_points: Points
 ) -> Calibration:
-    """Fit a cost model to measurements of a lone rank and of single messages. Raises InvalidArgumentError for too few
-    points."""
+    """Fit a cost model to measurements of a single rank and of single messages. Raises InvalidArgumentError if there
+    are too few points."""
     prefill, link = fit_prefill(prefill_points, shape.num_layers, kernel), fit_link(link_points)
     cost = CostModel(
         num_layers=shape.num_layers,

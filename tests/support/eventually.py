@@ -1,4 +1,4 @@
-"""Waiting for what must come true soon, without fixed sleeps in the tests themselves."""
+"""Polling for conditions that must become true soon, in place of fixed sleeps in tests."""
 
 import asyncio
 import time
@@ -8,15 +8,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LIMIT_S = 20.0
-"""Limit that only a hang reaches. It is below the TTL of leases and kept streams (30 s), which frees slots as well."""
+"""Time limit in seconds that only a hang exceeds. It is below the TTL of leases and kept streams (30 s), whose expiry
+would free slots, too."""
 _PAUSE_S = 0.02
 _MOST_S = 5 * _PAUSE_S
-"""What one look counts for at most: on a crowded machine, time in which this process was not scheduled is nobody's
-delay."""
+"""Maximum time in seconds that one check counts towards the limit. Time in which this process was not scheduled on a
+busy machine does not count."""
 
 
 async def eventually(read: Callable[[], Awaitable[T]], holds: Callable[[T], bool], within_s: float = LIMIT_S) -> T:
-    """Reads until `holds(value)`; fails with the last value after `within_s` seconds of looking."""
+    """Call `read` until `holds(value)` is true, and return the value. Fails with the last value after `within_s`
+    seconds of polling."""
     spent_s, looked_s = 0.0, time.monotonic()
     while True:
         value = await read()

@@ -1,7 +1,7 @@
-"""Where the project and the tests' data lie."""
+"""Folders of the project and of the tests' data."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-"""The project."""
+"""Root folder of the project."""
 DATA = ROOT / "tests" / "data"

@@ -1,4 +1,4 @@
-"""A copy of the tree in which a test may plant a violation, and the steps of `make lint` to run on it."""
+"""A copy of the source tree in which a test can introduce a violation, and the steps of `make lint` to run on it."""
 
 import os
 import shutil
@@ -16,14 +16,14 @@ STEPS = {
     "prose": ("python", "tools/check_prose.py"),
     "stubs": ("python", "tools/protos.py", "--check"),
 }
-"""The steps that the project wrote rules for, as the Makefile runs them from .venv/bin."""
+"""Steps with rules of the project, as the Makefile runs them from .venv/bin."""
 
 _COPIED = {".py", ".pyi", ".proto", ".toml", ".md", ".tsv"}
 _SKIPPED = {"build", "dist", "__pycache__"}
 
 
 def copy_tree(target: Path) -> Path:
-    """Copies what the lint steps read; returns `target`."""
+    """Copy the files that the lint steps read to `target`, and return `target`."""
     for folder, names, files in os.walk(ROOT):
         names[:] = [name for name in names if not name.startswith(".") and name not in _SKIPPED]
         for name in files:
@@ -36,7 +36,8 @@ def copy_tree(target: Path) -> Path:
 
 
 def run_step(step: str, root: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a step in `root`; never raises for its status. Output in one stream, unwrapped."""
+    """Run a step in `root`. A nonzero exit status raises no error. Standard output and standard error are combined, and
+    lines are not wrapped."""
     command, *arguments = STEPS[step]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
     return subprocess.run(

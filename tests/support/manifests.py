@@ -1,4 +1,4 @@
-"""What `deploy/manifests` holds, for tests: documents, containers, the commands in them, and dashboards."""
+"""Contents of `deploy/manifests`: documents, containers, their commands, and dashboards."""
 
 import json
 import re
@@ -17,30 +17,30 @@ OBSERVABILITY = MANIFESTS / "observability"
 DASHBOARDS = sorted((OBSERVABILITY / "dashboards").glob("*.json"))
 METRIC = re.compile(r"\bbaton_[a-z_]+\b")
 SERIES = re.compile(r"_(?:bucket|sum|count|total)$")
-"""What the name of a series has beyond that of its family."""
+"""Suffixes that the name of a series has in addition to the name of its metric family."""
 _COMMAND = re.compile(r"(?<![\w/.-])((?:baton|ray) [a-z].*)")
 _END = re.compile(r"\s+(?:&&|\|\||;|\||&|#)(?:\s|$)|;")
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """The YAML documents of a file, comments and empty ones left out."""
+    """Return the YAML documents of a file, without empty ones."""
     return [each for each in yaml.safe_load_all(path.read_text()) if each is not None]
 
 
 def kubernetes_objects() -> list[dict[str, Any]]:
-    """All objects of the files that the kustomization names."""
+    """Return all objects of the files that the kustomization names."""
     (kustomization,) = documents(MANIFESTS / "kustomization.yaml")
     return [each for name in kustomization["resources"] for each in documents(MANIFESTS / name)]
 
 
 def ray_cluster() -> dict[str, Any]:
-    """The RayCluster."""
+    """Return the RayCluster object."""
     (found,) = [each for each in kubernetes_objects() if each["kind"] == "RayCluster"]
     return found
 
 
 def pod_templates() -> dict[str, dict[str, Any]]:
-    """The pod templates of all objects, by the name of the group or Deployment."""
+    """Return the pod templates of all objects, by the name of the group or Deployment."""
     spec = ray_cluster()["spec"]
     groups = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
     deployments = {
@@ -52,7 +52,7 @@ def pod_templates() -> dict[str, dict[str, Any]]:
 
 
 def commands(*, program: str) -> list[list[str]]:
-    """The arguments of each command line of `program` (baton or ray) in any of the manifests, as a shell would pass
+    """Return the arguments of each command line of `program` (baton or ray) in all manifests, as a shell would pass
     them."""
     lines = [line for text in _texts() for line in text.splitlines()]
     found = [match[1] for line in lines if (match := _COMMAND.search(line))]
@@ -62,30 +62,30 @@ def commands(*, program: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Query:
-    """One expression of a panel, as Grafana would send it, with each variable at its widest."""
+    """An expression of a panel as Grafana would send it, with each variable set to match the most series."""
 
     panel: str
     expr: str
 
     @property
     def families(self) -> set[str]:
-        """The metric families that it names."""
+        """Return the metric families that the expression names."""
         return {SERIES.sub("", name) for name in METRIC.findall(self.expr)}
 
 
 def dashboard(path: Path) -> dict[str, Any]:
-    """A dashboard as it is written."""
+    """Return a dashboard as written in its file."""
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def panels(path: Path) -> list[dict[str, Any]]:
-    """The panels of a dashboard, without the titles of rows."""
+    """Return the panels of a dashboard, without row titles."""
     return [each for each in dashboard(path)["panels"] if each["type"] != "row"]
 
 
 def queries(path: Path, interval: str = "1m") -> Iterator[Query]:
-    """What a dashboard asks, its variables included."""
+    """Yield all queries of a dashboard, including those of its variables."""
     for panel in panels(path):
         for target in panel["targets"]:
             yield Query(panel["title"], filled(target["expr"], interval))
@@ -97,7 +97,7 @@ def queries(path: Path, interval: str = "1m") -> Iterator[Query]:
 
 
 def filled(expr: str, interval: str) -> str:
-    """An expression with the values of Grafana's variables."""
+    """Return an expression in which Grafana's variables are replaced by values."""
     values = {"$__rate_interval": interval, "$group": ".*"}
     for name, value in values.items():
         expr = expr.replace(name, value)
@@ -106,14 +106,15 @@ def filled(expr: str, interval: str) -> str:
 
 
 def _parts(line: str) -> Iterator[str]:
-    """The commands of `baton` and `ray` in a line, in which `&&`, `;` and the like may separate several."""
+    """Yield the `baton` and `ray` commands in a line. Commands may be separated by `&&`, `;` and similar operators."""
     for part in _END.split(line):
         if match := _COMMAND.search(part):
             yield match[1]
 
 
 def _texts() -> Iterator[str]:
-    """What a shell or the kernel gets to run: strings of YAML as one line each, and lists of words joined."""
+    """Yield everything that a shell or the kernel executes: each YAML string as one line, and each list of words joined
+    to a line."""
     paths = [*MANIFESTS.rglob("*.yaml")]
     yield from (text for path in paths for document in documents(path) for text in _strings(document))
 

@@ -1,8 +1,8 @@
-"""A clock that tests move by hand."""
+"""A clock that tests advance manually."""
 
 
 class ManualClock:
-    """A clock for tests that moves only by `advance`; both readings advance together, unless unix time steps."""
+    """Clock that advances only by `advance`. Both readings advance together, except when `step` changes unix time."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -15,17 +15,17 @@ class ManualClock:
         return int((self._now_s + self._stepped_s) * 1e9)
 
     def step(self, seconds: float) -> None:
-        """Move unix time alone, forward or back, as an operator or NTP does."""
+        """Change unix time alone, forwards or backwards, as an operator or NTP does."""
         self._stepped_s += seconds
 
     def advance(self, seconds: float) -> None:
-        """Move time forward by `seconds`, which must not be negative."""
+        """Advance both readings by `seconds`, which must not be negative."""
         assert seconds >= 0
         self._now_s += seconds
 
 
 class StoppedClock:
-    """A clock whose unix time is `unix_ns`, and whose other reading is as many seconds."""
+    """Clock that never advances. Its unix time is `unix_ns`, and its other reading is the same time in seconds."""
 
     def __init__(self, unix_ns: int) -> None:
         self._unix_ns = unix_ns

@@ -1,4 +1,4 @@
-"""Ray's provider of nodes that are processes of this machine, for its autoscaler, which imports this module by name."""
+"""Ray's fake node provider, whose nodes are processes of this machine. Ray's autoscaler imports this module by name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +7,8 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeP
 
 
 class NodeProvider(FakeMultiNodeProvider):
-    """As Ray's own, for types of nodes that declare memory, which Ray would not know as a resource."""
+    """Variant of Ray's provider for node types that declare memory. Ray's provider would pass memory as a custom
+    resource, which Ray does not accept."""
 
     def create_node_with_resources_and_labels(
         self,
@@ -17,7 +18,7 @@ class NodeProvider(FakeMultiNodeProvider):
         resources: Mapping[str, float],
         labels: Mapping[str, str],
     ) -> None:
-        """Starts so many nodes of a type; each declares the memory that it finds."""
+        """Start `count` nodes of a type. Each node declares the memory that it detects."""
         told = {name: amount for name, amount in resources.items() if name != "memory"}
         create: Callable[..., None] = super().create_node_with_resources_and_labels  # untyped in ray
         create(node_config, tags, count, told, labels)

@@ -1,4 +1,4 @@
-"""JSON schemas for tests: random ones, and those of the public test suite."""
+"""JSON schemas for tests: random schemas, and those of the public test suite."""
 
 import json
 import random
@@ -11,13 +11,14 @@ Schema = dict[str, Any]
 
 
 def random_schema(seed: int) -> Schema:
-    """A schema of nested objects, arrays and bounded values, which always has short answers."""
+    """Return a random schema of nested objects, arrays and bounded values. Short answers always exist."""
     return _value(random.Random(seed), depth=0)
 
 
 def suite_schemas() -> list[tuple[str, Schema]]:
-    """`(name, schema)` of each case of the suite whose schema is an object, but for those with \\p in a pattern: the
-    jsonschema package, which judges answers, matches with Python's expressions, which do not know it."""
+    """Return `(name, schema)` of each case of the suite whose schema is an object. Schemas with \\p in a pattern are
+    left out, because the jsonschema package, which validates answers, uses Python's regular expressions, which do not
+    support it."""
     return [
         (f"{path.stem}: {case['description']}", case["schema"])
         for path in sorted(SUITE.glob("*.json"))

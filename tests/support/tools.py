@@ -1,6 +1,6 @@
-"""The tools without which some tests are skipped: where every test has to run, they have to be there. Left out are
-redis-server, because no package index has it, without which a restart of Ray's head is not tested; and vllm, aiperf and
-guidellm, load generators that need environments of their own."""
+"""Tools without which some tests are skipped. They must be installed where every test has to run. Not listed are
+redis-server, which no package index offers (without it, a restart of Ray's head is not tested), and the load generators
+vllm, aiperf and guidellm, which need separate environments."""
 
 import importlib.util
 import shutil
@@ -12,13 +12,13 @@ _MODULES = ("check_jsonschema", "kubernetes_validate", "matplotlib", "playwright
 
 
 def find_command(name: str) -> str | None:
-    """Return the path of a command: one that was installed beside this Python, or on the path; None without one."""
+    """Return the path of a command that is installed next to this Python or on PATH; None if there is none."""
     beside = shutil.which(name, path=str(Path(sys.executable).parent))
     return beside or shutil.which(name)
 
 
 def missing() -> list[str]:
-    """Return what is missing of all that tests use."""
+    """Return the names of all missing tools."""
     lacking = [command for command in _COMMANDS if find_command(command) is None]
     lacking += [f"the Python package {name}" for name in _MODULES if importlib.util.find_spec(name) is None]
     if shutil.which("c++") is None:

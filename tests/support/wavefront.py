@@ -1,4 +1,5 @@
-"""The recursion of `baton.planning.chain.wavefront` in plain loops: slow, and plainly right."""
+"""Reference implementation of the recursion of `baton.planning.chain.wavefront` in plain loops: slow, but easy to
+verify."""
 
 from collections.abc import Sequence
 
@@ -9,7 +10,8 @@ from baton.planning.cost_model import CostModel, Protocol, Receive
 
 
 def reference(chunks: Sequence[int], cost: CostModel, protocol: Protocol, *, cached: int = 0) -> float:
-    """Return the time of one partition as `chain_ttft` does, line by line as in the head of that file."""
+    """Return the time in seconds of one partition of a prompt, as `chain_ttft` does. The code follows the formulas at
+    the top of that file line by line."""
     num_ranks, last_layer = len(chunks), cost.num_layers - 1
     work = work_of(np.atleast_2d(np.asarray(chunks, dtype=np.float64)), cost, protocol, cached)
     h, link_free, push_free = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks

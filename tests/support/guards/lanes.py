@@ -1,4 +1,5 @@
-"""Lanes of the test files, by what their tests need, and a guard that keeps `unit` free of servers and processes.
+"""Lanes (groups) of test files by the resources that their tests need, and a guard that prevents `unit` tests from
+starting servers and processes.
 
 docs/testing.md explains the lanes. A file without the marker of another lane belongs to `unit`.
 """
@@ -18,25 +19,26 @@ LANES = ("unit", "integration", "cluster")
 _MARKER = re.compile(r"^pytestmark = [^=]*?\bpytest\.mark\.(integration|cluster)\b", re.MULTILINE)
 _PROCESS_EVENTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty")
 _ALLOWED = ("fc-list",)
-"""Programs that a unit test may start: matplotlib lists the fonts once."""
+"""Programs that a unit test may start. matplotlib runs fc-list once to list the fonts."""
 
 
 @functools.cache
 def lane_of(file: Path) -> str:
-    """Return the lane of a test file. Reads its text only: a run of one lane does not import the files of others."""
+    """Return the lane of a test file. The file is read as text and not imported, so that a run of one lane does not
+    import the files of others."""
     found = _MARKER.search(file.read_text())
     return found[1] if found else "unit"
 
 
 class Starts:
-    """Record of the processes and servers that this process starts. One for the whole process."""
+    """Recorder of the processes and servers that this process starts. There is one per process."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._found: list[str] = []
 
     def watch(self) -> None:
-        """Begin to record. The hook of the interpreter cannot be removed."""
+        """Start recording. The interpreter's audit hook cannot be removed afterwards."""
         sys.addaudithook(self._hear)
         for server in grpc.aio.Server.__subclasses__():
             server.start = self._recorded("a gRPC server", server.start)  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
-"""What a test must not leave behind: threads, child processes, asyncio tasks.
+"""Detection of leaks after a test: threads, child processes, asyncio tasks.
 
-Each `*_left` function compares with a snapshot taken before the test and gives stragglers `GRACE_S` to end.
+Each `*_left` function compares the current state with a snapshot from before the test, and waits up to `GRACE_S` for
+remaining items to end.
 """
 
 import asyncio
@@ -13,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 10.0
-"""Seconds that what is already ending may take to end."""
+"""Time in seconds that is allowed for threads, processes and tasks to end."""
 _POLL_S = 0.01
 
 
 def live_threads() -> frozenset[threading.Thread]:
-    """Threads that would keep the process from leaving."""
+    """Return the live threads that would prevent the process from exiting."""
     return frozenset(thread for thread in threading.enumerate() if not thread.daemon)
 
 
 def child_processes() -> dict[int, str]:
-    """This process's children, unreaped ones included: pid -> command line or name. Linux; elsewhere empty."""
+    """Return this process's children, including unreaped ones, as a map from pid to command line or name. Empty on
+    systems other than Linux."""
     children: dict[int, str] = {}
     if not _has_children():  # the usual case, and 100 times faster than reading all of /proc
         return children
@@ -33,19 +35,19 @@ def child_processes() -> dict[int, str]:
             if int(fields.split()[1]) == os.getpid():
                 children[int(stat.parent.name)] = _command(stat.parent) or f"unreaped {name.partition('(')[2]}"
         except (FileNotFoundError, ProcessLookupError):
-            continue  # ended while we looked
-    # multiprocessing starts one resource tracker, for the life of the process
+            continue  # the process has ended meanwhile
+    # multiprocessing starts one resource tracker, which runs until the process ends
     children.pop(getattr(resource_tracker._resource_tracker, "_pid", None) or 0, None)
     return children
 
 
 def threads_left(before: frozenset[threading.Thread], grace_s: float = GRACE_S) -> list[str]:
-    """Names of the threads that were started since `before` and are still alive."""
+    """Return the names of threads that were started since `before` and are still alive."""
     return _once_settled(lambda: sorted(thread.name for thread in live_threads() - before), grace_s)
 
 
 def processes_left(before: dict[int, str], grace_s: float = GRACE_S) -> list[str]:
-    """The children that were started since `before` and are still there, alive or unreaped."""
+    """Return the child processes that were started since `before` and still exist, alive or unreaped."""
 
     def left() -> list[str]:
         return [f"{pid}: {command}" for pid, command in child_processes().items() if pid not in before]
@@ -54,7 +56,7 @@ def processes_left(before: dict[int, str], grace_s: float = GRACE_S) -> list[str
 
 
 async def tasks_left(before: "set[asyncio.Task[Any]]", grace_s: float = GRACE_S) -> list[str]:
-    """The running loop's tasks that were started since `before` and are not done."""
+    """Return the running loop's tasks that were started since `before` and are not done."""
     extra = asyncio.all_tasks() - before - {asyncio.current_task()}
     if extra:
         _, extra = await asyncio.wait(extra, timeout=grace_s)

@@ -1,4 +1,5 @@
-"""Communicators of devices that stand for GPUs: of two ranks, as NCCL's, by gloo over their memory."""
+"""Communicators between two devices that replace GPUs. Like NCCL's communicators, each connects two ranks; gloo
+transfers the data between their memories."""
 
 import torch.distributed as dist
 
@@ -8,7 +9,7 @@ HOST = "127.0.0.1"
 
 
 class GlooBackend:
-    """Makes communicators of gloo. Implements CommunicatorBackend."""
+    """Backend that creates gloo communicators. Implements CommunicatorBackend."""
 
     def __init__(self, device_id: str, kind: str = "gloo") -> None:
         self.device_id = device_id

@@ -1,8 +1,8 @@
-"""Links between ranks that live in one process, for tests: threads in place of torch.distributed.
+"""Links between ranks inside one process, for tests. Threads replace torch.distributed.
 
-Implements the ports of `prefill_workers.links`, and passes the same conformance suite as `prefill_workers.torch_links`.
-One thread per link carries its messages, with gloo's semantics: a message leaves only when its receiver has a place for
-it, and its bytes are read then, not when `send` was called.
+Implements the ports of `prefill_workers.links`, and passes the same conformance tests as `prefill_workers.torch_links`.
+Each link has a thread that delivers its messages with gloo's semantics: a message is sent only when its receiver has
+provided a buffer for it, and its bytes are read then, not when `send` is called.
 """
 
 import threading
@@ -21,7 +21,7 @@ class _Message:
 
 
 class InProcessHub:
-    """The meeting place of one epoch's ranks: each rank joins through `connect(rank)`, on a thread of its own."""
+    """Rendezvous of the ranks of one epoch. Each rank joins through `connect(rank)` on a separate thread."""
 
     def __init__(self, num_ranks: int, timeout_s: float = 10.0) -> None:
         self.num_ranks = num_ranks
@@ -30,7 +30,7 @@ class InProcessHub:
         self._links: dict[Rank, InProcessLinks] = {}
 
     def connect(self, rank: Rank) -> ConnectLinks:
-        """Return the function by which an engine joins the epoch as `rank`; to be called once per rank."""
+        """Return the function by which an engine joins the epoch as `rank`. Call it once per rank."""
 
         def join(handler: LinkHandler) -> "InProcessLinks":
             links = self._links[rank] = InProcessLinks(rank, handler, self._links)
@@ -45,7 +45,8 @@ class InProcessHub:
 
 
 class InProcessLinks:
-    """Implements `prefill_workers.links.Links` within one process, with a queue and a thread for each outgoing link."""
+    """Links within one process, with a queue and a thread per outgoing link. Implements
+    `prefill_workers.links.Links`."""
 
     on_device = False
 
@@ -59,7 +60,7 @@ class InProcessLinks:
         self._threads: list[threading.Thread] = []
 
     def start(self, targets: tuple[Rank, ...]) -> None:
-        """Begin to carry messages to `targets`; called once, when all ranks have met."""
+        """Start to deliver messages to `targets`. Called once, when all ranks have joined the epoch."""
         for target in targets:
             self._queues[target] = SimpleQueue()
             name = f"link-{self._rank}-to-{target}"
@@ -68,14 +69,15 @@ class InProcessLinks:
             thread.start()
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
-        """Enqueue one message for the thread of the link to `target`; drop it once the links are closed."""
+        """Enqueue one message for the thread of the link to `target`. Drop the message if the links are closed."""
         assert header.num_bytes == (payload.nbytes if payload is not None else 0), header
         with self._queueing:
             if not self._closed.is_set():
                 self._queues[target].put(_Message(header, payload))
 
     def close(self) -> None:
-        """Deliver no more messages, tell all peers and return at once; may be called again, from any thread."""
+        """Stop the delivery of messages, notify all peers, and return at once. May be called repeatedly and from any
+        thread."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()
@@ -83,7 +85,8 @@ class InProcessLinks:
                     queue.put(None)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait, after `close`, until all link threads have ended, and return whether they have."""
+        """Wait until all link threads have ended after `close`. Return whether they ended within `timeout_s`
+        seconds."""
         return join_all(self._threads, timeout_s)
 
     def _carry(self, target: Rank) -> None:
@@ -92,14 +95,14 @@ class InProcessLinks:
             header = message.header
             if not self._closed.is_set():
                 peer.take(self._rank, header, message.payload)
-            del message  # else this waiting thread would keep the message's memory
+            del message  # otherwise, this thread would hold the message's memory while it waits
             if not self._closed.is_set():
                 self._handler.sent(target, header)
         peer.hear_close(self._rank)
 
     def take(self, source: Rank, header: LinkHeader, payload: Payload | None) -> None:
-        """Receive one message from `source`, on that rank's link thread; drop it when this rank has closed its
-        links."""
+        """Receive one message from `source`; called on the thread of the link from that rank. Drop the message if this
+        rank has closed its links."""
         if self._closed.is_set():
             return
         if payload is not None:
@@ -111,6 +114,6 @@ class InProcessLinks:
             self._handler.received(source, header)
 
     def hear_close(self, source: Rank) -> None:
-        """Report to the handler that rank `source` has closed its links, unless this rank has closed its own."""
+        """Report to the handler that rank `source` has closed its links, unless this rank has closed its own links."""
         if not self._closed.is_set():
             self._handler.broken(LinkBrokenError(f"rank {source} closed its links: its epoch has ended"))

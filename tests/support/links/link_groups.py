@@ -1,4 +1,5 @@
-"""Groups of linked ranks inside one process, over either implementation, and a handler that records what it sees."""
+"""Groups of linked ranks inside one process, with either implementation of links, and a handler that records all
+events."""
 
 import itertools
 import threading
@@ -19,11 +20,12 @@ HOST = "127.0.0.1"
 _WAIT_S = 20.0
 
 MakeConnect = Callable[[int], list[ConnectLinks]]
-"""Number of ranks -> what each rank of one new epoch calls to join it."""
+"""Function that takes the number of ranks of a new epoch, and returns one function per rank by which the rank joins the
+epoch."""
 
 
 class Recorder:
-    """A LinkHandler that keeps what it is told. `gate`: closed, place_for waits until it is opened."""
+    """LinkHandler that records all events. While `gate` is not set, place_for waits."""
 
     def __init__(self) -> None:
         self.received_messages: list[tuple[Rank, LinkHeader, bytes]] = []
@@ -40,7 +42,7 @@ class Recorder:
 
     @property
     def statuses(self) -> list[LinkStatus]:
-        """Of all messages that came."""
+        """Return the statuses of all received messages."""
         return [header.status for _, header, _ in self.received_messages]
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
@@ -87,7 +89,7 @@ class Recorder:
 
 
 def in_process_connects(num_ranks: int, timeout_s: float = _WAIT_S) -> list[ConnectLinks]:
-    """One new epoch of in-process links."""
+    """Return the functions by which ranks join a new epoch of in-process links."""
     hub = InProcessHub(num_ranks, timeout_s)
     return [hub.connect(Rank(rank)) for rank in range(num_ranks)]
 
@@ -98,7 +100,8 @@ _epochs = itertools.count(1)
 def torch_connects(
     num_ranks: int, timeout_s: float = _WAIT_S, backends: Sequence[CommunicatorBackend | None] = ()
 ) -> list[ConnectLinks]:
-    """One new epoch of gloo links, at a store of its own, all in this process. `backends`: by rank."""
+    """Return the functions by which ranks of this process join a new epoch of gloo links, with a separate store.
+    `backends`: communicator backends by rank."""
     store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
     epoch = Epoch(next(_epochs))
 
@@ -106,7 +109,7 @@ def torch_connects(
         def join(handler: LinkHandler) -> Links:
             rendezvous = Rendezvous(epoch, Rank(rank), num_ranks, f"{HOST}:{store.port}", HOST, timeout_s)
             backend = backends[rank] if backends else None
-            return connect_torch_links(rendezvous, handler, backend)  # `store` lives as long as somebody may join
+            return connect_torch_links(rendezvous, handler, backend)  # keeps `store` alive until all ranks have joined
 
         return join
 
@@ -114,33 +117,34 @@ def torch_connects(
 
 
 def communicator_connects(num_ranks: int, timeout_s: float = _WAIT_S) -> list[ConnectLinks]:
-    """One new epoch of gloo links, with communicators between devices, one for each rank."""
+    """Return the functions by which ranks join a new epoch of gloo links with communicators between devices. Each rank
+    has its own backend."""
     return torch_connects(num_ranks, timeout_s, [GlooBackend(f"device-{rank}") for rank in range(num_ranks)])
 
 
 def in_process_group(
     num_ranks: int, absent: Rank | None = None, timeout_s: float = _WAIT_S
 ) -> tuple[list[Links], list[Recorder]]:
-    """Linked recorders."""
+    """Return links and recorders of the ranks of a new epoch."""
     return meet(in_process_connects(num_ranks, timeout_s), absent)
 
 
 def torch_group(
     num_ranks: int, absent: Rank | None = None, timeout_s: float = _WAIT_S
 ) -> tuple[list[Links], list[Recorder]]:
-    """Linked recorders."""
+    """Return links and recorders of the ranks of a new epoch."""
     return meet(torch_connects(num_ranks, timeout_s), absent)
 
 
 def communicator_group(
     num_ranks: int, absent: Rank | None = None, timeout_s: float = _WAIT_S
 ) -> tuple[list[Links], list[Recorder]]:
-    """Linked recorders."""
+    """Return links and recorders of the ranks of a new epoch."""
     return meet(communicator_connects(num_ranks, timeout_s), absent)
 
 
 def meet(connects: list[ConnectLinks], absent: Rank | None = None) -> tuple[list[Links], list[Recorder]]:
-    """Join an epoch by all but the absent rank's connect."""
+    """Join an epoch with all ranks except `absent`. Return their links and recorders."""
     present = [connect for rank, connect in enumerate(connects) if rank != absent]
     recorders = [Recorder() for _ in present]
     handlers: list[LinkHandler] = list(recorders)

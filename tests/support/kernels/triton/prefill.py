@@ -132,7 +132,7 @@ def made(case: PrefillCase) -> Tensors:
 
 
 def attended(case: PrefillCase, tensors: Tensors, device: str) -> tuple[Tensor, Tensor]:
-    """Return the kernel's results. A mask of the visible keys is passed if `is_causal` cannot express the case."""
+    """Return the kernel's results. If `is_causal` cannot express which keys are visible, a mask is passed."""
     q_TNH, k_SGH, v_SGH = (each.to(device) for each in (tensors.q_TNH, tensors.k_SGH, tensors.v_SGH))
     visibility = Visibility(case.is_causal)
     if case.window is not None or (case.is_causal and case.first_query != case.first_key):
