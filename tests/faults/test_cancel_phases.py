@@ -1,4 +1,4 @@
-"""A client leaves in each phase of its request: soon after the step, or layer, under way both sides are free."""
+"""A client cancels its request in each phase. Both sides are free soon after the current step or layer."""
 
 import pytest
 

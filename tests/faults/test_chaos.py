@@ -1,7 +1,8 @@
-"""Seeded schedules of chaos over the real stack: processes die and stand still, calls are slow, lost, dropped and
-repeated, clients leave in any phase, the orchestrator is ended and comes back.
+"""Seeded schedules of faults on the real stack: processes are killed and stopped; calls are slow, lost, dropped and
+repeated; clients cancel in any phase; the orchestrator ends and is restarted.
 
-Every request ends once, within its bound; tokens are exact; afterwards nothing is held, and the books balance.
+Every request ends exactly once, within its time limit, with exact tokens. Afterwards, no resource is held, and all
+ledgers balance.
 """
 
 from dataclasses import replace

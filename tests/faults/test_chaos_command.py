@@ -1,4 +1,4 @@
-"""`baton chaos` on real processes: they are killed and stopped by signals, the orchestrator's among them."""
+"""`baton chaos` on real processes: signals kill and stop them, including the orchestrator."""
 
 import subprocess
 import sys

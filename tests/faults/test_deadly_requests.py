@@ -1,6 +1,6 @@
-"""A request that aborts each worker that computes it ends two of them, and not the pool: innocent requests are served.
+"""A request that aborts each worker that computes it ends two workers, not the whole pool. Other requests are served.
 
-Real processes under the real supervisor. The workers abort in the step that computes the marked prompt.
+The test uses real processes and the real supervisor. Workers abort in the step that computes the marked prompt.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""Generation on an emulated device that is too small for what it is asked: rows are pushed, wait, give way, come back,
-streams leave; the device never holds more than its limit, and no token differs from a CPU's without one."""
+"""Generation on an emulated device with too little memory for its load: sequences are pushed, wait, are preempted and
+resumed, and streams are cancelled. The device never holds more than its limit, and all tokens equal those of a CPU
+without a limit."""
 
 import asyncio
 import dataclasses

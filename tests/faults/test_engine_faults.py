@@ -1,6 +1,7 @@
-"""A generation engine's thread stands still inside a step, or is slow there: the hanging one alone is replaced.
+"""A generation engine's thread hangs or is slow inside a step. Only an engine that hangs is replaced.
 
-Real processes under the real supervisor. The engine strikes itself at the picked step, so the moment is exact.
+The tests use real processes and the real supervisor. The engine triggers the fault itself at the selected step, so that
+its timing is exact.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""What may fail fails in each phase of a request: it is answered exactly or ends as documented, and nothing is held."""
+"""Every possible failure in each phase of a request: the request is answered exactly or ends as documented, and no
+resource is held afterwards."""
 
 import asyncio
 from dataclasses import replace

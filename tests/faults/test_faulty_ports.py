@@ -1,4 +1,5 @@
-"""A call slow, refused, lost, dropped or heard twice: tokens stay exact, nothing is held. Many at once: test_chaos."""
+"""Single faults: a call is slow, refused, lost, dropped or delivered twice. Tokens stay exact, and no resource is held
+afterwards. test_chaos tests many faults at once."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Bodies whose lists and maps are full of one element, sent to a cluster of processes through `baton http`: honest
-streams next to them lose nothing."""
+"""Bodies whose lists and maps are filled with copies of one element, sent through `baton http` to a cluster of
+processes. Valid streams that run at the same time lose no tokens."""
 
 import asyncio
 import uuid

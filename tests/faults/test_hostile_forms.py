@@ -1,5 +1,5 @@
-"""Forms of any kind, random and mutated: each is refused or compiled within its limits, and ends no process but its
-child."""
+"""Random and mutated structured-output constraints of any kind. Each is refused or compiled within its limits, and ends
+no process except its compiler's child process."""
 
 import asyncio
 import json

@@ -1,7 +1,7 @@
-"""Requests that are as large as they may be, or larger, on a cluster of processes: they end nobody else's stream.
+"""Requests of the maximum size or larger on a cluster of processes. They do not end other clients' streams.
 
-Prompts of megabytes once kept the orchestrator's loop until its keeper killed it, messages at the limit broke the call
-that streams share, and lists of any length stopped the engine.
+In the past, prompts of several megabytes blocked the orchestrator's loop until its keeper killed it, messages at the
+size limit broke the call that streams share, and long lists stopped the engine.
 """
 
 import asyncio

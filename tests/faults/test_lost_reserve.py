@@ -1,5 +1,5 @@
-"""A Reserve whose answer is lost, or whose stream is refused, costs an attempt, and nothing else: no slot for a ttl,
-and no word of health."""
+"""A Reserve call whose answer is lost or whose stream is refused costs one attempt. It does not block a slot until its
+TTL, and does not affect a worker's health."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,5 @@
-"""Two thousand connections that send or take nothing hurt no honest stream of the same gateway, and end."""
+"""Two thousand connections that neither send nor read data do not affect valid streams of the same gateway, and are
+closed."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""Workers that die under an orchestrator: the stream goes on, or ends with the documented error; nothing is held."""
+"""Workers that die while an orchestrator uses them. The stream continues or ends with the documented error, and no
+resource is held afterwards."""
 
 import asyncio
 from dataclasses import replace

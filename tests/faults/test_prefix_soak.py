@@ -1,7 +1,8 @@
-"""Ten minutes of prompts over a prefix store that is much too small: its bound always holds, tokens are exact.
+"""Ten minutes of prompts on a prefix store that is much too small. The store never exceeds its limit, and tokens are
+exact.
 
-Hints go wrong all the time here: blocks are evicted for other prompts while these are planned, and between two rounds
-some disappear, or lose their ends.
+Cache hints are often wrong here: blocks are evicted for other prompts while a request is planned, and between two
+rounds the test removes or truncates blocks.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
-"""A prefill rank is killed, stopped or hangs at any step of its work, under load: every stream ends exactly, in time.
+"""A prefill rank is killed, stopped or hangs at any step of its work, under load. Every stream ends in time with exact
+tokens.
 
-Real processes under the real supervisor. The rank strikes itself at the picked step, so the moment is exact.
+The tests use real processes and the real supervisor. The rank triggers the fault itself at the selected step, so that
+its timing is exact.
 """
 
 import asyncio

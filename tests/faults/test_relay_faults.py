@@ -1,4 +1,4 @@
-"""`baton local`'s relay loses its generation engine: the stream goes on. Lost ranks: test_rank_faults."""
+"""`baton local` loses its generation engine, and the stream continues. test_rank_faults tests the loss of ranks."""
 
 import asyncio
 import os

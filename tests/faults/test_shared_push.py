@@ -1,4 +1,5 @@
-"""Pushes through shared memory between real processes: either end is killed, or cannot see the other's memory."""
+"""Pushes through shared memory between real processes: either process is killed, or cannot access the other's
+memory."""
 
 import asyncio
 import os

@@ -1,4 +1,5 @@
-"""Supervision outlives what it did not foresee: an exception of a port is logged and reported, and the work goes on."""
+"""Supervision survives unexpected failures: an exception of a port is logged and reported, and supervision
+continues."""
 
 import asyncio
 import errno

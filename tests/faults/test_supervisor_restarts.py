@@ -1,4 +1,5 @@
-"""Whatever fails once in a restarted supervisor, the cluster serves; its first incarnation ends with the failure."""
+"""Any single failure in a restarted supervisor: the cluster serves. The supervisor's first incarnation (process) ends
+with the failure."""
 
 import errno
 import threading

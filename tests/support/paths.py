@@ -21,8 +21,8 @@ def buffer_for(decoder: Decoder, num_tokens: int) -> KvBuffer:
 
 
 def filled(decoder: Decoder, lengths: Sequence[int], num_new: int = 1) -> list[KvBuffer]:
-    """Return buffers of sequences of the given lengths, without the KV of their last `num_new` tokens. `lengths`
-    includes the first of the missing tokens."""
+    """Return buffers with the KV of sequences, except for their last `num_new` tokens. `lengths`: number of tokens of
+    each sequence up to the first missing one."""
     buffers = []
     for seed, length in enumerate(lengths):
         buffers.append(KvBuffer(decoder.layout, TokenRange(0, length + num_new - 1)))

@@ -1,4 +1,5 @@
-"""A chain of three processes over gloo: equal to one process, and outliving ranks that die or hang mid-job."""
+"""A prefill group of three processes over gloo. Its results equal those of one process, and it survives ranks that die
+or hang during a job."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""tools/cuda_measure.sh says so without a GPU; it and cuda_serve.sh run where a CPU stands for one, and leave JSON."""
+"""tools/cuda_measure.sh reports a missing GPU. It and cuda_serve.sh also run on a CPU in place of a GPU, and write
+JSON."""
 
 import json
 import os

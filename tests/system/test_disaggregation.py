@@ -1,6 +1,5 @@
-"""Who prefills, on real workers: a short prompt beside a busy chain is prefilled by its generation group, between the
-steps of the rows that run there, and says why; tokens are exact whoever prefills.
-"""
+"""Choice of the worker that prefills, on real workers. If the prefill group is busy, a short prompt is prefilled by its
+generation group, between the steps of running sequences, and the reason is reported. Tokens are exact in both cases."""
 
 import asyncio
 from dataclasses import replace

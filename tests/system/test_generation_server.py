@@ -1,4 +1,4 @@
-"""A generation group over real gRPC: pushed and local prompts, hostile input, clients that go away, heartbeats."""
+"""A generation group over real gRPC: pushed and local prompts, hostile input, clients that disconnect, heartbeats."""
 
 import asyncio
 import dataclasses

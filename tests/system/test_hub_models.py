@@ -1,4 +1,5 @@
-"""Models by their name on a hub, fetched by the hub's real client, in a process of its own, from a hub on 127.0.0.1."""
+"""Models named by their repository on a hub. The hub's real client, in a child process, downloads them from a hub on
+127.0.0.1."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""What an orchestrator that died leaves behind: streams run on for a while, and the next one takes them over."""
+"""Streams of an orchestrator that has died: they continue for a limited time, and the next orchestrator takes them
+over."""
 
 import asyncio
 import time

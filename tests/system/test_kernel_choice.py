@@ -1,4 +1,4 @@
-"""Fresh processes choose the same kernels, also beside a busy core, and later ones read the choice that was kept."""
+"""New processes choose the same kernels, even next to a busy core. Later processes read the stored choice."""
 
 import contextlib
 import json

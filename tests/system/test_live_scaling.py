@@ -1,4 +1,4 @@
-"""A live cluster of paced workers that scales itself while traffic turns from long prompts to long answers."""
+"""A live cluster of paced workers scales itself while traffic changes from long prompts to long answers."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Traffic at a live cluster of paced workers: what comes of it beside the simulator's word, and groups that start and
-leave meanwhile."""
+"""Traffic on a live cluster of paced workers, compared with the simulator's predictions, and with groups that start and
+end meanwhile."""
 
 import asyncio
 import time

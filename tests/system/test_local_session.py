@@ -1,4 +1,4 @@
-"""One prompt through `baton local`: the answer on standard output, and what it took on standard error."""
+"""One prompt through `baton local`: the answer is on standard output, and its timings are on standard error."""
 
 from pathlib import Path
 

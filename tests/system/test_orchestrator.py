@@ -1,4 +1,5 @@
-"""An orchestrator over real workers: equal tokens, full loads, clients that leave, deadlines, requests that lie."""
+"""An orchestrator with real workers: equal tokens, full load, clients that cancel, deadlines, requests with false
+claims."""
 
 import asyncio
 import random

@@ -1,4 +1,5 @@
-"""Predictions by what a running service tells: of its chains while it serves, of its generation steps when asked."""
+"""Predictions from data that a running service reports: its prefill groups while it serves, and its generation steps on
+request."""
 
 import asyncio
 import dataclasses

@@ -1,6 +1,5 @@
-"""Cached prefixes over real processes: the second prompt computes what is missing, tokens are exact, and the folder
-goes with its last rank.
-"""
+"""Cached prefixes with real processes. A second prompt computes only the missing tokens, tokens are exact, and the
+folder is removed with its last rank."""
 
 import asyncio
 import os

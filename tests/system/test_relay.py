@@ -1,4 +1,5 @@
-"""The whole relay over real processes: tokens equal one process's, KV arrives early, nothing is left behind."""
+"""`baton local` with real processes: tokens equal those of one process, KV is pushed before prefill has finished, and
+there are no leaks."""
 
 import asyncio
 from collections.abc import AsyncIterator

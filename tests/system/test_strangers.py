@@ -1,8 +1,8 @@
-"""Every method of every service that the processes of a cluster serve to each other answers UNAUTHENTICATED to a caller
-without the cluster's secret. The service for clients asks for no secret.
+"""Every method of every service between a cluster's processes answers UNAUTHENTICATED to a caller without the cluster's
+secret. The service for clients requires no secret.
 
-The services are found by their descriptors: a new service fails this test until `served` starts it, and a new method
-is called without a change here.
+Services are found by their descriptors. A new service fails this test until `served` starts it. A new method is called
+without changes here.
 """
 
 import asyncio

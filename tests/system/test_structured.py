@@ -1,5 +1,5 @@
-"""Constrained outputs on real workers: the first token by a chain, the rest by a group, which may die meanwhile; asked
-for by Baton's client and by OpenAI's."""
+"""Constrained outputs on real workers, requested by Baton's client and by OpenAI's. A prefill group computes the first
+token, and a generation group, which may die meanwhile, computes the rest."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The console in a real Chromium, before a real gateway, orchestrator and engines: what people see and do there."""
+"""The web console in a real Chromium, with a real gateway, orchestrator and engines: what users see and do."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Who can use the console: by the keyboard alone, on a phone, in either colour scheme, and without motion."""
+"""Accessibility of the console: by keyboard only, on a phone, in both colour schemes, and without animations."""
 
 import pytest
 from playwright.async_api import Page, expect

@@ -1,4 +1,4 @@
-"""Two gateways, each a process of its own, before one orchestrator and real workers; asked by the ordinary client."""
+"""Two gateways in separate processes, in front of one orchestrator and real workers, used by the ordinary client."""
 
 import asyncio
 import contextlib

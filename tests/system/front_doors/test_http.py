@@ -1,4 +1,4 @@
-"""`baton http`, a process of its own, before real engines; asked by OpenAI's own client, over HTTP and HTTPS."""
+"""`baton http` in a separate process, in front of real engines, used by OpenAI's own client over HTTP and HTTPS."""
 
 import asyncio
 import signal

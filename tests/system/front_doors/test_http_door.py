@@ -1,4 +1,5 @@
-"""The HTTP gateway that `baton serve` keeps: a real process before a scripted server, over its lives and to its end."""
+"""The HTTP gateway that `baton serve` supervises: a real process in front of a scripted server, with its restarts and
+its end."""
 
 import asyncio
 import os

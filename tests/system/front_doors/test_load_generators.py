@@ -1,5 +1,5 @@
-"""Load generators of the field, as they are installed, ask a real gateway before real engines; those that are not on
-the path are skipped."""
+"""Public load generators, as installed, send requests to a real gateway in front of real engines. Generators that are
+not on the path are skipped."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""Schemathesis asks the HTTP gateway for what its OpenAPI document allows, and for what it does not: no answer is a
-server error, none is outside the document, and none is late."""
+"""Schemathesis sends the HTTP gateway requests that its OpenAPI document permits, and others. No answer is a server
+error, violates the document or is late."""
 
 import asyncio
 import re

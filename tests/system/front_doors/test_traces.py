@@ -1,4 +1,4 @@
-"""One trace of one request, from OpenAI's client to the ranks, as a collector gets it from the HTTP gateway and the
+"""One trace of one request, from OpenAI's client to the ranks, as a collector receives it from the HTTP gateway and the
 orchestrator."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Fixtures of tests on Ray: topologies that they share, each whole when a test gets it."""
+"""Fixtures of tests on Ray: shared topologies, each of which is intact when a test receives it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

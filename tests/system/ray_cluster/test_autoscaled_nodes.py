@@ -1,5 +1,5 @@
-"""Ray's own autoscaler provides the nodes: a group that waits for room is the demand by which it starts one, and a node
-that groups have left goes; and a cluster that scales itself by load makes nodes come and go."""
+"""Nodes provided by Ray's own autoscaler. It starts a node for a group that waits for room, and removes a node after
+its groups have ended. A cluster that scales itself by load causes nodes to start and end."""
 
 import os
 import signal

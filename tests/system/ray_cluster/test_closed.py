@@ -1,4 +1,4 @@
-"""A cluster on a Ray of its own, as another user of the machine and a peer on its network see it: closed."""
+"""A cluster on its own Ray instance does not accept other users of the machine and peers on its network."""
 
 import os
 import stat

@@ -1,5 +1,5 @@
-"""A cluster on Ray, as users bring it up: bounds that hold, what operators ask of it, and lost processes, killed or
-stopped, that are replaced while streams run and end as if nothing had been."""
+"""A cluster on Ray, started as users start it: limits hold, operators' commands work, and workers that are killed or
+stopped are replaced while streams continue unaffected."""
 
 import itertools
 import os

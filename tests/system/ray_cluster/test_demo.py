@@ -1,4 +1,5 @@
-"""`make demo` as a user runs it, without a terminal: real text, and nothing left, however it ends."""
+"""`make demo` as a user runs it, without a terminal: it prints real text, and leaves nothing running, however it
+ends."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""Clusters on Ray whose workers compute on devices with memory of their own: streams and a lost worker, with the tokens
-of one process on the CPU.
+"""Clusters on Ray whose workers compute on devices with their own memory: streams, and the loss of a worker. Tokens
+equal those of one process on the CPU.
 
-One GPU is enough: where both pools compute there, they share it.
+One GPU is enough. If both pools compute on GPUs, they share it.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""One cluster on several hosts, each a raylet with an address of its own: a chain and engines that lie on two of them,
-a gateway elsewhere; and hosts that are cut off, hear nothing or are lost."""
+"""One cluster on several hosts, each with its own address and raylet. A prefill group and the engines use two hosts; a
+gateway runs on another. Hosts are cut off, do not receive packets, or are lost."""
 
 import threading
 from collections.abc import Callable, Iterator

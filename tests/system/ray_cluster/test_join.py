@@ -1,4 +1,4 @@
-"""A cluster on a Ray that was there before: joined, served from, left as it was found."""
+"""A cluster joins an existing Ray instance, serves, and leaves the instance as it was."""
 
 from pathlib import Path
 

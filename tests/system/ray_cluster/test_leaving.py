@@ -1,5 +1,5 @@
-"""Clusters on Ray from start to end: as their machine or their operator wants them; and nothing of them is left, by
-whatever way they end."""
+"""Clusters on Ray from start to end, configured by the machine or by the operator. However a cluster ends, it leaves
+nothing behind."""
 
 import os
 import re

@@ -1,5 +1,5 @@
-"""The host of launcher, supervisor and orchestrator is lost: Ray gives the latter two another place, gateways find them
-there, and they are ended from another machine."""
+"""The host of launcher, supervisor and orchestrator is lost. Ray restarts supervisor and orchestrator on another host,
+gateways find them there, and another machine can end the cluster."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Nodes that lack what the launcher names by its own paths find copies of it, get it from Ray, or refuse by name."""
+"""Nodes on which files do not exist that the launcher names by its own paths. They find copies, get the files through
+Ray, or refuse with an error that names the file."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The keeper of the orchestrator's actor, over a real Ray: it goes on after what nobody foresaw, and still replaces."""
+"""The keeper of the orchestrator's actor on a real Ray instance. After an unexpected failure, it continues and still
+replaces the orchestrator."""
 
 import asyncio
 import errno

@@ -1,8 +1,8 @@
-"""A cluster on Ray whose groups leave, come back, load anew and lend workers under running streams: none is lost, no
-token comes twice and none is missing; and a supervisor or an orchestrator that is killed meanwhile changes nothing.
+"""A cluster on Ray whose groups end, start, reload and lend workers while streams run. No stream is lost, and no token
+is missing or repeated, even if a supervisor or an orchestrator is killed meanwhile.
 
-What orders mean is tested in process (`tests/unit/deploy/groups`); here they are carried out by Ray's actors and
-placement groups, and kept in Ray's key-value store.
+In-process tests in `tests/unit/deploy/groups` check the meaning of orders. These tests check that Ray's actors and
+placement groups carry them out, and that Ray's key-value store keeps them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Ray's head is killed and comes back at the same address, with what it knew, because that lies in a Redis."""
+"""Ray's head is killed and restarted at the same address. It keeps its state, because it stores it in Redis."""
 
 import contextlib
 import os

@@ -1,4 +1,5 @@
-"""Room on a Ray of two nodes: the groups of a pool are spread, each of them on one node, and labels are kept to."""
+"""Reservation of resources on a Ray instance of two nodes: the groups of a pool are spread over nodes, each group is on
+a single node, and labels are respected."""
 
 import asyncio
 from contextlib import ExitStack

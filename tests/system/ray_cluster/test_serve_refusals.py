@@ -1,4 +1,4 @@
-"""What `baton serve` cannot do, it says in one line, and starts nothing."""
+"""Configurations that `baton serve` cannot run: it prints a one-line error and starts nothing."""
 
 import socket
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Classes, tenants and deadlines over gRPC: what a call says of itself reaches the queue, and who may not is told."""
+"""Priority classes, tenants and deadlines over gRPC: a call's fields reach the queue, and a caller without permission
+gets an error."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Several choices, echo and prompt logprobs, through clients, orchestrator, chain and generation group."""
+"""Several choices, echo and prompt logprobs, through clients, orchestrator, prefill group and generation group."""
 
 import asyncio
 from collections.abc import AsyncIterator

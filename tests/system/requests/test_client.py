@@ -1,4 +1,4 @@
-"""Both clients over the real orchestrator and real workers: equal tokens, a restarted orchestrator, nothing left."""
+"""Both clients with the real orchestrator and real workers: equal tokens, a restarted orchestrator, no leaks."""
 
 import asyncio
 from collections.abc import AsyncIterator

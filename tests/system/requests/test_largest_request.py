@@ -1,6 +1,6 @@
-"""The largest request that is accepted, beside a stream that runs: it delays that no more than a plain request does.
+"""The largest accepted request delays a running stream no more than an ordinary request does.
 
-Orchestrator, chain, generation group and client are in one process, whose processor time is what counts.
+Orchestrator, prefill group, generation group and client run in one process, whose processor time is measured.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
-"""Prompts of 8 MiB, read by the real server and by a gateway before it: refused while everything else goes on.
+"""Prompts of 8 MiB, read by the real server and by a gateway in front of it. They are refused while other requests
+continue.
 
-The tokenizer is the sample model's own. Server, gateway and client share one loop, which is what must not stand still.
+The tokenizer is the sample model's own. Server, gateway and client share one event loop, which must not be blocked.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Requests as large as a message may be: they are refused alone, and other streams go on in their first attempt."""
+"""Requests of a message's maximum size. Only these requests are refused, and other streams continue in their first
+attempt."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all, over real gRPC: their calls end, memory is bounded, and no token is lost."""
+"""Clients that read slowly or not at all, over real gRPC. Their calls end, memory is bounded, and no token is lost."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,5 @@
-"""A generation group whose KV outgrows its device: `host` and `infinigen` serve what `device` refuses, over gRPC."""
+"""A generation group whose KV exceeds its device memory. Over gRPC, `host` and `infinigen` serve requests that `device`
+refuses."""
 
 import asyncio
 import dataclasses

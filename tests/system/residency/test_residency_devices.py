@@ -1,5 +1,5 @@
-"""Generation groups of every residency and speculation on a device with memory of its own, over gRPC: the CPU's tokens,
-and never more memory than configured."""
+"""Generation groups with every residency and speculation on a device with its own memory, over gRPC. Tokens equal the
+CPU's, and memory never exceeds its configured limit."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Speculation through the whole server, in fp32: texts are those of one process, whatever disturbs the batch."""
+"""Speculation through the whole server, in fp32. Texts equal those of one process, whatever changes in the batch."""
 
 import asyncio
 from collections.abc import Iterator
