@@ -37,9 +37,10 @@ HEADER = "file\tpattern\tcount"
 LEAST_WORDS = 4
 
 SCOPES = ("docstring", "comment", "help", "error", "log", "metric", "string", "document")
-"""Kinds of text. A "string" is any other string of at least LEAST_WORDS words: messages reach exceptions as values."""
+"""Kinds of text. A "string" is any other string of at least LEAST_WORDS words. Such strings are checked because they
+may be passed to exceptions as messages."""
 ALONE = ("docstring", "help", "metric")
-"""Kinds of text that begin with a capital subject or verb, because readers meet them without their neighbours."""
+"""Kinds of text that must begin with a capitalised subject or verb, because readers see each of them alone."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Pattern:
 
 
 FEW_WORDS = Pattern("few-words", "", f"use at least {LEAST_WORDS} words", ("docstring",))
-"""Pattern of public docstrings that are too short; it is counted, not matched."""
+"""Pattern of public docstrings that are too short. It counts words, and has no regex."""
 PATTERNS = (
     Pattern(
         "start", r"\A(?:what|whether|of|that|as|and|or|likewise)\b", "start with a verb or with the noun itself", ALONE
@@ -168,13 +169,13 @@ def hits_in(root: Path) -> Iterator[Hit]:
 
 
 def python_files(root: Path) -> list[Path]:
-    """Return the Python files that are looked at, sorted, without generated stubs and tests."""
+    """Return the Python files to check, sorted, without generated stubs and tests."""
     paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
     return [path for path in paths if not path.is_relative_to(root / GENERATED)]
 
 
 def is_about_metrics(name: str) -> bool:
-    """Return whether the strings of a file are mostly help texts of metrics."""
+    """Return True if most strings of a file are help texts of metrics."""
     return name.startswith("orchestrator/observability/") and "metrics" in Path(name).name
 
 
@@ -190,12 +191,14 @@ def hits(file: str, texts: list[Text]) -> Iterator[Hit]:
 
 
 def blank(match: re.Match[str]) -> str:
-    """Return what stands for code: as many lines as it had, and a character that no pattern takes for a word."""
+    """Return a replacement for code: it has the same number of lines, and a character that no pattern matches as a
+    word."""
     return "\N{BULLET}" + "\n" * match[0].count("\n")
 
 
 def strings(tree: ast.Module, rest: str) -> Iterator[Text]:
-    """Yield docstrings and other strings, with the kind of the call that they are passed to; `rest` without one."""
+    """Yield docstrings and other strings. The kind of a string is that of the call that it is passed to, or `rest` if
+    there is no such call."""
     pending: list[tuple[ast.AST, str]] = [(tree, rest)]
     while pending:
         node, scope = pending.pop()
@@ -217,12 +220,14 @@ def strings(tree: ast.Module, rest: str) -> Iterator[Text]:
 
 
 def as_prose(text: Text, rest: str) -> list[Text]:
-    """Return the text, or nothing if it is passed to no known call and is too short for a sentence."""
+    """Return the text in a list. The list is empty if the text is passed to no known call and has fewer than
+    LEAST_WORDS words."""
     return [] if text.scope == rest and len(text.text.split()) < LEAST_WORDS else [text]
 
 
 def scope_of(function: ast.expr, outer: str) -> str:
-    """Return the kind of text that a call takes: of an exception, a parser's error, a logger; else that around it."""
+    """Return the kind of the strings in a call's arguments: "error" for an exception or a parser's error, "log" for a
+    logger, else `outer`, the kind of the surrounding call."""
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if isinstance(function, ast.Attribute) and "log" in ast.unparse(function.value).lower().split(".")[-1]:
         return "log"
@@ -230,7 +235,7 @@ def scope_of(function: ast.expr, outer: str) -> str:
 
 
 def comments(source: str) -> Iterator[Text]:
-    """Yield comments; those on lines below each other, in the same column, are one text."""
+    """Yield comments. Comments on consecutive lines in the same column are one text."""
     block: list[tuple[tuple[int, int], str]] = []
     if "#" not in source:
         return
@@ -271,12 +276,12 @@ def is_text(node: ast.expr) -> TypeGuard[ast.Constant]:
 
 
 def count(found: list[Hit]) -> Counts:
-    """Return the number of hits by file and pattern."""
+    """Return the number of hits by file and name of pattern."""
     return Counter((hit.file, hit.pattern.name) for hit in found)
 
 
 def read_baseline(path: Path) -> Counts:
-    """Return the counts of a baseline; none if the file does not exist."""
+    """Return the counts of a baseline. If the file does not exist, there are none."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
     return {(file, name): int(number) for file, name, number in (line.split("\t") for line in lines)}
 
@@ -288,7 +293,7 @@ def write_baseline(path: Path, counts: Counts) -> None:
 
 
 def shrunk(baseline: Counts, counts: Counts, renamed: dict[str, str]) -> Counts:
-    """Return the baseline with renamed files under their new names and no count above that of today."""
+    """Return the baseline with the new names of renamed files. Counts above the current ones are lowered."""
     moved: Counter[tuple[str, str]] = Counter()
     for (file, name), number in baseline.items():
         moved[renamed.get(file, file), name] += number
@@ -297,7 +302,7 @@ def shrunk(baseline: Counts, counts: Counts, renamed: dict[str, str]) -> Counts:
 
 
 def renames(root: Path) -> dict[str, str]:
-    """Return the new names of files that git sees as renamed since the last commit of the baseline, by old name."""
+    """Return the new names of files, by old name, that git reports as renamed since the last commit of the baseline."""
     since = git(root, "log", "-1", "--format=%H", "--", str(BASELINE)).strip()
     lines = git(root, "diff", "--name-status", "-M", "--diff-filter=R", since).splitlines() if since else []
     return {old: new for _, old, new in (line.split("\t") for line in lines)}
@@ -309,7 +314,8 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def complaints(found: list[Hit], baseline: Counts) -> list[str]:
-    """Return a line for each hit in a file with more hits than its baseline, and for each count that is too high."""
+    """Return one line per hit in a file with more hits than its baseline, and one line per baseline count that is too
+    high."""
     counts = count(found)
     keys = [(hit, (hit.file, hit.pattern.name)) for hit in found]
     return [str(hit) for hit, key in keys if counts[key] > baseline.get(key, 0)] + [
@@ -320,7 +326,8 @@ def complaints(found: list[Hit], baseline: Counts) -> list[str]:
 
 
 def sample(root: Path, number: int) -> Iterator[str]:
-    """Yield docstrings drawn at random, each below its place and its signature; HEAD's commit is the seed."""
+    """Yield randomly selected docstrings, each preceded by its location and its signature. The seed is the id of commit
+    HEAD."""
     places = [(path, each) for path in python_files(root) for each in docstrings(ast.parse(path.read_text("utf-8")))]
     seed = int(git(root, "rev-parse", "HEAD")[:8], 16)
     for path, (name, owner_line, node) in random.Random(seed).sample(places, min(number, len(places))):
@@ -329,7 +336,7 @@ def sample(root: Path, number: int) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is refused, one hit a line, and how many; return 1 when there is any."""
+    """Print one line per refused hit, and the number of hits. Return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--update-baseline", action="store_true", help="lower the counts of the baseline to today's")

@@ -26,7 +26,7 @@ class Function:
     line: int
     num_lines: int
     num_positional: int
-    """Parameters that may be passed by position, without self and cls."""
+    """Number of parameters that may be passed by position, without self and cls."""
 
 
 def python_files(root: Path) -> Iterator[Path]:
@@ -44,7 +44,7 @@ def functions(tree: ast.Module) -> Iterator[Function]:
     """Yield the size of each function and method of a module, nested ones included."""
     methods = {
         id(item) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body
-    }  # a method's first parameter is bound, not passed
+    }  # a method's first parameter is bound, not passed by the caller
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             bound = id(node) in methods and not _is_static(node)
@@ -54,7 +54,7 @@ def functions(tree: ast.Module) -> Iterator[Function]:
 
 
 def breaches(name: str, num_lines: int, sizes: list[Function]) -> Iterator[str]:
-    """Yield one line for each broken limit of the file `name`: where, how much, the limit."""
+    """Yield one line per exceeded limit of the file `name`: location, size and limit."""
     if num_lines > MAX_FILE_LINES:
         yield f"{name}: {num_lines} lines (the limit is {MAX_FILE_LINES}): split it by concept"
     for size in sizes:

@@ -24,7 +24,7 @@ VERBS_IN_ING = frozenset(("bring", "cling", "fling", "ping", "ring", "sing", "sp
 
 
 def main() -> int:
-    """Print why the subject is refused; return 1 then."""
+    """Print why the subject is refused, and return 1. Return 0 if it is accepted."""
     subject = sys.argv[1] if len(sys.argv) > 1 else _last_subject()
     reason = why_refused(subject) if subject else ""
     print(f"subject {subject!r}: {reason}" if reason else "subject: an imperative sentence" if subject else "no commit")
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def why_refused(subject: str) -> str:
-    """Return why a subject is not an imperative sentence; empty when it may be one."""
+    """Return the reason why a subject is refused; empty if it is accepted."""
     if len(subject) > MAX_CHARS:
         return f"{len(subject)} characters, at most {MAX_CHARS}"
     words = subject.split()
@@ -51,7 +51,7 @@ def why_refused(subject: str) -> str:
 
 
 def may_be_verb(word: str) -> bool:
-    """Return whether a word, in lower case, may be a verb in its base form."""
+    """Return whether a lower-case word can be a verb in its base form."""
     if word in NO_VERBS:
         return False
     if word.endswith("s"):
@@ -62,7 +62,7 @@ def may_be_verb(word: str) -> bool:
 
 
 def _last_subject() -> str:
-    """Return the last commit's subject; empty where there is no repository."""
+    """Return the last commit's subject; empty outside a git repository."""
     command = ["git", "log", "-1", "--no-merges", "--format=%s"]
     run = subprocess.run(command, text=True, capture_output=True, check=False)
     return run.stdout.strip() if run.returncode == 0 else ""

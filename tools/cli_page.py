@@ -1,4 +1,4 @@
-"""The text of docs/reference/cli.md, made of the parser of the command line; `tools.pages` writes it."""
+"""Generates the text of docs/reference/cli.md from the parser of the command line. `tools.pages` writes the file."""
 
 import argparse
 from collections.abc import Iterator

@@ -39,13 +39,13 @@ SERVER_MODULES = (
 )
 """Modules that `baton serve` and Ray import, in addition to MODULES and Ray."""
 RAY_EXECUTABLE = "ray/core/src/ray/gcs/gcs_server"
-"""A file in Ray's wheel that Ray starts."""
+"""Path of a program in Ray's wheel that Ray starts."""
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "grpcio")
 
 
 def missing(device: str, parts: Sequence[str], wheels: Path) -> list[str]:
-    """Return what the machine lacks for these parts, one line each. `wheels`: folder of the wheels that the part serve
-    installs; it may be missing."""
+    """Return what the machine lacks for the given parts, one line per item. `wheels`: folder of the wheels that the
+    part `serve` installs. The folder may be missing."""
     found = []
     if sys.version_info[:2] not in PYTHONS:
         found.append(f"Python {platform.python_version()}: use 3.11 or 3.12, by PYTHON=...")
@@ -79,7 +79,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _no_server(wheels: Path) -> str:
-    """Return what a server lacks; empty if nothing is missing."""
+    """Return what the machine lacks to run a server; empty if nothing is missing."""
     lacking = _absent(SERVER_MODULES)
     wheel = next(wheels.glob("ray-*.whl"), None)
     if wheel is None:
@@ -90,7 +90,7 @@ def _no_server(wheels: Path) -> str:
 
 
 def _is_executable(wheel: Path, name: str) -> bool:
-    """Return whether a file of a wheel is executable once pip has installed it."""
+    """Return whether a file of a wheel is executable after pip has installed the wheel."""
     with ZipFile(wheel) as archive:
         return bool(archive.getinfo(name).external_attr >> 16 & 0o111)
 
@@ -105,8 +105,8 @@ def describe(device: str) -> dict[str, object]:
 
 
 def _version(package: str) -> str:
-    """Return a package's version, or that it is unknown if the module was installed under another name, as torch's own
-    builds of Triton are."""
+    """Return a package's version. Return that it is unknown if the module was installed under another package name, as
+    in torch's own builds of Triton."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The text of docs/reference/limits.md, made of `baton.limits`; `tools.pages` writes it."""
+"""Generates the text of docs/reference/limits.md from `baton.limits`. `tools.pages` writes the file."""
 
 from itertools import groupby
 from typing import get_type_hints

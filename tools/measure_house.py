@@ -21,13 +21,14 @@ from tools.check_sizes import functions
 
 NO_PRODUCT = ("baton_lab", "benchmarks", "tests", "tools")
 REPEATED_FILES = ("__init__", "__main__", "port", "config", "host", "servicer", "errors", "routes", "bodies")
-"""File names that may be used in any number of folders."""
+"""File names that may occur in any number of folders."""
 MOST_PARAMETERS = 5
 LONG_FILE_LINES = 330
 CONFIGURED = ("Config", "Section", "Host")
-"""Ends of the names of classes that hold configuration, or are made from it."""
+"""Suffixes of the names of classes that hold configuration or are created from it."""
 LEAST_COPIES = 3
-"""Least number of keyword arguments copying an attribute of the same name that counts as copying by hand."""
+"""Minimum number of keyword arguments per call that copy an attribute of the same name, so that the call counts as
+copying by hand."""
 
 
 def main(root: Path) -> int:
@@ -81,8 +82,8 @@ def repeated(names: list[str], most: int) -> int:
 
 
 def wide_functions(tree: ast.Module) -> int:
-    """Return the number of functions with more than MOST_PARAMETERS parameters, keyword-only ones included, self and
-    cls not."""
+    """Return the number of functions with more than MOST_PARAMETERS parameters. Keyword-only parameters count; self and
+    cls do not."""
     methods = {id(each) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body}
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     bound = [id(node) in methods and "staticmethod" not in map(ast.unparse, node.decorator_list) for node in found]
@@ -96,7 +97,7 @@ def python_files(folder: Path) -> list[Path]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return the files and folders right inside a folder, without caches."""
+    """Return the files and folders directly inside a folder, without caches."""
     return [path for path in folder.iterdir() if path.name != "__pycache__"]
 
 
@@ -120,7 +121,8 @@ def code_lines(path: Path, tree: ast.Module) -> int:
 
 
 def copied_lines(tree: ast.Module) -> int:
-    """Return how many keyword arguments `name=something.name` stand in calls that copy configuration by hand."""
+    """Return the number of keyword arguments of the form `name=something.name` in calls that copy configuration by
+    hand."""
     copies = [
         sum(isinstance(each.value, ast.Attribute) and each.value.attr == each.arg for each in node.keywords)
         for node in ast.walk(tree)
@@ -130,7 +132,8 @@ def copied_lines(tree: ast.Module) -> int:
 
 
 def rooms(root: Path, package: str) -> dict[str, set[str]]:
-    """Return, for each room of a package, the other rooms that it imports."""
+    """Return the imports between the rooms of a package (modules or folders directly below it): for each room, the
+    other rooms that it imports."""
     graph: dict[str, set[str]] = {}
     for path in python_files(root / package):
         room = path.relative_to(root / package).parts[0].removesuffix(".py")
@@ -151,7 +154,8 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def levels(graph: dict[str, set[str]]) -> int:
-    """Return the number of rooms on the longest way along imports, a circle of rooms counted once."""
+    """Return the number of rooms on the longest path along imports. Rooms that import each other in a circle count as
+    one."""
 
     @cache
     def reach(room: str) -> frozenset[str]:

@@ -25,7 +25,7 @@ STALE_COMMITS = 60
 EXPRESSION = "ci or nightly"
 PASSED, FAILED = "passed", "failed"
 _INSTRUCTIONS = {"amx_tile": "amx", "avx512_bf16": "avx512-bf16", "avx512f": "avx512", "avx2": "avx2"}
-"""Features of processors that kernels depend on, the best first, and their names in the ledger."""
+"""Processor features that kernels use, the best first, with their names in the ledger."""
 _NOTHING_COLLECTED = 5
 
 
@@ -41,7 +41,7 @@ class Run:
 
 
 def main() -> int:
-    """Run files until the minutes are over; return 1 when a file failed."""
+    """Run files until the time limit is reached. Return 1 if a file failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40, help="time for the whole run, in minutes (default: 40)")
     parser.add_argument("--check", action="store_true", help="print a warning for each stale file, and run nothing")
@@ -62,14 +62,15 @@ def read_ledger(text: str) -> list[Run]:
 
 
 def oldest_first(files: Iterable[str], runs: Iterable[Run]) -> list[str]:
-    """Return the files by the place of their last pass in the ledger; files that never passed come first, by name."""
+    """Return the files in the order of their last pass in the ledger. Files that never passed come first, sorted by
+    name."""
     passed = {run.file: place for place, run in enumerate(runs) if run.result == PASSED}
     return sorted(files, key=lambda file: (passed.get(file, -1), file))
 
 
 def stale_files(runs: Iterable[Run], ages: Mapping[str, int]) -> list[str]:
-    """Return one line for each file of the ledger that exists and whose last pass is too old. `ages` maps commits to
-    the number of commits since."""
+    """Return one line per file that is in the ledger, still exists, and has not passed for too many commits. `ages`
+    maps each commit to the number of commits made after it."""
     passed: dict[str, int | None] = {}
     for run in runs:
         passed.setdefault(run.file, None)
@@ -118,13 +119,13 @@ def _append(run: Run) -> None:
 
 
 def _commit() -> str:
-    """Return the last commit, followed by "+" where other files than the ledger differ from it."""
+    """Return the last commit, followed by "+" if any file other than the ledger has uncommitted changes."""
     changed = _git("status", "--porcelain", "--", ":!tests/nightly.tsv")
     return _git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
 
 
 def _commit_ages() -> dict[str, int]:
-    """Return the number of commits since each commit of the history, by the name that the ledger gives it."""
+    """Return the number of commits made after each commit of the history. Keys are the commits' names in the ledger."""
     names = _git("log", "--format=%H").split()
     return {name[:10] + mark: age for age, name in enumerate(names) for mark in ("", "+")}
 
@@ -134,13 +135,13 @@ def _git(*arguments: str) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name and the best instruction set that kernels use of it."""
+    """Return the processor's name, and its best instruction set for which there are kernels."""
     best = next((name for flag, name in _INSTRUCTIONS.items() if flag in cpu_flags()), "plain")
     return f"{processor_kind().rpartition(' [')[0]} {best}"
 
 
 def _collect() -> list[str]:
-    """Return the test files that hold tests for the night."""
+    """Return the test files that contain nightly tests."""
     run = _pytest("--collect-only", "-q", "tests", capture=True)
     if run.returncode:
         raise SystemExit(run.stdout)

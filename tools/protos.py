@@ -30,7 +30,7 @@ def generate(root: Path, out: Path) -> None:
 
 
 def stale(root: Path) -> list[str]:
-    """Return what does not match proto/: changed, missing and left-over stubs, and files in proto/ that are not
+    """Return the files that do not match proto/: changed, missing and left-over stubs, and files in proto/ that are not
     protos."""
     foreign = [path for path in (root / "proto").rglob("*") if path.is_file() and path.suffix != ".proto"]
     found = [f"{path.relative_to(root)}: proto/ holds .proto files only: remove it" for path in sorted(foreign)]
