@@ -135,7 +135,7 @@ def _git(*arguments: str) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name, and its best instruction set for which there are kernels."""
+    """Return the processor's name, and the best instruction set that it supports and kernels use."""
     best = next((name for flag, name in _INSTRUCTIONS.items() if flag in cpu_flags()), "plain")
     return f"{processor_kind().rpartition(' [')[0]} {best}"
 

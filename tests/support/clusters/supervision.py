@@ -98,7 +98,7 @@ class SupervisedCluster(ClusterClient):
     faults: FaultPlan | None = None
     """Plan of faults for calls to workers, links and outlets; None: no faults."""
     may_share: bool = True
-    """Whether ranks with faults may push through shared memory."""
+    """True if ranks with faults may push through shared memory."""
     processes: Spawner | None = None
     """Spawner of child processes; if it is set, it replaces `spawner`."""
     workers_of: WorkersOf | None = None

@@ -127,11 +127,11 @@ class InProcessSpawner:
     """Gates in front of the attention kernels of workers, by worker name. None: workers have no gates, and use native
     kernels."""
     is_emulated: bool = False
-    """Whether each worker computes on an emulated device of its own."""
+    """True if each worker computes on its own emulated device."""
     faults: FaultPlan | None = None
     """Plan of faults for the links and outlets of ranks; None: no faults."""
     may_share: bool = True
-    """Whether ranks with faults may push through shared memory."""
+    """True if ranks with faults may push through shared memory."""
     folders: dict[str, Path | None] = field(default_factory=dict)
     """Folders of prefix stores, by worker name or role; other workers have no store."""
     prefix_bytes: int = PLENTY
