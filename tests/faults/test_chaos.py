@@ -1,5 +1,5 @@
-"""Seeded schedules of faults on the real stack: processes are killed and stopped; calls are slow, lost, dropped and
-repeated; clients cancel in any phase; the orchestrator ends and is restarted.
+"""Seeded schedules of faults on the real stack. Processes are killed and stopped, calls are slow, lost, dropped and
+repeated, clients cancel in any phase, and the orchestrator ends and is restarted.
 
 Every request ends exactly once, within its time limit, with exact tokens. Afterwards, no resource is held, and all
 ledgers balance.

@@ -113,8 +113,8 @@ class AllPairs:
                 yield PairWay(replace(terms, queue_s=max(queue_s - fetch_s, 0.0), fetch_s=fetch_s), fetch)
 
     def _starts(self, generation: GenerationGroup, store: str) -> Iterator[tuple[int, BlockFetch | None]]:
-        """Yield the numbers of leading tokens that need not be computed with the given prefix store, first without a
-        fetch and then with a fetch into the store."""
+        """Yield the numbers of leading tokens whose KV the given prefix store provides, first without a fetch and then
+        with a fetch into the store."""
         yield self._cached_tokens(generation, store), None
         blocks = self._blocks(generation)
         names = blocks.cached(blocks.cached_tokens(len(blocks.names)))

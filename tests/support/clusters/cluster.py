@@ -1,14 +1,14 @@
-"""Clusters for tests: workers of a tiny model of letters in this process, an orchestrator, and a client of it.
+"""Clusters for tests: workers of a tiny model of letters in this process, an orchestrator, and its client.
 
-`cluster` has no supervisor: the test itself stops, gates and replaces workers. The other kinds have the same client
-(`clients.ClusterClient`):
+`cluster` has no supervisor: the test itself stops and replaces workers, and stops their computation by gates. The
+other kinds of clusters have the same client (`clients.ClusterClient`):
 
-- `supervision.supervised`: a supervisor replaces workers, starts and ends groups as ordered; optionally with faults by
-  a plan, or with workers that are child processes;
-- `kept.kept`: workers and orchestrator are child processes, configured as for `baton serve`;
-- `tests.support.paced.cluster.paced_cluster`: the same with engines that take the time of hardware on paper.
+- `supervision.supervised`: a supervisor replaces workers, and starts and ends groups as ordered. Optionally, there are
+  planned faults, or workers are child processes.
+- `kept.kept`: workers and orchestrator are child processes, configured as for `baton serve`.
+- `tests.support.paced.cluster.paced_cluster`: like `kept.kept`, with engines that take the time of simulated hardware.
 
-chaos.py and relays.py run the product's own clusters of `baton chaos` and `baton local`.
+chaos.py runs clusters of `baton chaos`, and relays.py runs clusters of `baton local`.
 """
 
 import asyncio

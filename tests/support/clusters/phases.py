@@ -87,8 +87,8 @@ class Scene:
         return state.num_queued + state.num_running == sum(not other.done() for other in self.others)
 
     async def held(self) -> list[int]:
-        """Return the numbers of held resources: slots, bytes and streams of the engine; streams kept for an
-        orchestrator; jobs of each rank; jobs that the orchestrator tracks."""
+        """Return the numbers of held resources: slots, bytes and streams of the engine, streams kept for an
+        orchestrator, jobs of each rank, and jobs that the orchestrator tracks."""
         (group,) = self.made.groups
         ledger = group.slots.ledger()
         assert not ledger.imbalance, ledger

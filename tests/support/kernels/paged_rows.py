@@ -1,4 +1,4 @@
-"""Copies of KV buffers in pages that lie in random order."""
+"""Copies of KV buffers in pages that are stored in random order."""
 
 import random
 from collections.abc import Sequence

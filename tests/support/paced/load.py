@@ -97,7 +97,7 @@ async def play(channel: grpc.aio.Channel, trace: Trace, seed: int = 0) -> Played
 
 async def calibrate(channel: grpc.aio.Channel, hardware: PacedHardware, num_requests: int = 16) -> PacedHardware:
     """Measure on an idle cluster the overheads that are not paced: the time per request outside its chain, measured by
-    the client, and the time of a message between ranks. From then on, the orchestrator includes them in its
+    the client, and the time of a message between ranks. Afterwards, the orchestrator includes them in its
     predictions."""
     arrivals_s, tokens = np.linspace(0.0, 0.5 * num_requests, num_requests), np.resize([300, 1200], num_requests)
     played = await play(channel, Trace("alone", arrivals_s, tokens, np.ones(num_requests, np.int64)), seed=-1)

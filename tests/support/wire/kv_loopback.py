@@ -67,7 +67,7 @@ class Loopback:
         return await self.push_bytes([message.SerializeToString() for message in messages])
 
     async def push_bytes(self, frames: Iterable[bytes]) -> kv_pb2.PushReply:
-        """Call Push with raw frames, which need not be valid messages. Raises the receiver's error."""
+        """Call Push with raw frames, which may be invalid as messages. Raises the receiver's error."""
         method = self.channel.stream_unary(
             "/baton.v1.KvReceiver/Push", request_serializer=bytes, response_deserializer=kv_pb2.PushReply.FromString
         )

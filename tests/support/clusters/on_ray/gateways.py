@@ -18,8 +18,8 @@ START_S = 120.0
 
 @contextlib.contextmanager
 def gateway_on(host: Host, running: ServedCluster, *where: str) -> Iterator[str]:
-    """Run a gateway on `host`, and yield its address. The host need not be a Ray node. `where`: command-line options by
-    which the gateway finds the cluster."""
+    """Run a gateway on `host`, and yield its address. The host does not need to be a Ray node. `where`: command-line
+    options by which the gateway finds the cluster."""
     output = running.cache / GATEWAY_OUTPUT
     arguments = (*where, "--host", host.address, "--port", "0", "--model", str(running.model), "--grace", "0")
     command = host.command(sys.executable, "-m", "deploy.cli", "gateway", *arguments)

@@ -1,5 +1,5 @@
-"""Clusters on Ray that tests share. A cluster is started for the first test that needs it, is checked before each
-further test, and is restarted after a test that broke it."""
+"""Clusters on Ray that tests share. A cluster is started for the first test that needs it, and restarted after a test
+that broke it. Every test receives an intact cluster."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -53,7 +53,7 @@ class HostsCluster:
     outside: Host
     """Host that is not a node of the Ray instance."""
     hidden: Path
-    """Folder with the draft model, which only the launching host can read."""
+    """Folder with the draft model on the launching host `first`. It appears empty on host `second`."""
 
 
 FAR = "baton-place=far"
