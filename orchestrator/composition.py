@@ -1,6 +1,6 @@
-"""Builds the orchestrator of a process: makes its parts, and gives each part the others that it uses.
+"""Builds the orchestrator of a process: creates its components and connects them to each other.
 
-Called by `orchestrator.api.host`, whose `orchestrator.api.frontend` puts the parts on gRPC, and by
+Called by `orchestrator.api.host`, whose `orchestrator.api.frontend` serves the components over gRPC, and by
 `deploy.groups.local_cluster` without gRPC. On the loop.
 """
 
@@ -33,7 +33,7 @@ from orchestrator.workers.worker_poller import WorkerPoller
 
 @dataclass(kw_only=True, eq=False)
 class Orchestrator:
-    """The parts of one orchestrator. `start` it once, on the loop; `close` it in the end."""
+    """Components of one orchestrator. Call `start` once, on the loop, and `close` at the end."""
 
     config: OrchestratorConfig
     clock: Clock
@@ -49,13 +49,14 @@ class Orchestrator:
     _polling: asyncio.Task[None] | None = field(init=False, default=None)
 
     def start(self) -> None:
-        """Start to accept requests, to poll the workers, and to scale. To be called once, on the loop."""
+        """Start accepting requests, polling the workers, and scaling. Call it once, on the loop."""
         self.scheduler.start()
         self._polling = asyncio.create_task(self.poller.run(self.config.poll_s))
         self.scaler.start()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, then end the rest with UnavailableError.
+        """Refuse new requests, wait `grace_s` seconds for running requests, then end the remaining ones with
+        UnavailableError.
 
         Frees the slots and streams that attempts held, and closes all channels to workers. Idempotent.
         """
@@ -76,10 +77,11 @@ def build_orchestrator(
     config: OrchestratorConfig | None = None,
     traces: Traces | None = None,
 ) -> Orchestrator:
-    """Return an orchestrator over the groups in `members`, which may know none yet; it is not started.
+    """Return an orchestrator for the groups in `members`, which may still be empty. The caller must start it.
 
-    `planner` is asked for every request. `secret` is the cluster's, sent with each call to a worker. `traces` get every
-    request that has ended, and are closed with the orchestrator; None: they are kept and not exported.
+    `planner` predicts the duration of each request's prefill. `secret` is the cluster's secret, sent with each call to
+    a worker. `traces` receives every request that has ended, and is closed with the orchestrator; None: traces are kept
+    in memory and not exported.
     """
     config = config or OrchestratorConfig()
     journal, clients = Journal(clock, traces or Traces(), planner), Clients(secret)

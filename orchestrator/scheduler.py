@@ -1,8 +1,8 @@
-"""Sees each request through from its arrival to its one end: queue, attempts, events.
+"""Runs each request from its arrival to its end: the queue, the attempts, and the stream of events.
 
-Called by `orchestrator.api.frontend`, which puts it on gRPC, and by `deploy.commands.session` (`baton local`) without
-gRPC. Each request has its own task, which feeds its stream. A slow or departed reader of the stream does not delay the
-task, and the deadline holds in any case. On the loop.
+Called by `orchestrator.api.frontend`, which serves it over gRPC, and by `deploy.commands.session` (`baton local`)
+without gRPC. Each request has its own task, which writes the events of its stream. A client that reads slowly or
+disconnects does not delay the task, and the deadline is enforced in any case. On the loop.
 """
 
 import asyncio
@@ -50,20 +50,23 @@ _CLOSING = "the orchestrator is shutting down: try again"
 
 @dataclass(frozen=True)
 class _Run:
-    """One accepted request, until its end."""
+    """One accepted request, until it ends."""
 
     record: RequestRecord
     entry: Entry
-    """Its place in the queue, or among the running requests."""
+    """The request's entry in the admission gate: it first waits in the queue, then counts as running."""
     predicted_s: float | None
-    """Predicted seconds to its first token, when it came; None for a resumed stream."""
+    """Time to the first token in seconds, predicted when the request arrived; None for a resumed stream."""
     outbox: Outbox
-    """Events for its stream."""
+    """Buffer of the events to be sent on the request's stream."""
 
 
 @dataclass(kw_only=True, eq=False)
 class RequestScheduler:
-    """Owns the queue and all running requests. `orchestrator.composition` makes it; `start` it, `generate`, `close`."""
+    """Owns the queue and all running requests.
+
+    Built by `orchestrator.composition`. Call `start` once, `generate` for each request, and `close` at the end.
+    """
 
     config: OrchestratorConfig
     clock: Clock
@@ -74,7 +77,7 @@ class RequestScheduler:
     forecast: ChainForecast
     budget: RetryBudget
     fleet: LiveFleet
-    """Record of arrivals and ends, for the autoscaler."""
+    """Records the arrivals and the ends of requests, for the autoscaler."""
     journal: Journal
     _outboxes: Outboxes = field(init=False, default_factory=Outboxes)
     _following: asyncio.Task[NoReturn] | None = field(init=False, default=None)
@@ -82,12 +85,14 @@ class RequestScheduler:
     _closing: bool = field(init=False, default=False)
 
     def start(self) -> None:
-        """Keep the number of requests that may run to the groups' slots. To be called once, on the loop."""
+        """Start adjusting the limit of running requests to the number of slots of all groups. Call it once, on the
+        loop."""
         self._resize()
         self._following = asyncio.create_task(repeat("following the groups' slots", self._follow, _FOLLOWING_PAUSES))
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, then end the rest with UnavailableError.
+        """Refuse new requests, wait `grace_s` seconds for running requests, then end the remaining ones with
+        UnavailableError.
 
         Frees the slots and streams that attempts held. Idempotent.
         """
@@ -100,11 +105,12 @@ class RequestScheduler:
         await self.attempt_runner.close()
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield one request's stream: Started, tokens, Finished. Closing the generator cancels the request everywhere.
+        """Yield the events of one request's stream: Started, then tokens, then Finished.
 
-        Before Started, raises InvalidArgumentError for more choices than any group has slots and for exactness where
-        every group is approximate, ResourceExhaustedError when the queue is full or the deadline too near, and
-        UnavailableError once the scheduler is closing. Finished carries every later failure.
+        If the caller closes the generator, the request is cancelled, also on the workers. These errors are raised
+        before Started. InvalidArgumentError: the request has more choices than any group has slots, or it requires
+        exact attention and all groups are approximate. ResourceExhaustedError: the queue is full or the deadline cannot
+        be met. UnavailableError: the scheduler is closing. Every later failure is reported in Finished.
         """
         if self._closing:
             raise UnavailableError(_CLOSING)
@@ -136,8 +142,10 @@ class RequestScheduler:
             await _cancel(task)
 
     def _join(self, record: RequestRecord, give_up: Callable[[], object]) -> _Run:
-        """Queue the request; `give_up` ends it. No prediction refuses a resumed stream, because it had its first token
-        before."""
+        """Put the request into the queue. `give_up` is a function that cancels the request.
+
+        A resumed stream gets no prediction and so is never refused because of one: it has already had its first token.
+        """
         predicted_s = None if record.request.is_resumed else self.forecast.predict_s(record)
         try:
             entry = self.admission.join(
@@ -152,7 +160,8 @@ class RequestScheduler:
         return _Run(record, entry, predicted_s, self._outboxes.open(record.request.tenant, give_up))
 
     def _check_choices(self, num_choices: int) -> None:
-        """Refuse more choices than any generation group has slots, because a request's choices share a group."""
+        """Raise InvalidArgumentError if the request has more choices than any generation group has slots, because all
+        choices of a request run on the same group."""
         most = max((group.num_slots for group in self.members.view.generation), default=num_choices)
         if num_choices > most:
             raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
@@ -168,21 +177,23 @@ class RequestScheduler:
         run.outbox.put(event)
 
     def _salt(self, request: Request) -> str:
-        """Return what separates the request's cached prompt from others': its tenant, where tenants are isolated, and
-        what the client gave. The default tenant's blocks have no tenant, so that isolation costs a cluster without
-        tenants none of its cached prompts."""
+        """Return the salt that separates the cached blocks of the request's prompt from the blocks of other requests.
+
+        It consists of the tenant's name, if tenants are isolated, and of the client's own salt. The default tenant's
+        name is left out, so that isolation does not invalidate the cached prompts of a cluster without tenants.
+        """
         is_apart = self.config.prefix_isolation and request.tenant.name != DEFAULT_TENANT.name
         tenant = request.tenant.name if is_apart else ""
         return f"{tenant}\0{request.prefix_salt}" if request.prefix_salt else tenant
 
     def _check_exact(self, wanted: bool) -> bool:
-        """Return whether all of the request's tokens will be exact.
+        """Return True if all tokens of the request will be exact, i.e. made with attention to all earlier tokens.
 
-        Raises InvalidArgumentError when they must be and cannot be. The result is reported at the stream's start and
-        holds to its end. So if no group is approximate now, no approximate group that joins later may take over the
-        request.
+        Raises InvalidArgumentError if the client requires exact tokens and all groups are approximate. The result is
+        reported in Started and holds until the request ends. So if no group is approximate now, an approximate group
+        that joins later must not serve the request.
         """
-        groups = self.members.present.generation  # drained ones too: they may return, or keep a stream
+        groups = self.members.present.generation  # drained groups too: they may be undrained, or still keep a stream
         if wanted and groups and all(group.is_approximate for group in groups):
             policies = ", ".join(sorted({group.residency for group in groups}))
             raise InvalidArgumentError(
@@ -202,7 +213,8 @@ class RequestScheduler:
         self.budget.resize(num_slots)
 
     async def _complete(self, run: _Run) -> Finished:
-        """Run the request to its end and return that end, on any error except cancellation."""
+        """Run the request to its end and return its last event. All errors except cancellation are reported in that
+        event."""
         record, emit, deadline_s = run.record, partial(self._emit, run), run.record.request.deadline_s
         left_s = None if deadline_s is None else deadline_s - self.clock.now_s()
         reason: FinishReason | None = None
@@ -213,7 +225,7 @@ class RequestScheduler:
                 record.admit(self.clock)
                 await self._attempts(record, emit, record.request.is_resumed)
         except TimeoutError:
-            if not record.is_complete:  # else only timings came late
+            if not record.is_complete:  # a complete request has only waited for the ranks' timings
                 made = f"its deadline passed after {record.num_output_tokens} output tokens"
                 error = DeadlineExceededError(f"request {record.request_id}: {made}")
                 for event in record.end_open(FinishReason.DEADLINE, self.clock.unix_ns()):
@@ -227,20 +239,21 @@ class RequestScheduler:
         return record.finish(self.clock.unix_ns(), reason, error)
 
     def _settle(self, run: _Run, task: asyncio.Task[Finished]) -> None:
-        """Give up the request's place and emit Finished last, even if its task was cancelled before it began."""
+        """Release the request's entry in the queue and emit Finished as the last event, even if the task was cancelled
+        before it started."""
         record = run.record
         self._tasks.discard(task)
         self.admission.leave(run.entry)
         finished = self._interrupted(run) if task.cancelled() else task.result()
-        run.outbox.put(finished)  # first, so that the client's stream ends even if the rest fails
+        run.outbox.put(finished)  # first: the client's stream must end even if a later line fails
         self.fleet.ended(record)
         if run.predicted_s is not None:
             self.forecast.ended(record, run.predicted_s, self.clock.now_s())
         self.journal.ended(record, finished)
 
     def _interrupted(self, run: _Run) -> Finished:
-        """Return the end of a request that its client, its outbox or `close` has cancelled, perhaps after its last
-        token."""
+        """Return the last event of a request that was cancelled by its client, by its outbox or by `close`. Its last
+        token may have been emitted before."""
         record, refusal = run.record, run.outbox.refusal
         if record.is_complete:
             return record.finish(self.clock.unix_ns())
@@ -252,10 +265,11 @@ class RequestScheduler:
         return record.finish(self.clock.unix_ns(), FinishReason.CANCELLED, gone)
 
     async def _attempts(self, record: RequestRecord, emit: Emit, may_be_kept: bool) -> None:
-        """Make attempts, each continuing after the tokens of the earlier ones; raise the last attempt's error.
+        """Make attempts until one succeeds. Each attempt continues after the tokens of the earlier attempts. Raises the
+        last attempt's error.
 
-        `may_be_kept`: whether a generation group may have kept the stream of an earlier orchestrator. A LeaseError
-        is retried too, because every attempt gets a lease of its own.
+        `may_be_kept` is True if a generation group may still run the stream that an earlier orchestrator had opened. A
+        LeaseError is retried too, because every attempt gets a new lease.
         """
         if may_be_kept and await self._taken_over(record, emit):
             return
@@ -271,7 +285,7 @@ class RequestScheduler:
             except BatonError as error:
                 self._note_failure(record, error)
                 may_succeed = error.retryable or isinstance(error, LeaseError)
-                if may_succeed:  # also before the last failure is reported: the client may send the request again
+                if may_succeed:  # also after the last attempt: the client may send the request again
                     await self.suspects.judge(record, num_before)
                 if not may_succeed or record.attempt.number >= self.config.max_attempts:
                     raise
@@ -283,7 +297,8 @@ class RequestScheduler:
             await asyncio.sleep(pause_s)
 
     async def _taken_over(self, record: RequestRecord, emit: Emit) -> bool:
-        """Return whether a generation group had kept the request's stream, and has now run it to its end."""
+        """Take over the request's stream from the generation group that kept it, and run it to its end. Return False if
+        no group has kept it or if it fails."""
         try:
             await self.attempt_runner.take_over(record, emit)
         except NotFoundError as error:
@@ -296,12 +311,13 @@ class RequestScheduler:
         return True
 
     def _note_failure(self, record: RequestRecord, error: BatonError) -> None:
-        """Report a failed attempt to log, metrics and the group's breaker, before the next is placed."""
+        """Report a failed attempt to the log, the metrics and the group's circuit breaker, before the next attempt is
+        placed."""
         self.journal.failed(record, error)
         self.members.failed(record.attempt.blamed if tells_of_the_group(error) else None)
 
     async def _branch(self, record: RequestRecord, emit: Emit, may_be_kept: bool) -> None:
-        """Retry each choice that has not ended by itself, in a task of its own."""
+        """Retry each choice that has not ended as a separate request, in its own task."""
         branches = record.branches()
         tasks = [asyncio.create_task(self._attempts(branch, emit, may_be_kept)) for branch in branches]
         for branch, task in zip(branches, tasks, strict=True):
