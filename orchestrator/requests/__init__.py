@@ -1,1 +1,1 @@
-"""Defines a request as the orchestrator sees it, from admission to its one terminal event."""
+"""Defines a request in the orchestrator: its parameters, its tenant, its state and its record."""

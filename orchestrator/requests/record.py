@@ -1,4 +1,4 @@
-"""The record of a request, and the events of its stream. `orchestrator.requests.states` has a request's states.
+"""Record of a request, and the events of its stream. The states of a request are in `orchestrator.requests.states`.
 
 Records are made by `orchestrator.scheduler`, changed by it and `orchestrator.dispatch`, and read by
 `orchestrator.placement`. Pure.
@@ -32,49 +32,51 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """A stream's last event; every stream has exactly one."""
+    """Last event of a stream. Every stream has exactly one."""
 
     reasons: tuple[FinishReason, ...]
-    """The reason why each choice ended, including choices that an error ended."""
+    """Finish reason of each choice, including choices that were ended by an error."""
     usage: Usage
     timings: Timings
     error: BatonError | None = None
-    """The error that ended the request before its choices; None when all of them ended by themselves."""
+    """Error that ended the request before all choices were complete; None if all choices ended normally."""
 
 
 Event = Started | TokenEvent | Finished
-"""An event of a stream: one Started, token events, one Finished. A choice's last token event has its finish reason."""
+"""Event of a stream: one Started, any number of token events, one Finished. The last token event of a choice has the
+finish reason of that choice."""
 
 
 @dataclass
 class ChoiceRecord:
-    """One of a request's outputs. Owned by the request's task."""
+    """Record of one choice of a request. Only the request's task changes it."""
 
     index: int
     params: SamplingParams
-    """Sampling parameters of this choice alone."""
+    """Sampling parameters of this choice."""
     output_ids: list[int]
-    """Tokens that the client has, or will have; the next attempt continues after them."""
+    """Tokens that have been sent to the client or are about to be sent. The next attempt continues after them."""
     finish: FinishReason | None = None
     num_steps: int = 0
-    """Steps of this orchestrator's attempts that brought tokens."""
+    """Number of decode steps, in attempts of this orchestrator, that produced tokens of this choice."""
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
-    """Drafts that those steps verified, by their source."""
+    """Counts of the drafts verified in the steps of `num_steps`, by draft source."""
     _num_taken: int = 0
-    """Tokens that those steps brought."""
+    """Number of tokens received in the steps of `num_steps`."""
 
     def add(self, token_id: int, drafts: DraftRound | None) -> None:
-        """Take the next token, and the drafts of its step if the token is the last one of a step with drafts."""
+        """Append the next token. `drafts` is the draft round of its step if the token is the last token of a step with
+        drafts; None otherwise."""
         self.output_ids.append(token_id)
         self._num_taken += 1
         self.num_steps += 1
         if drafts is not None:
-            self.num_steps -= min(drafts.num_tokens, self._num_taken) - 1  # the client may have had the first ones
+            self.num_steps -= min(drafts.num_tokens, self._num_taken) - 1  # some tokens may predate this record
             before = self.drafts.get(drafts.source, DraftCounts(drafts.source))
             self.drafts[drafts.source] = before + DraftCounts.of(drafts)
 
     def end(self, reason: FinishReason, now_ns: int) -> TokenEvent:
-        """End the choice without another token, and return the event that reports it."""
+        """End the choice without another token, and return the event that reports the end."""
         self.finish = reason
         return TokenEvent(len(self.output_ids), None, "", now_ns, reason, choice=self.index)
 
@@ -86,32 +88,34 @@ class Attempt:
 
     number: int = 1
     leased_ns: int = 0
-    """Time at which the attempt had a generation group and, if a chain prefills, its slots."""
+    """Unix time in nanoseconds at which the attempt had a generation group and, if a chain prefills, its slots."""
     leased_s: float | None = None
-    """The same time on the clock's now_s(), by which durations are measured; None before."""
+    """Same instant as `leased_ns` on the clock of Clock.now_s(), used to measure durations; None before that instant.
+    """
     residency: str = ""
     """Name of the residency policy of the generation group."""
     placement: Placement | None = None
-    """Which workers prefill, and why."""
+    """Selection of the workers that prefill, with its reason."""
     width: WidthChoice | None = None
-    """The choice of the number of prefill ranks; None when the generation group prefills by itself."""
+    """Selected number of prefill ranks; None if the generation group prefills by itself."""
     num_cached_tokens: int = 0
-    """Number of first tokens whose KV was cached, so that the prefill begins behind them."""
+    """Number of leading tokens whose KV was cached. The prefill starts after them."""
     fetch: PrefixFetch | None = None
-    """The last fetch of cached KV from another node; None when none was tried."""
+    """Last fetch of cached KV from another node; None if no fetch was made."""
     ranks: tuple[RankTiming, ...] = ()
-    """Timings of the prefill ranks; empty when the generation group prefilled by itself."""
+    """Timings of the prefill ranks; empty if the generation group prefilled by itself."""
     blamed: Hashable = None
-    """Incarnation of the group that failed the attempt; None when no group did."""
+    """Incarnation of the group that made the attempt fail; None if no group did. A group gets a new incarnation each
+    time it is repaired or replaced."""
     generation: str = ""
-    """Name of the generation group; empty before the attempt has one."""
+    """Name of the generation group; empty until one is selected."""
     prefill: str = ""
-    """Name of the prefill group whose chain serves the attempt; empty without a chain."""
+    """Name of the prefill group whose chain serves the attempt; empty if no chain is used."""
 
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """An attempt that failed, so that another followed or the request ended."""
+    """Attempt that failed. It was followed by another attempt or by the end of the request."""
 
     number: int
     unix_ns: int
@@ -123,10 +127,11 @@ class FailedAttempt:
 
 @dataclass
 class RequestRecord:
-    """Record of an accepted request: its state, its choices, its times. Changed by its methods, in the request's task.
+    """Record of an accepted request: its state, its choices and its times. Its methods are called in the request's
+    task.
 
-    Its choices share an attempt, and so the prompt's prefill, as long as none of them has a token. A later failure is
-    retried choice by choice, as `branches`.
+    As long as no choice has a token, all choices share one attempt, and so the prefill of the prompt. After that, a
+    failed request is split by `branches`, and each choice is retried separately.
     """
 
     request: Request
@@ -134,22 +139,23 @@ class RequestRecord:
     received_ns: int
     admitted_ns: int = 0
     admitted_s: float = 0.0
-    """Time of `admitted_ns` on the clock's now_s(), by which durations are measured."""
+    """Same instant as `admitted_ns` on the clock of Clock.now_s(), used to measure durations."""
     first_token_ns: int = 0
     last_token_ns: int = 0
     first_seen_s: float | None = None
-    """Time at which the request's first token was passed on, on the clock's now_s(); None before."""
+    """Time on the clock of Clock.now_s() at which the request's first token was passed to the client; None before that.
+    """
     state: RequestState = RequestState.QUEUED
     attempt: Attempt = Attempt()
-    """The present attempt, or the last one."""
+    """Present attempt, or the last one if the request has ended."""
     avoid: set[Hashable] = field(default_factory=set)
-    """Incarnations of groups that failed this request."""
+    """Incarnations of the groups that failed this request."""
     failures: list[FailedAttempt] = field(default_factory=list)
-    """Attempts that have failed, those of all branches included, which share this list."""
+    """Failed attempts, including those of the records made by `branches`, which share this list."""
 
     @classmethod
     def of(cls, request: Request, received_ns: int) -> Self:
-        """Return the record of a new request. Its choices continue after the tokens that the client already has."""
+        """Return the record of a new request. Its choices continue after the output tokens that the client has."""
         lists = request.outputs or [()] * request.params.n
         choices = [ChoiceRecord(index, request.params.of_choice(index), list(ids)) for index, ids in enumerate(lists)]
         return cls(request, tuple(choices), received_ns)
@@ -160,22 +166,23 @@ class RequestRecord:
 
     @property
     def output_ids(self) -> list[int]:
-        """Return the tokens after which all choices of an attempt continue; none when there are several choices."""
+        """Return the output tokens after which an attempt continues; empty if the request has several choices."""
         return self.choices[0].output_ids if len(self.choices) == 1 else []
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens whose KV an attempt that starts now has to make."""
+        """Return the number of tokens whose KV an attempt that starts now must compute or load."""
         return len(self.request.prompt_ids) + len(self.output_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Return the number of output tokens over all choices."""
+        """Return the number of output tokens, summed over all choices."""
         return sum(len(choice.output_ids) for choice in self.choices)
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Return whether the prefill must also score the prompt's tokens; the scores come with the first token."""
+        """Return True if the prefill must also return the logprobs of the prompt's tokens. They arrive with the first
+        token."""
         return self.request.params.prompt_logprobs is not None and not self.choices[0].output_ids
 
     @property
@@ -185,23 +192,27 @@ class RequestRecord:
 
     @property
     def is_apart(self) -> bool:
-        """Return whether one of several choices has tokens or an end, so that each is retried by itself."""
+        """Return True if each choice must be retried separately: the request has several choices, and at least one of
+        them has tokens or has ended."""
         return len(self.choices) > 1 and any(choice.output_ids or choice.finish for choice in self.choices)
 
     def advance(self, move: RequestMove) -> None:
-        """Move to the state that TRANSITIONS gives for this move, which must be allowed."""
+        """Change the state by this move, as TRANSITIONS defines it. The move must be allowed in the present state."""
         after = TRANSITIONS.get((self.state, move))
         assert after is not None, f"request {self.request_id}: no {move.value} in state {self.state.value}"
         self.state = after
 
     def admit(self, clock: Clock) -> None:
-        """Record that the request has left the queue now."""
+        """Record that the request leaves the queue now."""
         self.advance(RequestMove.ADMIT)
         self.admitted_ns, self.admitted_s = clock.unix_ns(), clock.now_s()
 
     def place(self, clock: Clock, placed: Attempt = Attempt()) -> None:
-        """Record where the attempt runs, now that it has a generation group and, if a chain prefills, its slots.
-        `placed` has the fields that are known by now, except number and times."""
+        """Record where the attempt runs. Call it when the attempt has a generation group and, if a chain prefills, its
+        slots.
+
+        `placed` has the fields known so far. Its number and its times are ignored and set here.
+        """
         self.advance(RequestMove.PLACE)
         number, leased_ns, leased_s = self.attempt.number, clock.unix_ns(), clock.now_s()
         self.attempt = replace(placed, number=number, leased_ns=leased_ns, leased_s=leased_s)
@@ -211,25 +222,26 @@ class RequestRecord:
         self.attempt = replace(self.attempt, ranks=ranks)
 
     def blame(self, incarnation: Hashable) -> None:
-        """Record that this incarnation of a group has failed the attempt; later attempts avoid it."""
+        """Record that this incarnation of a group made the attempt fail. Later attempts avoid it."""
         self.avoid.add(incarnation)
         self.attempt = replace(self.attempt, blamed=incarnation)
 
     def retry(self) -> None:
-        """Record that the attempt has failed and the next begins."""
+        """Record that the attempt has failed and that the next attempt begins."""
         self.advance(RequestMove.RETRY)
         self.attempt = Attempt(self.attempt.number + 1)
 
     def replan(self) -> None:
-        """Restart the attempt without counting another, because neither a worker nor the request caused the failure."""
+        """Restart the attempt with the same attempt number, because neither a worker nor the request caused the
+        failure."""
         self.advance(RequestMove.RETRY)
         self.attempt = Attempt(self.attempt.number)
 
     def accept(self, event: TokenEvent) -> TokenEvent | None:
-        """Take an attempt's event into the record, and return it as the client sees it.
+        """Record an event of the attempt, and return the event with the choice's index as the client knows it.
 
-        Returns None when the event's choice has already ended. Raises BatonError when the event is not its choice's
-        next one.
+        Returns None if the event's choice has already ended. Raises BatonError if the event is not the next event of
+        its choice.
         """
         if event.choice >= len(self.choices):
             raise BatonError(f"a worker sent choice {event.choice} of {len(self.choices)}: restart it")
@@ -239,7 +251,7 @@ class RequestRecord:
         if event.index != len(choice.output_ids):
             raise BatonError(f"a worker sent token {event.index} where {len(choice.output_ids)} is due: restart it")
         if event.token is not None:
-            if self.state is not RequestState.STREAMING:  # false for every token but the first
+            if self.state is not RequestState.STREAMING:  # true only for the attempt's first token
                 self.advance(RequestMove.TOKEN)
             choice.add(event.token.token_id, event.drafts)
             self.first_token_ns = self.first_token_ns or event.unix_ns
@@ -248,20 +260,22 @@ class RequestRecord:
         return event if event.choice == choice.index else replace(event, choice=choice.index)
 
     def end_known(self, now_ns: int) -> list[TokenEvent]:
-        """End choices that had ended before the client resumed its stream; return the events that report it."""
+        """End the choices that had already ended before the client resumed the stream, and return the events that
+        report it."""
         pairs = zip(self.choices, self.request.ended, strict=False)
         return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
 
     def end_open(self, reason: FinishReason, now_ns: int) -> list[TokenEvent]:
-        """End the choices that have not ended, and return the events that report it."""
+        """End all choices that have not ended yet, and return the events that report it."""
         return [choice.end(reason, now_ns) for choice in self.choices if choice.finish is None]
 
     def see_token(self, now_s: float) -> None:
-        """Record that a token is passed on now, on the clock's now_s()."""
+        """Record that a token is passed to the client at `now_s`. Only the first call has an effect."""
         self.first_seen_s = now_s if self.first_seen_s is None else self.first_seen_s
 
     def branches(self) -> "list[RequestRecord]":
-        """Return a record for each choice that has not ended; from now on each is retried by itself."""
+        """Return a separate record for each choice that has not ended. After this call each choice is retried
+        separately."""
         return [
             replace(
                 self,
@@ -274,7 +288,8 @@ class RequestRecord:
         ]
 
     def merge(self, branches: "Sequence[RequestRecord]") -> None:
-        """Take over attempts, the latest placement and token times from the records that `branches` returned."""
+        """Update this record from the records that `branches` returned: number of attempts, latest placement, token
+        times."""
         attempts = (each.attempt for each in (self, *branches))
         latest = max(attempts, key=lambda each: (each.leased_s is not None, each.leased_s or 0.0))
         self.attempt = replace(latest, number=max(branch.attempt.number for branch in branches))
@@ -283,7 +298,8 @@ class RequestRecord:
         self.last_token_ns = max(each.last_token_ns for each in (self, *branches))
 
     def finish(self, now_ns: int, reason: FinishReason | None = None, error: BatonError | None = None) -> Finished:
-        """End the request and return its last event: open choices end for `reason`, because of `error` if given."""
+        """End the request and return its last event. Choices that have not ended get the finish reason `reason`;
+        `error` is the error that ended them, if any."""
         self.advance(RequestMove.FINISH)
         reasons = [choice.finish or reason for choice in self.choices]
         assert None not in reasons, f"request {self.request_id} ends with choices that have not"
@@ -291,14 +307,15 @@ class RequestRecord:
         return Finished(ended, self.usage(), self.timings(now_ns), error)
 
     def usage(self) -> Usage:
-        """Return the tokens and attempts that the request has taken so far."""
+        """Return the number of tokens and attempts that the request has used so far."""
         num_prompt = len(self.request.prompt_ids)
         num_cached = min(self.attempt.num_cached_tokens, num_prompt)
         num_output = self.num_output_tokens if self.request.has_output else 0
         return Usage(num_prompt, num_output, self.attempt.number, num_cached)
 
     def timings(self, finished_ns: int = 0) -> Timings:
-        """Return the times of the last attempt so far; `finished_ns` is the instant of the request's end, 0 before."""
+        """Return the request's times and the stages of its last attempt. `finished_ns` is the time at which the request
+        ended; 0 if it has not ended."""
         attempt = self.attempt
         return Timings(
             received_ns=self.received_ns,
@@ -312,7 +329,7 @@ class RequestRecord:
         )
 
     def _speculation(self) -> SpeculationTrace | None:
-        """Return the drafts of all choices; None when no step verified any."""
+        """Return the counts of verified drafts, summed over all choices; None if no step verified drafts."""
         found: dict[str, DraftCounts] = {}
         for choice in self.choices:
             for source, counts in choice.drafts.items():

@@ -1,7 +1,7 @@
-"""A request as its client asked for it, checked against the model's limits: it never changes.
+"""Request of a client, checked against the model's limits. A request never changes.
 
-Made by `orchestrator.api.request_reader`, or in process by `deploy.commands.session`; what becomes of it is in
-`orchestrator.requests.record`. Pure.
+Made by `orchestrator.api.request_reader`, or in process by `deploy.commands.session`. The progress of a request is
+recorded in `orchestrator.requests.record`. Pure.
 """
 
 from dataclasses import dataclass, replace
@@ -13,43 +13,48 @@ from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 @dataclass(frozen=True)
 class Request:
-    """One request for generation. Its fields are checked before it is made."""
+    """One request for generation. Its fields are validated before it is made."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     """Sampling parameters of the whole request, seed included."""
     outputs: tuple[tuple[int, ...], ...] = ()
-    """Tokens that the client has from an earlier stream, by choice, after which this one continues; empty if new."""
+    """Output tokens that the client has already received from an earlier stream, by choice. Each choice continues after
+    them. Empty for a new request."""
     ended: tuple[FinishReason | None, ...] = ()
-    """For each of `outputs`, the reason why that choice has ended; None where it continues."""
+    """For each item of `outputs`, the finish reason of that choice; None if the choice has not ended and continues."""
     deadline_s: float | None = None
-    """Time at which the request ends by itself, on the scheduler's Clock.now_s(); None for no deadline."""
+    """Time at which the request is ended, on the clock of the scheduler's Clock.now_s(); None for no deadline."""
     echo: str = ""
-    """Text with which the text of each choice begins."""
+    """Text that is prepended to the output text of each choice."""
     has_output: bool = True
-    """False: the client wants the prompt's logprobs alone, and does not get the one token that a group makes."""
+    """False if the client wants only the prompt's logprobs. A group then still generates one token, which is not sent
+    to the client."""
     priority: Priority = Priority.STANDARD
     tenant: Tenant = DEFAULT_TENANT
     """The tenant that sent the request."""
     by_chain: bool = False
-    """True if a chain prefills, if there is one, even where the generation group is predicted to be faster."""
+    """True if a prefill chain must be used when one exists, even if prefill on the generation group is predicted to be
+    faster."""
     exact: bool = False
-    """True if only groups that attend to all tokens may serve it: the client required that, or got it as a promise."""
+    """True if only groups that attend to all tokens may serve the request, because the client required it or because it
+    was promised in the Started event."""
     trace_context: tuple[tuple[str, str], ...] = ()
-    """The caller's W3C trace context, as its `traceparent` and `tracestate`; empty without one."""
+    """The caller's W3C trace context, as its `traceparent` and `tracestate`; empty if the caller sent none."""
     prefix_salt: str = ""
-    """Salt in the names of the prompt's blocks: only requests of the same salt share cached prefixes. As the client
-    gave it, until the scheduler has added the tenant's."""
+    """Salt of the hashes of the prompt's blocks. Only requests with the same salt share cached prefixes. It is the
+    client's salt until the scheduler adds the tenant's name."""
 
     @property
     def is_resumed(self) -> bool:
-        """Return whether the client resumes an earlier orchestrator's stream, which a group may still run."""
+        """Return True if the client resumes a stream of an earlier orchestrator, which a group may still be running."""
         return bool(self.outputs)
 
     @property
     def num_given(self) -> int:
-        """Return the number of output tokens, over all choices, that the client had when the request came."""
+        """Return the number of output tokens, summed over all choices, that the client had already received before it
+        sent the request."""
         return sum(len(ids) for ids in self.outputs)
 
     @property
@@ -59,21 +64,23 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens whose KV the request's first attempt has to make."""
+        """Return the number of tokens whose KV must be computed by the first attempt."""
         return len(self.prompt_ids) + (len(self.outputs[0]) if len(self.outputs) == 1 else 0)
 
     @property
     def capacity_tokens(self) -> int:
-        """Return the number of tokens that each of the request's slots must hold at its end."""
+        """Return the maximum number of tokens that each of the request's slots must be able to hold: prompt plus
+        output."""
         return len(self.prompt_ids) + self.params.max_tokens
 
     def with_a_token(self) -> "Request":
-        """Return the request as a group can serve it: one without output makes a token, which is left out."""
+        """Return the request in a form that a group can serve: if max_tokens is 0, with max_tokens 1 and `has_output`
+        False."""
         if self.params.max_tokens:
             return self
         return replace(self, params=replace(self.params, max_tokens=1), has_output=False)
 
     def of_choice(self, index: int, params: SamplingParams) -> "Request":
-        """Return the request for one of several choices alone, with that choice's own parameters."""
+        """Return a request for one of several choices only, with that choice's own sampling parameters."""
         outputs = self.outputs[index : index + 1]
         return replace(self, request_id=RequestId(f"{self.request_id}/{index}"), params=params, outputs=outputs)

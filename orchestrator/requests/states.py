@@ -1,10 +1,10 @@
-"""The states of a request, and one table of the moves between them.
+"""States of a request, and the table of the allowed transitions.
 
     QUEUED -> PLACING -> PREFILLING -> STREAMING -> FINISHED
                  ^           |             |
                  +-----------+-------------+      an attempt failed, the next begins
-    every state before FINISHED may move there at once, and no move leaves FINISHED: each request ends exactly once
 
+A request may move to FINISHED from any other state. No transition leaves FINISHED, so each request ends exactly once.
 Used by `orchestrator.requests.record`. Pure.
 """
 
@@ -18,9 +18,9 @@ class RequestState(Enum):
 
     QUEUED = "queued"
     PLACING = "placing"
-    """Has left the queue; its groups and its slot are being chosen."""
+    """The request has left the queue. Its groups and its slot are being chosen."""
     PREFILLING = "prefilling"
-    """Has a generation group; the present attempt has made no token yet."""
+    """The request has a generation group. The present attempt has not produced a token yet."""
     STREAMING = "streaming"
     FINISHED = "finished"
 
@@ -50,4 +50,4 @@ TRANSITIONS: Mapping[tuple[RequestState, RequestMove], RequestState] = MappingPr
         (RequestState.STREAMING, RequestMove.FINISH): RequestState.FINISHED,
     }
 )
-"""The state after every allowed move, by state and move; any other move is a bug in the orchestrator."""
+"""Next state by present state and move. A move that is not in the table is a bug in the orchestrator."""

@@ -1,9 +1,9 @@
-"""Finds the tenant that a call belongs to, and holds the settings of each tenant: keys, a weight, bounds.
+"""Finds the tenant of a call, and holds the settings of each tenant: API keys, a weight and limits.
 
-A call's gRPC metadata says who sends it: an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`) or, where a
-trusted gateway in front has checked already, the tenant's name (`baton-tenant: NAME`). Operators have keys of their own
-(`orchestrator.api.access`). Only the hashes of keys are held here. Used by `orchestrator.api`; `orchestrator.admission`
-applies weights and bounds. Pure; read-only once made.
+The gRPC metadata of a call identifies its sender by an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`). If a
+trusted gateway has already checked the key, the metadata has the tenant's name instead (`baton-tenant: NAME`).
+Operators have separate keys (`orchestrator.api.access`). Only the hashes of keys are stored here. Used by
+`orchestrator.api`; weights and limits are applied by `orchestrator.admission`. Pure; read-only after construction.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 def _checked_hash(key_hash: str) -> str:
-    if not re.fullmatch(r"[0-9a-f]{64}", key_hash):  # it may be a key: not shown
+    if not re.fullmatch(r"[0-9a-f]{64}", key_hash):  # not shown in the message, because it may be a key
         raise ValueError("use 64 hexadecimal digits each, as sha256sum prints")
     return key_hash
 
@@ -72,7 +72,7 @@ def hash_key(api_key: str) -> str:
 
 
 def values_of(metadata: Metadata) -> dict[str, str]:
-    """Return a call's metadata by key, as text."""
+    """Return a call's metadata as a dictionary of strings."""
     return {key: value.decode(errors="replace") if isinstance(value, bytes) else value for key, value in metadata}
 
 
@@ -116,10 +116,10 @@ class Tenants:
         return tuple(each.encode() for each in self.operator_hashes)
 
     def is_operator(self, metadata: Metadata) -> bool:
-        """Return whether a call with this metadata has an operator's key.
+        """Return True if a call with this metadata has an operator's key.
 
-        Returns False without a key, and where no key is configured. Raises PermissionDeniedError for a tenant's key,
-        and UnauthenticatedError for an unknown key.
+        Returns False if the call has no key, and if no key is configured. Raises PermissionDeniedError for a tenant's
+        key, and UnauthenticatedError for an unknown key.
         """
         key = _key_of(values_of(metadata))
         if key is None or not (self._by_hash or self._operators):
@@ -130,10 +130,10 @@ class Tenants:
         raise PermissionDeniedError(f"the API key is tenant {tenant.name}'s: use an operator's key for this")
 
     def of(self, metadata: Metadata) -> Tenant:
-        """Return the tenant of a call with this metadata; an operator's calls belong to the default tenant.
+        """Return the tenant of a call with this metadata. Calls with an operator's key belong to the default tenant.
 
-        Raises UnauthenticatedError for a key that is unknown, or missing where one is required, and
-        InvalidArgumentError for a malformed name.
+        Raises UnauthenticatedError if the key is unknown, or if a key is required and missing, and InvalidArgumentError
+        if the tenant's name is malformed.
         """
         values = values_of(metadata)
         key = _key_of(values)
@@ -149,8 +149,8 @@ class Tenants:
         return self._by_name[DEFAULT_TENANT.name]
 
     def viewer_of(self, metadata: Metadata) -> str | None:
-        """Return the name of the tenant whose requests a caller with this metadata may know by id; None for an
-        operator, who may know all.
+        """Return the name of the tenant whose request ids the caller may see; None for an operator, who may see all
+        ids.
 
         Raises UnauthenticatedError and InvalidArgumentError as `of` does.
         """
@@ -158,13 +158,13 @@ class Tenants:
         return None if key is not None and self._is_operators(key) else self.of(metadata).name
 
     def _is_operators(self, key: str) -> bool:
-        """Return whether a key is an operator's. Compares with every hash, in a time that depends on none of them."""
+        """Return True if the key is an operator's. The key is compared with all hashes in constant time."""
         presented = hash_key(key).encode()
         matches = [hmac.compare_digest(known, presented) for known in self._operators]
         return True in matches
 
     def _of_key(self, key: str) -> Tenant:
-        """Return a key's tenant. Compares with every hash, in a time that depends on none of them."""
+        """Return the tenant of a key. The key is compared with all hashes in constant time."""
         presented, found = hash_key(key).encode(), None
         for known, tenant in self._by_hash.items():
             if hmac.compare_digest(known, presented):
@@ -174,7 +174,7 @@ class Tenants:
         return found
 
     def _of_name(self, name: str) -> Tenant:
-        """Return the tenant of this name; a name that is not configured gets weight 1 and no bounds of its own."""
+        """Return the tenant of this name. A name that is not configured gets weight 1 and no limits."""
         if re.fullmatch(_NAME, name) is None:
             raise InvalidArgumentError(
                 f"metadata {TENANT_KEY} = {name[:60]!r} is not a name: use 1 to 40 letters, digits, - and _"
