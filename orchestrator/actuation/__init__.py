@@ -1,1 +1,1 @@
-"""Carries out operations on groups, for operators and the autoscaler, and reports the cluster's state to the latter."""
+"""Starts, drains and flips groups for operators and the autoscaler, and describes the cluster to the autoscaler."""

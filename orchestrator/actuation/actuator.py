@@ -1,13 +1,14 @@
-"""Carries out the autoscaler's decisions with the operations that operators have: groups start, are drained and leave,
-or take the other role. No work is ended.
+"""Carries out the autoscaler's decisions by starting groups, draining groups, and changing the role of groups.
 
-    start   takes back a group that is being removed, or else starts another one of its kind
-    drain   cancels a group that has not started yet, or else removes the one with least to do
-    flip    cancels a flip in the other direction that still waits, or else takes the group with least to do: once idle,
-            it lends its worker to the other role, or returns one that it has borrowed
+It uses the same operations as operators do. No running request is aborted.
 
-Each change has its own task until it has been carried out. Measured durations of changes are kept for the next
-decisions. Drains that an orchestrator ordered before it ended are continued by its replacement. On the loop.
+    start   Undrains a group that was being removed. If there is none, starts another group of the same kind.
+    drain   Cancels a group that has not started yet. If there is none, removes the group with the least work.
+    flip    Cancels a pending flip in the other direction. If there is none, selects the group with the least work.
+            Once idle, that group lends its worker to the other role, or returns a worker that it has borrowed.
+
+Each change has its own task until it is complete. The measured durations of changes are used in later decisions. Drains
+ordered by an orchestrator that has since ended are continued by its replacement. On the loop.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from orchestrator.membership.view import Group, role_of
 logger = logging.getLogger(__name__)
 
 _REFUSED = Backoff(10.0, 300.0)
-"""Pauses before a role's next start after failed ones, for example for lack of room."""
+"""Pauses between failed starts of groups of one role. A start fails, for example, if no machine is free."""
 _STARTS = {Move.START_PREFILL: "prefill", Move.START_GENERATE: "generate"}
 _DRAINS = {Move.DRAIN_PREFILL: "prefill", Move.DRAIN_GENERATE: "generate"}
 _FLIPS = {
@@ -54,31 +55,31 @@ class Actuator:
         *,
         lends_ranks: bool = False,
     ) -> None:
-        """`times` are estimates that are used until changes have been measured. `lends_ranks` is true if chains have
-        several ranks and change the role of only their last one."""
+        """`times` are estimates, used until changes have been measured. `lends_ranks` is True if prefill chains have
+        several ranks, of which only the last one changes its role."""
         self.times = times
-        """Durations of changes: the given estimates, then the last measurements. Replaced as a whole."""
+        """Durations of changes: first the given estimates, then the last measured values. Replaced as a whole."""
         self._members = members
         self._lends_ranks = lends_ranks
         self._operations = operations
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Changes under way, by the name of the group, or by a number for a group without a name yet."""
+        """Tasks of changes in progress, by the name of the group, or by a number if the group has no name yet."""
         self._flipping: dict[str, str] = {}
-        """Groups that are drained to change their role, and the role that they have."""
+        """Present role of each group that is being drained to change its role, by group name."""
         self._num_started = 0
         self._failures: dict[str, tuple[int, float]] = {}
-        """By role, the number of successive failed starts, and the instant before which no further start is made."""
+        """Number of consecutive failed starts, and the time before which no start is tried again, by role."""
 
     async def close(self) -> None:
-        """Stop waiting for changes under way. Orders that were given stay."""
+        """Stop waiting for changes in progress. Orders already given to the supervisor stay in force."""
         tasks = tuple(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def carry_out(self, actions: Iterable[Action]) -> None:
-        """Begin to change the groups as these actions say."""
+        """Begin to apply these actions to the groups."""
         for action in actions:
             for _ in range(action.num_groups):
                 if action.move in _STARTS:
@@ -89,16 +90,19 @@ class Actuator:
                     self._flip(_FLIPS[action.move])
 
     def resume(self) -> None:
-        """Continue drains that were ordered and have no task: those of an earlier orchestrator, and failed ones."""
+        """Continue ordered drains that have no task: those ordered by an earlier orchestrator, and those whose task
+        failed."""
         orders = self._members.orders
         for name in orders.surplus - orders.leaving - self._tasks.keys():
             if self._members.is_present(name):
                 self._run(name, self._leave(name))
 
     def target(self) -> Allocation:
-        """Return the numbers of groups after all changes under way. All known groups that are not drained count,
-        present or not, except groups that have lent all their workers. Groups that are drained to change their role
-        count for the other role."""
+        """Return the numbers of groups after all changes in progress.
+
+        All known groups that are not drained are counted, with or without workers, except groups that have lent all
+        their workers. A group that is being drained to change its role is counted for its new role.
+        """
         members, orders = self._members, self._members.orders
         roles = [role for name, role in members.roles.items() if name not in orders.drained and not self._is_lent(name)]
         turning = [role for name, role in self._flipping.items() if name in orders.drained - orders.leaving]
@@ -112,7 +116,8 @@ class Actuator:
         return Allocation(roles.count("prefill") + turning.count("prefill"), num_generate, num_lent)
 
     def _is_lent(self, name: str) -> bool:
-        """Return whether other groups have, or get, all workers of the group and keep them."""
+        """Return True if all workers of the group have been lent, or are about to be lent, to groups that are not
+        leaving."""
         members, orders = self._members, self._members.orders
         kept = [each for each in orders.borrowers(name).values() if each not in orders.leaving]
         if self._lends_ranks and members.roles[name] == "prefill":
@@ -120,7 +125,7 @@ class Actuator:
         return bool(kept)
 
     def may_start(self, role: str) -> bool:
-        """Return whether starts of that role are made now, and not put off because the last ones failed."""
+        """Return True if a group of that role may be started now; False during the pause after failed starts."""
         return self._clock.now_s() >= self._failures.get(role, (0, 0.0))[1]
 
     def _start(self, role: str) -> None:
@@ -132,7 +137,7 @@ class Actuator:
         present = [name for name in known if self._members.is_present(name)]
         if present or known:
             name = max(present or known, key=lambda each: (self._members.load(each).num_slots, each))
-            self._members.undrain(name)  # at once, so that the next start takes another one
+            self._members.undrain(name)  # now, so that the next start selects another group
             self._begin(role, partial(self._operations.undrain, name), is_cold=name not in present)
         elif own:
             self._begin(role, partial(self._operations.stand_in, min(own)))
@@ -144,7 +149,7 @@ class Actuator:
         self._run(f"start {self._num_started}", self._come(role, start, is_cold))
 
     async def _come(self, role: str, start: Callable[[], Awaitable[object]], is_cold: bool) -> None:
-        """Start a group. The duration of a successful cold start becomes the estimate for the next one."""
+        """Start a group. The measured duration of a successful cold start becomes the estimate for the next one."""
         begin_s = self._clock.now_s()
         try:
             await start()
@@ -159,7 +164,7 @@ class Actuator:
             self.times = replace(self.times, cold_start_s=max(self._clock.now_s() - begin_s, 1e-3))
 
     def _let_go(self, role: str) -> None:
-        """Cancel a group that is still being started, or else drain the one with least to do."""
+        """Cancel a group that is still being started; if there is none, drain the group with the least work."""
         members = self._members
         starting = [
             name
@@ -190,24 +195,25 @@ class Actuator:
         if name := min(
             borrowed or ([] if self._lends_ranks and role == "generate" else names), key=self._worth, default=""
         ):
-            members.let_go(name)  # so that the next orchestrator lets it go if this one ends before the flip
+            members.let_go(name)  # the next orchestrator drains it if this one ends before the flip
             self._flipping[name] = role
             self._run(name, self._turn(name))
 
     def _working(self, role: str) -> Sequence[Group]:
-        """Return the groups of that role that may get work."""
+        """Return the groups of that role that are not drained."""
         view = self._members.view
         return view.prefill if role == "prefill" else view.generation
 
     def _worth(self, name: str) -> tuple[int, int, bool, int]:
-        """Return a sort key: groups with least to do first, and of equals those that stand in, the latest first."""
+        """Return a sort key for groups: the least work first; on ties stand-ins before configured groups, the newest
+        stand-in first. Stand-ins are groups that were started in addition to the configured ones."""
         load, number = self._members.load(name), name.rpartition("-")[2]
         is_configured = name not in self._members.orders.stand_ins
         return load.num_requests, load.num_slots, is_configured, -int(number) if number.isdigit() else 0
 
     async def _turn(self, name: str) -> None:
-        """See a group through until its worker has the other role; what that took once the group was idle is what the
-        next flip is expected to take. The group works on if the flip fails or is called off."""
+        """Wait until the group's worker has changed its role. The time from idle to the new role becomes the estimate
+        for the next flip. If the flip fails or is cancelled, the group continues to work in its role."""
         idle_s = self._clock.now_s()
         try:
             async with aclosing(self._operations.flip(name)) as states:
@@ -223,11 +229,11 @@ class Actuator:
             del self._flipping[name]
 
     async def _leave(self, name: str) -> None:
-        """See a group through until it has left, or is wanted again."""
+        """Drain the group and wait until it has left, or until the order is withdrawn."""
         async with aclosing(self._operations.drain(name, leave=True)) as states:
             async for _ in states:
                 if name not in self._members.orders.surplus:
-                    return  # taken back
+                    return  # the drain was withdrawn
 
     def _run(self, what: str, change: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[what] = asyncio.create_task(change)

@@ -1,7 +1,8 @@
-"""State of a running cluster for the autoscaler: groups after all changes under way, waiting work, and the time until a
-group of each role could leave.
+"""State of a running cluster for the autoscaler: numbers of groups after the changes in progress, the work that waits,
+and the time until a group of each role could leave.
 
-Reads the books of `orchestrator.membership` and `orchestrator.placement`; keeps only the running requests. On the loop.
+Reads the data of `orchestrator.membership` and `orchestrator.placement`, and keeps a list of the unfinished requests.
+On the loop.
 """
 
 from baton.planning.planner import ChainPlanner
@@ -25,27 +26,27 @@ class LiveFleet:
     def __init__(
         self, members: Membership, generation_load: GenerationLoad, planner: ChainPlanner, clock: Clock
     ) -> None:
-        """Without step times in `planner`, there is no service model. `generation_load`: requests that each group
-        serves."""
+        """`generation_load` knows the requests that each group serves. If `planner` has no step times, `service`
+        returns None."""
         self.window = TrafficWindow()
-        """Arrivals and ends of requests lately."""
+        """Recent arrivals and ends of requests."""
         self._members = members
         self._generation_load = generation_load
         self._planner = planner
         self._clock = clock
         self._service: ServiceModel | None = None
         self._records: dict[int, RequestRecord] = {}
-        """Requests that have arrived and not ended, by their identity."""
+        """Records of requests that have arrived and not ended, by `id(record)`."""
 
     def arrived(self, record: RequestRecord) -> None:
-        """Record a request that was accepted. One that resumes a stream brings no new prompt."""
+        """Record a request that was accepted. A resumed stream is not counted as a new arrival."""
         self._records[id(record)] = record
         if not record.request.is_resumed:
             request = record.request
             self.window.arrived(self._clock.now_s(), len(request.prompt_ids), request.params.max_tokens)
 
     def ended(self, record: RequestRecord) -> None:
-        """Record the end of an accepted request. Only complete outputs count for the forecast of output lengths."""
+        """Record the end of an accepted request. Only complete outputs are used in the forecast of output lengths."""
         self._records.pop(id(record), None)
         if record.is_complete and not record.request.is_resumed:
             num_cached = record.attempt.num_cached_tokens
@@ -53,16 +54,16 @@ class LiveFleet:
                 self.window.ended(len(record.request.prompt_ids), max(len(choice.output_ids), 1), num_cached)
 
     def service(self) -> ServiceModel | None:
-        """Return the predicted service of groups; None before the first generation group has come up, or without step
-        times."""
+        """Return the model that predicts the service times of groups; None before the first generation group has
+        started, or if the planner has no step times."""
         groups = self._members.present.generation
         if groups and self._planner.steps is not None:
             self._service = ServiceModel(self._planner, self._planner.max_ranks, groups[0].num_slots)
         return self._service
 
     def state(self, target: Allocation, service: ServiceModel, clear_s: float) -> FleetState:
-        """Return the present state, with the groups in `target` to come. The work that waits should be gone in
-        `clear_s` seconds."""
+        """Return the present state of the cluster. `target` has the numbers of groups after the changes in progress,
+        and `clear_s` is the time in seconds within which the waiting work should be done."""
         return FleetState(
             target,
             self._backlog(service, clear_s),
@@ -80,7 +81,7 @@ class LiveFleet:
         return Backlog(work_s, sum(1 for each in records if each.state in _WITHOUT_TOKENS), clear_s)
 
     def _left_s(self) -> list[float]:
-        """Return, for each prefill group that may get work, the seconds for which its jobs keep it busy."""
+        """Return, for each prefill group that is ready, the predicted seconds until its present jobs are done."""
         now_s, members = self._clock.now_s(), self._members
         return [
             sum(sum(job.left_s.values()) for job in members.prefill_queues.pending(group.incarnation, now_s))
@@ -90,8 +91,10 @@ class LiveFleet:
         ]
 
     def _streams_s(self, service: ServiceModel) -> list[float]:
-        """Return, for each generation group that may get work, the predicted seconds until its rows have ended, if
-        their answers become as long as the longest ones of such prompts lately."""
+        """Return, for each generation group that is ready, the predicted seconds until its present sequences end.
+
+        Each answer is assumed to become as long as the longest recent answer to a prompt of similar length.
+        """
         seconds = []
         for group in self._members.view.generation:
             if group.ready and (rows := self._generation_load.records(group.incarnation)):

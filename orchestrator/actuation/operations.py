@@ -1,6 +1,7 @@
-"""Operations on groups, for operators and the autoscaler: draining, starting and flipping, each followed to its end.
+"""Operations on groups for operators and the autoscaler: drain, start and flip. Each call follows its change to the
+end.
 
-Put on gRPC by `orchestrator.api.admin`; used by `orchestrator.actuation.actuator`. On the loop.
+Served over gRPC by `orchestrator.api.admin`; used by `orchestrator.actuation.actuator`. On the loop.
 """
 
 import logging
@@ -17,10 +18,10 @@ from orchestrator.workers.worker_poller import WorkerPoller
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-"""Longest pause in seconds between two looks at a group that drains or starts; a change ends it early."""
+"""Maximum pause in seconds between two checks of a group that drains or starts. A change ends the pause early."""
 
 Check = Callable[[str], None]
-"""Raises an error when the group of that name cannot be spared."""
+"""Function that raises an error if the group of that name cannot be spared."""
 
 
 class GroupOperations:
@@ -31,13 +32,13 @@ class GroupOperations:
         self._poller = poller
 
     async def drain(self, name: str, *, leave: bool, returns: bool = False) -> AsyncGenerator[GroupState, None]:
-        """Give the group no new work from now on, and yield its state, now and whenever it changes. `returns`: the
-        caller brings this group or another one back afterwards, so that requests wait for that.
+        """Give the group no new work, and yield its state now and after each change.
 
-        Ends when the group has no work left and the supervisor has recorded the drain. If the group is to `leave`, it
-        ends later, when the group's workers are gone (a borrowed worker returns to its own group). It also ends when
-        the group is undrained. Raises NotFoundError for an unknown name, and UnavailableError if the group is to leave
-        and there is no supervisor that ends workers.
+        The generator ends when the group has no work left and the supervisor has recorded the drain. If `leave`, it
+        ends only when the group's workers have been stopped; a borrowed worker is returned to its own group instead. It
+        also ends if the group is undrained. `returns` is True if the caller will start this group or a replacement
+        afterwards, so that requests should wait for it. Raises NotFoundError for an unknown name, and UnavailableError
+        if `leave` is True and no supervisor exists that can stop workers.
         """
         gives_back = leave and name in self._members.orders.lent
         draining = self._give_back(name) if gives_back else self._drain(name, leave=leave)
@@ -47,7 +48,8 @@ class GroupOperations:
                     yield state
 
     async def _drain(self, name: str, *, leave: bool, is_brief: bool = False) -> AsyncGenerator[GroupState, None]:
-        """Drain as `drain` says. If `is_brief`, another order follows, and the drain does not wait to be recorded."""
+        """Drain the group like `drain`. If `is_brief`, do not wait for the supervisor to record the drain, because
+        another order follows."""
         self._members.drain(name)
         logger.info("draining group=%s", name)
         told: GroupState | None = None
@@ -65,7 +67,7 @@ class GroupOperations:
                 yield state
                 told = state
             if is_wanted != (name not in self._members.orders.drained):
-                continue  # the order changed while the state was sent
+                continue  # the order changed while the caller handled the state
             if is_wanted:
                 logger.info("group=%s is wanted again", name)
                 return
@@ -77,12 +79,12 @@ class GroupOperations:
             await self._members.until(partial(self._moved, name, state.num_requests), _POLL_S)
 
     async def undrain(self, name: str, model: str = "") -> GroupState:
-        """Let the group get work again, and return its state.
+        """Allow new work for the group again, and return its state.
 
-        Returns once the group has workers and the supervisor has recorded the change. A group that has left is started
-        first, with the model in the folder `model`, if given. Raises NotFoundError for an unknown name, and
-        UnavailableError for another model while its workers are up, or when the group cannot be started: the start is
-        then retried with the model that it had.
+        Returns when the group has workers and the supervisor has recorded the change. A group that has left is started
+        first, with the model in the folder `model`, if given. Raises NotFoundError for an unknown name. Raises
+        UnavailableError if another model is requested while the group has workers, and if the group cannot be started;
+        the start is then retried with the previous model.
         """
         before = self._members.orders.models.get(name)
         self._members.undrain(name, model)
@@ -97,10 +99,11 @@ class GroupOperations:
             raise
 
     async def stand_in(self, name: str) -> GroupState:
-        """Start another group like the one of that name, and return its state; it leaves for good when it is drained.
+        """Start a stand-in, which is another group of the same kind as group `name`, and return its state. When the
+        stand-in is drained, it leaves and is deleted.
 
-        Raises NotFoundError for an unknown name, and UnavailableError when the group cannot be started. It is given up
-        then, and when the caller is cancelled.
+        Raises NotFoundError for an unknown name, and UnavailableError if the group cannot be started. The stand-in is
+        given up in that case, and if the caller is cancelled.
         """
         made = self._members.stand_in(name)
         logger.info("group=%s is to stand in for group=%s", made, name)
@@ -111,23 +114,24 @@ class GroupOperations:
             raise
 
     def flip(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Let the last worker of the group serve in the other role, with its weights still loaded, and yield states:
-        those of the group while it finishes its work, and at last that of the new group that has borrowed the worker.
+        """Move the last worker of the group to the other role; its weights stay loaded. Yield the states of the group
+        while it finishes its work, and finally the state of the new group that has borrowed the worker.
 
-        New requests go to other groups meanwhile, and no request is lost. The rest of a chain gets work again as soon
-        as the worker serves. A group that has borrowed its worker returns it, as `unflip` does. If the caller stops
-        before the group is idle, nothing has changed. Raises NotFoundError for an unknown name. Raises UnavailableError
-        for a group without workers, for the last one that may generate, without a supervisor, and when the worker does
-        not serve in its new role: it then returns to its group, and the order is withdrawn.
+        New requests go to other groups meanwhile, and no request is lost. If the group has other workers, it gets work
+        again as soon as the lent worker serves. A group that has borrowed its worker returns it, like `unflip`. If the
+        caller stops before the group is idle, nothing changes. Raises NotFoundError for an unknown name. Raises
+        UnavailableError if the group has no workers, if it is the last group that can generate, if there is no
+        supervisor, and if the worker does not start in its new role; in the last case it returns to its group, and the
+        order is withdrawn.
         """
         return self._unflip(name) if name in self._members.orders.lent else self._lend(name)
 
     def unflip(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Give the worker that the group has borrowed, or the last one that it has lent, back to its own group. Yield
-        the states of the groups while they finish their work, and finally the state of the worker's own group.
+        """Return the worker that the group has borrowed, or the last worker that it has lent, to the group that owns
+        it. Yield the states of the groups while they finish their work, and finally the state of the owner.
 
-        Raises NotFoundError when the group has neither borrowed nor lent a worker; UnavailableError for the last group
-        that may generate, and when a group without other workers does not start again, which is retried.
+        Raises NotFoundError if the group has neither borrowed nor lent a worker. Raises UnavailableError if it is the
+        last group that can generate, and if an owner without other workers does not start again; that start is retried.
         """
         borrowers = self._members.orders.borrowers(name)
         if name not in self._members.orders.lent and not borrowers:
@@ -159,8 +163,9 @@ class GroupOperations:
             yield await self._until_there(lender)
 
     async def _give_back(self, borrower: str, check: Check = lambda name: None) -> AsyncGenerator[GroupState, None]:
-        """Return a borrowed worker once its group, and the group that it joins, have no work left; `check` is as in
-        `_spare`. An order that was given already is followed to its end."""
+        """Drain the group with the borrowed worker and the group that owns the worker, then return the worker. `check`
+        is as in `_spare`. If the order to return the worker has already been given, only wait until it is carried out.
+        """
         lender = self._members.orders.lender(borrower)
         if borrower not in self._members.orders.leaving:
             names = filter(self._members.is_present, (borrower, lender))
@@ -175,10 +180,13 @@ class GroupOperations:
             await self._members.until(lambda: None if borrower in self._members.orders.lent else True, _POLL_S)
 
     async def _spare(self, *names: str, check: Check) -> AsyncGenerator[GroupState, None]:
-        """Drain the groups, and yield their states, until none has work left. They get work again if the caller stops
-        before. Raises UnavailableError when an operator lets one have work again, and when one is gone; and what
-        `check` raises for the first of them, at the beginning or, as other groups may be drained meanwhile, at the
-        end."""
+        """Drain the groups, and yield their states until none has work left. If the caller stops before that, the
+        drains are withdrawn.
+
+        Raises UnavailableError if an operator undrains one of the groups or if one disappears. `check` is called with
+        the first name before the drain, and again after it, because other groups may be drained meanwhile; its error is
+        raised.
+        """
         before = self._members.orders.drained
         is_spared = False
         for name in names[:1]:
@@ -200,8 +208,8 @@ class GroupOperations:
                 self._members.keep_orders(replace(orders, drained=orders.drained - ({*names} - before)))
 
     async def _until_there(self, name: str) -> GroupState:
-        """Wait until the group has workers and return its state. Raises UnavailableError when it cannot be started, and
-        NotFoundError when it is no longer known."""
+        """Wait until the group has workers and return its state. Raises UnavailableError if it cannot be started, and
+        NotFoundError if it is no longer known."""
         while (state := self._poller.group(name)) is None:
             absence = self._members.absence(name)
             if absence is not None and absence.error:
@@ -220,9 +228,9 @@ class GroupOperations:
         return True if self._members.is_present(name) or (absence is not None and absence.error) else None
 
     def _is_idle(self, group: GroupState) -> bool:
-        """Return whether no request, slot or memory of the group is in use. A group that is not ready and does not
-        answer has no worker that could hold any."""
-        if group.num_requests or self._members.load(group.name).num_requests:  # at the last poll, and now
+        """Return True if no request, slot or memory of the group is in use. A group that is neither ready nor answers
+        counts as idle, because it has no worker that could hold any."""
+        if group.num_requests or self._members.load(group.name).num_requests:  # at the last poll, or now
             return False
         if group.role == "prefill":
             return True

@@ -1,7 +1,7 @@
-"""Runs the autoscaler of a cluster periodically, publishes its decisions, and has them carried out.
+"""Runs the autoscaler of a cluster periodically, publishes its decisions, and applies them.
 
-Each decision is explained: to the log when it differs from the one before, as metrics, and in `baton status`. In the
-mode `advise` nothing is carried out. Made by `orchestrator.composition`. On the loop.
+Each decision is explained in the log (if it differs from the previous one), in metrics, and in `baton status`. In mode
+`advise`, decisions are not applied. Built by `orchestrator.composition`. On the loop.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from orchestrator.requests.config import AutoscalingConfig
 logger = logging.getLogger(__name__)
 
 _NUM_CHANGES = 20
-"""Latest decisions that changed groups, which are kept to be shown."""
+"""Number of recent decisions that changed groups, kept for `baton status`."""
 _MOST_PAUSE_S = 30.0
 """Longest pause in seconds after an unforeseen failure."""
 
 
 class Scaler:
-    """Scales one cluster. Make it, `start` it, `close` it."""
+    """Scales one cluster. Call `start` once and `close` at the end."""
 
     def __init__(
         self, fleet: LiveFleet, actuator: Actuator, metrics: Metrics, clock: Clock, config: AutoscalingConfig
     ) -> None:
-        """Nothing is decided while `fleet` has no service model."""
+        """No decision is made while `fleet` has no service model."""
         self.state: Scaling | None = None
-        """The latest decision, as it is shown; None before the first. Replaced as a whole."""
+        """Latest decision, as `baton status` shows it; None before the first. Replaced as a whole."""
         self._fleet = fleet
         self._actuator = actuator
         self._metrics = metrics
@@ -46,11 +46,11 @@ class Scaler:
         self._service: ServiceModel | None = None
         self._changes: deque[ScalingChange] = deque(maxlen=_NUM_CHANGES)
         self._told = ""
-        """Which decision was logged last."""
+        """Text of the decision that was logged last."""
         self._deciding: asyncio.Task[NoReturn] | None = None
 
     def start(self) -> None:
-        """Start deciding, unless autoscaling is off. To be called once, on the loop."""
+        """Start to decide periodically, unless autoscaling is off. Call it once, on the loop."""
         if self._config.mode != "off":
             pauses = Backoff(self._config.interval_s, _MOST_PAUSE_S)
             self._deciding = asyncio.create_task(repeat("the autoscaler", self._turn, pauses))
@@ -67,7 +67,7 @@ class Scaler:
         self._decide()
 
     def _decide(self) -> None:
-        """Decide once, and begin what was decided."""
+        """Make one decision, and begin to apply it in mode `act`."""
         service = self._fleet.service()
         if service is None:
             return
@@ -85,7 +85,7 @@ class Scaler:
             self._actuator.carry_out(decision.actions)
 
     def _tell(self, decision: Decision) -> None:
-        """Show the decision; log it if it says anything new."""
+        """Publish the decision, and log it if it differs from the last logged one."""
         mode, chosen = self._config.mode, decision.chosen
         verdict = f"{decision.before} -> {decision.after}: {decision.reason}"
         if decision.actions and (mode == "act" or verdict != self._told):
