@@ -1,1 +1,1 @@
-"""Knows the groups of workers, which of them may get work, and which jobs prefill ranks have before them."""
+"""Tracks the groups of workers, which groups may get work, and the unfinished jobs of the prefill ranks."""

@@ -1,13 +1,13 @@
-"""Circuit breakers and the retry budget: failing groups get no work for a while, and retries are bounded.
+"""Circuit breakers and the retry budget: failing groups get no work for a while, and the rate of retries is limited.
 
-    CLOSED --too many failures in a row-> OPEN --its pause is over--> HALF_OPEN --one attempt--> PROBING
+    CLOSED --too many failures in a row-> OPEN --pause ends--> HALF_OPEN --one attempt starts--> PROBING
        ^                                    ^                                                     |   |
-       |                                    +---------- it failed: the pause is twice as long ----+   |
-       +--------------------------------------------- it went well, or has not failed for a pause ----+
+       |                                    +---------- attempt failed: the pause doubles --------+   |
+       +-------------------------- attempt succeeded, or has not failed for the length of a pause ----+
 
-A breaker belongs to one incarnation of a group: a group that was repaired starts with a new breaker. The supervisor
-alone decides how fast it repairs a group. Used by `orchestrator.membership.members` and `orchestrator.scheduler`.
-Pure; on the loop.
+A breaker belongs to one incarnation of a group: a group that was repaired or replaced is a new incarnation and starts
+with a new breaker. How fast a group is repaired is decided only by the supervisor. Used by
+`orchestrator.membership.members` and `orchestrator.scheduler`. Pure; on the loop.
 """
 
 from collections.abc import Collection, Hashable
@@ -21,16 +21,16 @@ _PAUSES = Backoff(1.0, 10.0)
 
 
 class BreakerState(Enum):
-    """The work that a group may be given."""
+    """State of a circuit breaker. It decides which work the group may get."""
 
     CLOSED = "closed"
-    """The group may be given any work."""
+    """The group may get any work."""
     OPEN = "open"
-    """The group is given no work."""
+    """The group gets no work."""
     HALF_OPEN = "half open"
-    """The group may be given one attempt, as a probe."""
+    """The group may get one attempt, which serves as a probe."""
     PROBING = "probing"
-    """The group is given no work while its probe runs."""
+    """The group gets no more work while the probe runs."""
 
 
 class Breaker:
@@ -42,7 +42,7 @@ class Breaker:
         self._pauses = pauses
         self._state = BreakerState.CLOSED
         self._until_s = 0.0
-        """Time when OPEN or PROBING ends by itself."""
+        """Time at which OPEN or PROBING ends without another event."""
         self._num_failures = 0
         """Number of failures since the last success."""
         self._num_opened = 0
@@ -50,27 +50,27 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Return the present state, after any change that is due by now."""
+        """Return the present state, after any transition whose time has come."""
         if self._clock.now_s() >= self._until_s:
             if self._state is BreakerState.OPEN:
                 self._state = BreakerState.HALF_OPEN
             elif self._state is BreakerState.PROBING:
-                self._state = BreakerState.CLOSED  # but with its failures still counted: the next one opens it
+                self._state = BreakerState.CLOSED  # failures stay counted: the next one opens it
         return self._state
 
     @property
     def left_s(self) -> float:
-        """Return the seconds until the state changes by itself; 0 when it will not."""
-        left_s = self._until_s - self._clock.now_s()  # read before the state: above 0 if that is still timed
+        """Return the seconds until the state changes without another event; 0 if it does not."""
+        left_s = self._until_s - self._clock.now_s()  # read first: the state may change in between
         return left_s if self.state in (BreakerState.OPEN, BreakerState.PROBING) else 0.0
 
     @property
     def admits(self) -> bool:
-        """Return whether the group may be given an attempt now."""
+        """Return True if the group may get an attempt now."""
         return self.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
 
     def began(self) -> bool:
-        """Record that an attempt begins; return whether it is the probe."""
+        """Record that an attempt begins. Return True if the attempt is the probe."""
         if self.state is not BreakerState.HALF_OPEN:
             return False
         self._pause(BreakerState.PROBING)
@@ -83,7 +83,7 @@ class Breaker:
             self._num_failures = self._num_opened = 0
 
     def failed(self) -> None:
-        """Record that an attempt failed. Attempts that began before a pause and fail during it do not prolong it."""
+        """Record that an attempt failed. If the breaker is already open, this does not prolong its pause."""
         state = self.state
         self._num_failures += 1
         has_failed_enough = state is BreakerState.CLOSED and self._num_failures >= self._failures_to_open
@@ -97,22 +97,24 @@ class Breaker:
 
 
 class Breakers:
-    """Breakers of all incarnations of groups that have failed. An incarnation without a breaker counts as closed."""
+    """Circuit breakers of all incarnations of groups that have failed. An incarnation that has not failed counts as
+    closed."""
 
     def __init__(self, clock: Clock, failures_to_open: int = 5, pauses: Backoff = _PAUSES) -> None:
-        """`failures_to_open` is the number of failures in a row that open a breaker. `pauses` are the times for which
-        it is open, by how often it has opened since the last success."""
+        """`failures_to_open` is the number of consecutive failures that open a breaker. `pauses` gives the time for
+        which a breaker stays open, by the number of times it has opened since the last success."""
         self._clock = clock
         self._failures_to_open = failures_to_open
         self._pauses = pauses
         self._breakers: dict[Hashable, Breaker] = {}
 
     def of(self, incarnation: Hashable) -> Breaker:
-        """Return the breaker of this incarnation. If there is none, return a closed breaker, which is not kept."""
+        """Return the breaker of this incarnation of a group. If it has none, return a new closed breaker, which is not
+        stored."""
         return self._breakers.get(incarnation) or Breaker(self._clock, self._failures_to_open, self._pauses)
 
     def admits(self, incarnation: Hashable) -> bool:
-        """Return whether this incarnation of a group may be given an attempt now."""
+        """Return True if this incarnation of a group may get an attempt now."""
         breaker = self._breakers.get(incarnation)
         return breaker is None or breaker.admits
 
@@ -121,31 +123,32 @@ class Breakers:
         self._breakers.setdefault(incarnation, self.of(incarnation)).failed()
 
     def keep(self, incarnations: Collection[Hashable]) -> None:
-        """Forget the breakers of all incarnations except these."""
+        """Delete the breakers of all incarnations that are not in `incarnations`."""
         for incarnation in self._breakers.keys() - set(incarnations):
             del self._breakers[incarnation]
 
     def __len__(self) -> int:
-        """Return the number of incarnations that have failed since they began."""
+        """Return the number of incarnations that have a breaker, i.e. that have failed at least once."""
         return len(self._breakers)
 
 
 def tells_of_the_group(error: BatonError) -> bool:
-    """Return whether a failure may be the fault of the attempt's group, and not only of the request or the load."""
+    """Return True if the group may have caused the error; False if the error concerns only the request or the load."""
     return not isinstance(error, InvalidArgumentError | NotFoundError | ResourceExhaustedError)
 
 
 class RetryBudget:
-    """Bounds how fast attempts may be retried, over all requests: by a share of the requests that come, and a burst.
+    """Limits the rate of retries over all requests.
 
-    The burst covers a group's death: every stream that the group had is retried at once, and none is lost. Retries
-    beyond it wait, so that failures cost the other requests a bounded part of the capacity. It is a token bucket whose
-    tokens may be borrowed: a retry that takes a token in advance gets the time to wait for it.
+    Each arriving request earns a share of a retry. In addition, a burst of retries is allowed at once. The burst is
+    large enough for the failure of a group, when all its streams are retried together. Further retries wait, so that
+    failures take only a bounded part of the capacity from other requests. Implemented as a token bucket that may go
+    into debt: a retry that finds the bucket empty takes a token in advance and gets the time that it must wait for it.
     """
 
     def __init__(self, clock: Clock, *, share: float = 0.2, burst: int = 100, window_s: float = 10.0) -> None:
-        """`share`: retries that each request earns. `burst`: least number of retries at once. An empty bucket is full
-        again within `window_s` seconds."""
+        """`share` is the number of retries that each request earns. `burst` is the minimum capacity of the bucket. An
+        empty bucket refills within `window_s` seconds."""
         self._clock = clock
         self._share = share
         self._least = float(burst)
@@ -154,19 +157,21 @@ class RetryBudget:
         self._at_s = clock.now_s()
 
     def resize(self, num_slots: int) -> None:
-        """Set the burst to the streams that may run, and so fail together, if that is above its least number."""
+        """Set the capacity of the bucket to the number of slots, but at least to the minimum. All streams in these
+        slots may fail together."""
         self._refill()
         added = max(float(num_slots), self._least) - self._burst
         self._burst += added
         self._left = min(self._left + max(added, 0.0), self._burst)
 
     def earn(self) -> None:
-        """Record that a request has come, which earns a share of a retry."""
+        """Record the arrival of a request, which adds a share of a retry to the bucket."""
         self._refill()
         self._left = min(self._left + self._share, self._burst)
 
     def take(self, longest_s: float) -> float | None:
-        """Take a retry; return the seconds to wait for it. Returns None, taking none, above `longest_s`."""
+        """Take a retry from the bucket and return the seconds to wait before it. If that is more than `longest_s`, take
+        nothing and return None."""
         self._refill()
         wait_s = max(1.0 - self._left, 0.0) * self._window_s / self._burst
         if wait_s > longest_s:

@@ -1,7 +1,8 @@
-"""Keeps the present groups of the cluster, and how much work this orchestrator has given them.
+"""Tracks the groups of the cluster, and how much work this orchestrator has given each of them.
 
-The supervisor pushes a view of the cluster whenever it changes, and regularly, through `orchestrator.api.host`; the
-orchestrator makes no worker and ends none. Read by `orchestrator.placement` and `orchestrator.dispatch`. On the loop.
+The supervisor pushes a view of the cluster periodically and after each change, through `orchestrator.api.host`. The
+orchestrator itself does not start or stop workers. Read by `orchestrator.placement` and `orchestrator.dispatch`. On the
+loop.
 """
 
 import asyncio
@@ -31,46 +32,48 @@ from orchestrator.membership.view import (
 T = TypeVar("T")
 
 _TIMER_S = 0.001
-"""Seconds to wait after a breaker's time, because the loop's timers may be early by their clock's tick."""
+"""Extra seconds to wait for a breaker's transition, because timers of the event loop may fire early by one clock
+tick."""
 
 
 class NoGroupError(UnavailableError):
-    """No group could take the request in time. Not retried, because the request has waited for it already."""
+    """No group could serve the request in time. Not retryable, because the request has already waited for a group."""
 
     retryable: ClassVar[bool] = False
 
 
 class Membership:
-    """The latest view, each group's load, and the groups kept from work: drained and broken ones."""
+    """Latest view of the cluster, the load of each group, and the groups that get no new work: drained and failing
+    ones."""
 
     def __init__(self, breakers: Breakers | None = None, on_failure: Callable[[], None] = lambda: None) -> None:
-        """`breakers`: those of the groups' incarnations; None: with the usual limits, on the machine's clock.
-        `on_failure` is called when an attempt has failed, so that a supervisor can check its workers at once."""
+        """`breakers` are the circuit breakers of the groups; None: breakers with default limits, on the machine's
+        clock. `on_failure` is called after each failed attempt, so that a supervisor can check its workers at once."""
         self.present = ClusterView()
-        """All groups, as the supervisor pushed them last."""
+        """All groups, as the supervisor last pushed them."""
         self.view_changed = asyncio.Event()
-        """Set when the groups of `view` change next, and replaced then."""
+        """Event that is set at the next change of `view`. It is then replaced by a new Event."""
         self.breakers = Breakers(SystemClock()) if breakers is None else breakers
-        """Breakers of the groups' incarnations."""
+        """Circuit breakers by incarnation of a group. A repaired or replaced group is a new incarnation."""
         self.prefill_queues = PrefillQueues()
-        """Jobs that prefill groups have before them, by the groups' incarnations. Written by the attempt runner."""
+        """Unfinished jobs of prefill groups, by incarnation of the group. Written by the attempt runner."""
         self.num_bytes_free: dict[str, int] = {}
-        """Free bytes of KV of generation groups, by name, as they reported last. Written by the worker poller."""
+        """Last reported number of free KV bytes of each generation group, by name. Written by the worker poller."""
         self.orders = Orders()
-        """Orders in force; replaced as a whole, by `keep_orders`."""
+        """Orders in force. Replaced as a whole by `keep_orders`."""
         self._loads: dict[str, Load] = {}
-        """Loads of the groups that have any, by name."""
+        """Load by group name. Groups without load are absent."""
         self._returning = Counter[str]()
-        """Numbers of orders under way that drain a group only for a time, by the group's name."""
+        """Number of operations in progress that drain a group only temporarily, by group name."""
         self._kept: Orders | None = None
-        """Orders that the supervisor keeps for this orchestrator's replacement; None without a supervisor."""
+        """Orders that the supervisor has stored for a replacement of this orchestrator; None without a supervisor."""
         self._on_failure = on_failure
         self._changed = asyncio.Event()
 
     @property
     def view(self) -> ClusterView:
-        """Return the present groups, except drained ones. A group that is being repaired, or whose circuit breaker is
-        open, is included and not ready."""
+        """Return the present groups without the drained ones. A group that is being repaired, or whose circuit breaker
+        is open, is included with `ready` False."""
         if not self.orders.drained and not self.orders.lent and not self.breakers:
             return self.present
         return ClusterView(
@@ -79,7 +82,7 @@ class Membership:
         )
 
     def update(self, view: ClusterView) -> None:
-        """Replace the view of the cluster. A group keeps its load for as long as its requests hold it."""
+        """Replace the view of the cluster. A group's load is kept until the requests that cause it have ended."""
         self.present = view
         left = {group.name for group in view.absent if not group.starts}
         self.orders = self.orders.without(left & self.orders.leaving & self.orders.stand_ins)
@@ -87,27 +90,31 @@ class Membership:
         self._tell_view()
 
     def drain(self, name: str) -> None:
-        """Give the group no new work from now on, even after repairs. Raises NotFoundError for an unknown name."""
+        """Give the group no new work from now on, not even after a repair. Raises NotFoundError for an unknown name."""
         self._require(name)
         self.keep_orders(replace(self.orders, drained=self.orders.drained | {name}))
 
     def let_go(self, name: str) -> None:
-        """Drain the group because fewer are enough. The autoscaler may take it back, even after a restart of the
+        """Drain the group because fewer groups suffice. The autoscaler may undrain it, also after a restart of the
         orchestrator. Raises NotFoundError for an unknown name."""
         self.drain(name)
         self.keep_orders(replace(self.orders, surplus=self.orders.surplus | {name}))
 
     def dismiss(self, name: str) -> None:
-        """Order a drained, idle group's workers to be ended. Raises UnavailableError without a supervisor."""
+        """Order the supervisor to stop the workers of a drained, idle group. Raises UnavailableError without a
+        supervisor."""
         assert name in self.orders.drained, f"{name} may get work"
         if self._kept is None:
             raise UnavailableError(f"{name} cannot leave, as no supervisor ends its workers: drain it with --keep")
         self.keep_orders(replace(self.orders, leaving=self.orders.leaving | {name}))
 
     def undrain(self, name: str, model: str = "") -> None:
-        """Let the group get work again; one that has left is started first, with the model in folder `model`, if given.
-        Raises NotFoundError for an unknown name, and UnavailableError for another model while the group's workers are
-        up."""
+        """Allow new work for the group again. If the group has left, it is started first, with the model in the folder
+        `model`, if given.
+
+        Raises NotFoundError for an unknown name, and UnavailableError if a model is given while the group has workers,
+        or if the group has lent all its workers.
+        """
         self._require(name)
         if model and self.is_present(name):
             raise UnavailableError(f"{name} has workers, which keep their model: drain it first, without --keep")
@@ -120,13 +127,14 @@ class Membership:
         self.keep_orders(replace(self.orders, drained=drained, leaving=leaving, surplus=surplus))
 
     def use_model(self, name: str, model: str | None) -> None:
-        """Order the group to load the model in this folder when it starts; None: the configured model."""
+        """Order the group to load the model in the folder `model` at its next start; None: the configured model."""
         others = {each: folder for each, folder in self.orders.models.items() if each != name}
         self.keep_orders(replace(self.orders, models=others if model is None else {**others, name: model}))
 
     def stand_in(self, name: str) -> str:
-        """Order another group like the named one to be started for a while; return its name. Raises NotFoundError for
-        an unknown name, and UnavailableError where no supervisor starts workers."""
+        """Order the start of a stand-in, which is another group of the same kind as group `name`, and return the
+        stand-in's name. Raises NotFoundError for an unknown name, and UnavailableError if no supervisor can start
+        workers."""
         self._require(name)
         if self._kept is None:
             raise UnavailableError(f"nothing can stand in for {name}, as no supervisor starts workers here")
@@ -136,15 +144,17 @@ class Membership:
         return made
 
     def give_up(self, name: str) -> None:
-        """Order a stand-in to leave, started or not, and to be forgotten then. Does nothing for other groups."""
+        """Order a stand-in to leave, started or not. It is then deleted. Has no effect on other groups."""
         if name in self.orders.stand_ins:
             drained, leaving = self.orders.drained | {name}, self.orders.leaving | {name}
             self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
 
     def require_flippable(self, name: str) -> None:
-        """Raise an error that names the remedy if no worker of the group can change its role: NotFoundError for an
-        unknown name; UnavailableError where no supervisor has workers, for a group without workers, and for the last
-        group that may generate."""
+        """Raise an error if no worker of the group can change its role. The message names the remedy.
+
+        Raises NotFoundError for an unknown name. Raises UnavailableError if there is no supervisor, if the group has no
+        workers, and if the group is the last one that can generate.
+        """
         self._require(name)
         if self._kept is None:
             raise UnavailableError(f"{name} keeps its role, as no supervisor is here that could change it")
@@ -157,9 +167,12 @@ class Membership:
             )
 
     def lend(self, name: str) -> str:
-        """Order the last worker of a drained, idle group to serve as a group of the other role, and let what is left
-        of the drained group get work again; return the name of the new group. It leaves for good when it is drained,
-        and its worker goes back then."""
+        """Order the last worker of a drained, idle group to serve as a new group of the other role. Return the new
+        group's name.
+
+        The remaining workers of the drained group may get work again. When the new group is drained, it is deleted, and
+        its worker returns to its own group.
+        """
         assert name in self.orders.drained, f"{name} may get work"
         (group,) = (each for each in self.present.groups if each.name == name)
         if isinstance(group, PrefillGroup):
@@ -182,88 +195,91 @@ class Membership:
         return made
 
     def give_back(self, name: str) -> None:
-        """Order the worker that the drained, idle group has borrowed to return to its own group. That group gets no new
-        work until the worker has returned, and may get work again after that."""
+        """Order the worker that the drained, idle group has borrowed to return to its own group. The worker's own group
+        gets no new work until the worker has returned."""
         drained = (self.orders.drained | {name}) - {self.orders.lender(name)}
         self.keep_orders(replace(self.orders, drained=drained, leaving=self.orders.leaving | {name}))
 
     def keep_orders(self, orders: Orders) -> None:
-        """Put these orders in force and drop all others, whether their groups are present or not."""
+        """Replace the orders in force by `orders`, for present and absent groups."""
         self.orders = orders
         self._tell_view()
 
     def hear_kept(self, orders: Orders) -> None:
-        """Record that the supervisor keeps these orders for the orchestrator's replacement."""
+        """Record that the supervisor has stored these orders for a replacement of this orchestrator."""
         self._kept = orders
         self._tell()
 
     def is_kept(self, name: str) -> bool:
-        """Return whether the supervisor has recorded the group's drain state, so that the next orchestrator will see
-        it; True without a supervisor."""
+        """Return True if the supervisor has recorded whether the group is drained, so that a replacement of this
+        orchestrator would know it. Always True without a supervisor."""
         return self._kept is None or (name in self._kept.drained) == (name in self.orders.drained)
 
     def is_present(self, name: str) -> bool:
-        """Return whether the group of that name has workers."""
+        """Return True if the group of that name has workers."""
         return any(group.name == name for group in self.present.groups)
 
     @property
     def away(self) -> tuple[str, ...]:
-        """Return the names of the groups that have left by an operator's order and may come back, sorted."""
+        """Return the sorted names of the groups that have left by an operator's order and may be started again."""
         left = {group.name for group in self.present.absent if not group.starts}
         return tuple(sorted(left & self.orders.leaving))
 
     @property
     def roles(self) -> dict[str, str]:
-        """Return the role, prefill or generate, of each known group by name: with workers or not, or ordered just
-        now."""
+        """Return the role, prefill or generate, of each known group by name. Groups without workers are included, also
+        groups whose start was only just ordered."""
         roles = {name: role_of(name) for name in self.orders.stand_ins}
         roles |= {group.name: group.role for group in self.present.absent}
         roles |= dict.fromkeys((group.name for group in self.present.prefill), "prefill")
         return roles | dict.fromkeys((group.name for group in self.present.generation), "generate")
 
     def is_coming(self, role: str) -> bool:
-        """Return whether a group of that role is being started whose start has not failed."""
+        """Return True if a group of that role is being started and its start has not failed."""
         absent = {group.name: group for group in self.present.absent}
         starts = any(group.role == role and group.starts and not group.error for group in absent.values())
         ordered = {name for name in self.orders.stand_ins - self.orders.drained if role_of(name) == role}
         return starts or any(name not in absent and not self.is_present(name) for name in ordered)
 
     def is_asleep(self, role: str) -> bool:
-        """Return whether the role has no group with workers because the autoscaler let them go, or until the first one
-        that it ordered comes up."""
+        """Return True if the role has no group with workers because the autoscaler drained all of them, or because the
+        first one is still being started."""
         there = self.present.prefill if role == "prefill" else self.present.generation
         if there:
             return False
         return self.is_coming(role) or any(self.roles.get(name) == role for name in self.orders.surplus)
 
     def absence(self, name: str) -> AbsentGroup | None:
-        """Return the state of a group without workers; None when it has some, or is unknown."""
+        """Return the entry of a group without workers; None if the group has workers or is unknown."""
         return next((group for group in self.present.absent if group.name == name), None)
 
     def is_starting(self, name: str) -> bool:
-        """Return whether the group of that name has no workers and is to have some."""
+        """Return True if the group of that name has no workers yet and is to be started."""
         absence = self.absence(name)
         return absence is not None and absence.starts
 
     def is_drained(self, group: Group) -> bool:
-        """Return whether the group gets no new work because an operator has drained it, or because one of its workers
-        is about to go to another group or to come back from there."""
+        """Return True if the group gets no new work because it has been drained, or because one of its workers is about
+        to be lent to another group or to return from it."""
         return group.name in self.orders.drained or any(map(self._moves, self.orders.borrowers(group.name).values()))
 
     @contextlib.contextmanager
     def returning(self, *names: str) -> Iterator[None]:
-        """Mark the groups, while the context lasts, as drained only for a time, by an order that is under way."""
+        """Mark the groups as drained only temporarily while the context is open."""
         self._returning.update(names)
         try:
             yield
         finally:
-            self._returning -= Counter(names)  # names whose number is 0 are dropped
+            self._returning -= Counter(names)  # drops names whose count is 0
             self._tell()
 
     def withdrawn(self, could_serve: Callable[[GenerationGroup], bool]) -> tuple[str, ...]:
-        """Return the names, sorted, of the generation groups that could serve a request, if operators have drained them
-        all and no order that is under way brings one back; empty otherwise. `could_serve` is only called for groups
-        with workers. A group that has lent all its workers could not serve, unless they are about to return."""
+        """Return the sorted names of the generation groups that could serve a request, if operators have drained all of
+        them and no operation in progress brings one back; otherwise return an empty tuple.
+
+        `could_serve` is called only for groups with workers. A group that has lent all its workers is not counted,
+        unless they are about to return.
+        """
         orders = self.orders
         if not orders.drained:
             return ()
@@ -278,21 +294,22 @@ class Membership:
         return tuple(sorted(names)) if is_withdrawn else ()
 
     def has_lent_all(self, name: str) -> bool:
-        """Return whether the group has no workers because other groups have borrowed them."""
+        """Return True if the group has no workers because other groups have borrowed all of them."""
         is_away = not self.is_present(name) and name not in self.orders.leaving
         return is_away and bool(self.orders.borrowers(name)) and not self.is_starting(name)
 
     def is_broken(self, group: Group) -> bool:
-        """Return whether the group's breaker is not closed, because attempts there failed repeatedly."""
+        """Return True if the group's circuit breaker is not closed, because attempts on the group have failed
+        repeatedly."""
         return self.breakers.of(group.incarnation).state is not BreakerState.CLOSED
 
     def may_have_work(self, group: Group) -> bool:
-        """Return whether the group is ready, not drained, and admitted by its breaker."""
+        """Return True if the group may get new work: it is ready, not drained, and admitted by its circuit breaker."""
         return group.ready and not self.is_drained(group) and self.breakers.admits(group.incarnation)
 
     @property
     def has_work(self) -> bool:
-        """Return whether any group has been given work that it has not done."""
+        """Return True if any group has unfinished work."""
         return bool(self._loads)
 
     def load(self, name: str) -> Load:
@@ -300,7 +317,8 @@ class Membership:
 
     @contextlib.contextmanager
     def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
-        """Count an attempt as the group's load while the context lasts; it succeeds if no exception is raised."""
+        """Count an attempt in the group's load while the context is open. The attempt counts as successful if no
+        exception is raised."""
         self._add_load(name, 1, num_slots)
         incarnation = next((group.incarnation for group in self.present.groups if group.name == name), None)
         if is_probe := self.breakers.of(incarnation).began():
@@ -313,16 +331,17 @@ class Membership:
             self._tell()
 
     def failed(self, incarnation: Hashable | None) -> None:
-        """Record that an attempt failed, because of that incarnation of a group; None if no group is to blame."""
+        """Record that an attempt failed. `incarnation` is the incarnation of the group that caused the failure; None if
+        no group did."""
         if incarnation is not None:
             self.breakers.failed(incarnation)
             self._tell_later(incarnation)
         self._on_failure()
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Call `choose` now and after every change until it finds something, and return that; None after `timeout_s`
-        seconds. No other task runs between the finding and this call's return, so the caller may hold what was
-        found."""
+        """Call `choose` now and after every change until its result is not None, and return that result; None after
+        `timeout_s` seconds. No other task runs between that call of `choose` and the return, so the caller may reserve
+        what was found."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while (found := choose()) is None:
@@ -340,15 +359,15 @@ class Membership:
         return group if self.breakers.admits(group.incarnation) else replace(group, ready=False)
 
     def _moves(self, borrower: str) -> bool:
-        """Return whether the group's borrowed worker is still to come, or to go back. One that has failed to come is
-        not waited for."""
+        """Return True if the worker that the group borrows is on its way to the group or back. False if the group's
+        start failed."""
         if borrower in self.orders.leaving:
             return True
         absence = self.absence(borrower)
         return not self.is_present(borrower) and not (absence is not None and absence.error)
 
     def _unused(self, kind: str) -> str:
-        """Return a name, like generate-2, that no group has."""
+        """Return an unused group name, such as generate-2."""
         taken = {*self._names(), *self.orders.stand_ins}
         return next(f"{kind}-{number}" for number in itertools.count() if f"{kind}-{number}" not in taken)
 
@@ -364,7 +383,7 @@ class Membership:
             )
 
     def _tell_later(self, incarnation: Hashable) -> None:
-        """Wake the tasks that wait for a group when the breaker's state is due to change by itself."""
+        """Wake the tasks that wait for a group at the time when the breaker's state changes without another event."""
         if left_s := self.breakers.of(incarnation).left_s:
             asyncio.get_running_loop().call_later(left_s + _TIMER_S, self._tell)
 
