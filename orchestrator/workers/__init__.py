@@ -1,1 +1,1 @@
-"""Calls workers over gRPC, and polls what they hold."""
+"""Calls workers over gRPC, and polls their status."""

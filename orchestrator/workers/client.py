@@ -1,8 +1,9 @@
-"""Calls workers: their methods in Baton's values, over shared channels that are closed when a worker is gone.
+"""gRPC client of the workers. Its methods take and return Baton's own types. Each worker has one channel, which is
+closed when the worker is gone.
 
-Used by `orchestrator.dispatch`, `orchestrator.workers.worker_poller` and `orchestrator.workers.prefix_discovery`. Only
-the caller ends a call, and only the orchestrator sets its timeout. So a call that a worker cancelled, or that took too
-long, raises UnavailableError. On the loop.
+Used by `orchestrator.dispatch`, `orchestrator.workers.worker_poller` and `orchestrator.workers.prefix_discovery`. A
+healthy worker never cancels a call, and only the orchestrator sets timeouts. So a call that the worker cancels, or that
+times out, raises UnavailableError. On the loop.
 """
 
 import asyncio
@@ -33,53 +34,55 @@ from orchestrator.workers.messages import PrefillJob, stream_request, takeover_r
 from orchestrator.workers.streams import SharedStreams, StreamPart
 
 VERB_TIMEOUT_S = 5.0
-"""Timeout of calls that a healthy worker answers at once, in seconds."""
+"""Timeout in seconds of calls that a healthy worker answers at once."""
 _REPORT_S = 0.5
-"""Seconds that a worker has to report a fetch whose time is over."""
+"""Seconds that a worker has to report the result of a fetch after the fetch's time limit."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report of a finished job."""
+    """Report of one rank on a finished job."""
 
     timing: RankTiming
     stored: tuple[str, ...]
-    """Names of blocks that the node's prefix store holds now, of those that were to be kept: the first ones."""
+    """Names of the prompt's blocks that the node's prefix store now holds, without those that were cached before: the
+    leading ones of the blocks that were to be stored."""
     evicted: tuple[str, ...]
-    """Names of blocks that were evicted to make room for the stored ones."""
+    """Names of the blocks that were evicted to make room for the stored blocks."""
 
 
 @dataclass(frozen=True)
 class FetchReport:
-    """Report of a worker on a fetch of cached KV."""
+    """Report of a worker on a fetch of cached KV from another node."""
 
     num_stored: int = 0
-    """Number of blocks that its node's prefix store has now, of those that were named: the first ones."""
+    """Number of the requested blocks, counted from the first, that the prefix store of the worker's node now holds."""
     evicted: tuple[str, ...] = ()
-    """Names of blocks that were evicted to make room."""
+    """Names of the blocks that were evicted to make room for the fetched blocks."""
     num_bytes: int = 0
-    """Bytes of KV that were copied."""
+    """Number of KV bytes that were copied."""
     copying_s: float = 0.0
-    """Seconds that it took to copy them."""
+    """Duration of the copy in seconds."""
     shortfall: str = ""
-    """Reason why not all blocks are stored, in one line; empty when all are."""
+    """Reason why not all blocks are stored, in one line; empty if all are stored."""
     missing_block: str = ""
-    """Name of the block that the other node did not have; empty for any other failure."""
+    """Name of the block that the other node did not have; empty if the fetch succeeded or failed for another reason."""
 
 
 class AttemptEvents:
-    """The events of one attempt, as its generation group sends them."""
+    """Events of one attempt, as its generation group sends them."""
 
     def __init__(self, call: StreamPart, endpoint: str) -> None:
         self.stored: tuple[str, ...] = ()
-        """Names of the answers' blocks that the group's prefix store holds; known once the stream is closed."""
+        """Names of the blocks of the answers that the group's prefix store holds. Complete once the stream is
+        closed."""
         self.evicted: tuple[str, ...] = ()
-        """Names of blocks that were evicted to make room for the stored ones."""
+        """Names of the blocks that were evicted to make room for the stored blocks."""
         self._call = call
         self._endpoint = endpoint
 
     async def read(self) -> TokenEvent:
-        """Return the next event; must not be called after the last. A cancelled read ends the stream."""
+        """Return the next event. Must not be called after the last event. If the call is cancelled, the stream ends."""
         try:
             message = await self._call.read()
         except (RequestCancelledError, DeadlineExceededError) as error:
@@ -89,26 +92,26 @@ class AttemptEvents:
         return event_from_proto(message)
 
     async def closed(self, timeout_s: float) -> None:
-        """Wait until the group has closed the stream, after its last event and its report of stored blocks, or until
-        `timeout_s` seconds have passed. Raises nothing."""
-        with contextlib.suppress(TimeoutError, BatonError):  # all tokens have come
+        """Read the group's report of stored blocks, until the group closes the stream or `timeout_s` seconds have
+        passed. To be called after the last event. Raises nothing."""
+        with contextlib.suppress(TimeoutError, BatonError):  # all tokens have arrived already
             async with asyncio.timeout(timeout_s):
                 while (message := await self._call.read()) is not None:
                     self.stored += tuple(message.stored.stored)
                     self.evicted += tuple(message.stored.evicted)
 
     def cancel(self) -> None:
-        """Stop reading; the group keeps the stream running for its ttl. Idempotent."""
+        """Stop reading. The group keeps the stream running until its TTL expires. Idempotent."""
         self._call.cancel()
 
 
 class WorkerClient(KvClient):
-    """Calls one worker, of either role; the lease verbs are for generation groups."""
+    """Client of one worker of either role. The methods for leases are only for generation groups."""
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         super().__init__(channel, timeout_s=VERB_TIMEOUT_S, errors=partial(_worker_errors, endpoint))
         self.num_users = 0
-        """Number of contexts of `Clients.use` that have it."""
+        """Number of open `Clients.use` contexts with this client."""
         self._endpoint = endpoint
         self._channel = channel
         self._prefill = PrefillRankStub(channel)
@@ -119,31 +122,35 @@ class WorkerClient(KvClient):
     def stream(
         self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
     ) -> AttemptEvents:
-        """Open the attempt's stream, which outlives this process by a lease's ttl; its answers are stored in blocks.
-        Without a lease the group prefills by itself."""
+        """Open the attempt's stream. If the orchestrator ends, the group keeps the stream for the TTL of a lease.
+
+        `lease` is the lease on the slots that receive the KV; None: the group prefills by itself. The answers are
+        stored in the group's prefix store as blocks.
+        """
         request = stream_request(record, number, config, lease)
         return AttemptEvents(self._streams.open(request), self._endpoint)
 
     def take_over(self, record: RequestRecord, number: StreamNumber) -> AttemptEvents:
-        """Open a stream that the group has kept; reading it raises NotFoundError when the group has not."""
+        """Open a stream that the group has kept since an earlier orchestrator ended. If the group has not kept it,
+        reading the stream raises NotFoundError."""
         return AttemptEvents(self._streams.open(takeover_request(record, number)), self._endpoint)
 
     async def close(self) -> None:
-        """End all streams and close the channel; to be called once no stream is read."""
+        """End all streams and close the channel. To be called when no stream is being read."""
         await self._streams.close()
         await self._channel.close()
 
     async def cancel(self, number: StreamNumber) -> None:
-        """End the stream of that number; idempotent."""
+        """End the stream with this number. Idempotent."""
         request = generate_pb2.CancelRequest(number=number)
         with self._errors():
             await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
 
     async def run(self, job: PrefillJob) -> RankReport:
-        """Run this rank's chunk and return its report.
+        """Run this rank's chunk of the prefill job and return the rank's report.
 
-        Returns when the chunk is computed, passed on, pushed and, on the last rank, stored. Raises StalePrefixError
-        when the blocks behind which the chain begins are not cached.
+        Returns when the chunk has been computed, its KV passed to the next rank and pushed to the slots, and, on the
+        last rank, blocks stored. Raises StalePrefixError if the cached blocks with which the chain starts are missing.
         """
         with self._errors():
             report = await self._prefill.Run(job.message)
@@ -152,20 +159,21 @@ class WorkerClient(KvClient):
         )
 
     async def generation_status(self, timeout_s: float) -> GenerationStatus:
-        """Return what this generation group holds and does now."""
+        """Return the present status of this generation group."""
         with self._errors():
             return await self._generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
 
     async def prefix_blocks(self, *, is_prefill: bool) -> list[str]:
-        """Return the names of the blocks in the prefix store of this worker's node, the least recently used first."""
+        """Return the names of the blocks in the prefix store of this worker's node, the least recently used block
+        first."""
         ask = self._prefill.ListPrefixBlocks if is_prefill else self._generation.ListPrefixBlocks
         with self._errors():
             reply = await ask(common_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
         return list(reply.blocks)
 
     async def fetch_blocks(self, fetch: BlockFetch) -> FetchReport:
-        """Let this worker fetch blocks into its node's prefix store, and return its report. The worker stops early
-        enough to report soon after `fetch.within_s` seconds."""
+        """Make this worker fetch blocks from another node into its node's prefix store, and return its report. The
+        worker stops in time to report soon after `fetch.within_s` seconds."""
         request = exchange_pb2.FetchBlocksRequest(
             endpoint=fetch.source.endpoint,
             names=fetch.names,
@@ -177,22 +185,23 @@ class WorkerClient(KvClient):
         return read(FetchReport, reply, evicted=tuple(reply.evicted))
 
     async def prefill_status(self, timeout_s: float) -> PrefillStatus:
-        """Return what this prefill rank holds and does now."""
+        """Return the present status of this prefill rank."""
         with self._errors():
             return await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
 
 
 class Clients:
-    """A client for each endpoint, made at first use. Closing a channel ends its calls, so channels in use are kept."""
+    """Clients by endpoint, made at first use. Closing a channel ends its calls, so a channel in use is not closed."""
 
     def __init__(self, secret: ClusterSecret) -> None:
-        """`secret` is the cluster's secret, sent with each call."""
+        """`secret` is the cluster's secret. It is sent with each call."""
         self._secret = secret
         self._clients: dict[str, WorkerClient] = {}
 
     @contextlib.contextmanager
     def use(self, endpoint: str) -> Iterator[WorkerClient]:
-        """Return a context with the client of the worker at host:port, which connects at its first call."""
+        """Open a context with the client of the worker at `endpoint` (host:port). The client connects at its first
+        call."""
         client = self._clients.get(endpoint)
         if client is None:
             client = self._clients[endpoint] = WorkerClient(endpoint, make_channel(endpoint, secret=self._secret))
@@ -211,7 +220,7 @@ class Clients:
 
 @contextlib.contextmanager
 def _worker_errors(endpoint: str) -> Iterator[None]:
-    """Translate a call's errors: one that the worker cancelled or left unanswered raises UnavailableError."""
+    """Translate the errors of a call. A call that the worker cancels or does not answer raises UnavailableError."""
     try:
         with translate_rpc_errors():
             yield
@@ -221,4 +230,4 @@ def _worker_errors(endpoint: str) -> Iterator[None]:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # grpc.aio's report of it
+        raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # grpc.aio reports it this way

@@ -1,6 +1,6 @@
-"""Makes the messages about a request for workers: a prefill job, a stream, a stream to be taken over.
+"""Builds the messages that workers get for a request: a prefill job, a new stream, and the takeover of a stream.
 
-Used by `orchestrator.workers.client`; jobs are made by `orchestrator.dispatch.attempt`. Pure.
+Used by `orchestrator.workers.client`. Jobs are made by `orchestrator.dispatch.attempt`. Pure.
 """
 
 from dataclasses import dataclass
@@ -20,20 +20,21 @@ from orchestrator.workers.streams import check_size
 
 @dataclass(frozen=True)
 class PrefillJob:
-    """One attempt's job for a prefill group, equal for all ranks."""
+    """Job of one attempt for a prefill group. All ranks get the same job."""
 
     record: RequestRecord
     number: JobId
     group: PrefillGroup
     chain: ChainPlan
     blocks: PromptBlocks
-    """The prompt's blocks: the chain begins behind the first ones, which are cached, and stores the others."""
+    """Blocks of the prompt. The leading blocks are cached, and the chain starts after them. The other blocks are
+    stored."""
     lease: Lease
-    """The lease on the slots that take the KV."""
+    """Lease on the slots that receive the KV."""
 
     @cached_property
     def message(self) -> prefill_pb2.PrefillJob:
-        """Return the message to every rank, made once. Raises InvalidArgumentError when it is too large."""
+        """Return the message to every rank. It is built once. Raises InvalidArgumentError if it is too large."""
         record, chain = self.record, self.chain
         job = prefill_pb2.PrefillJob(
             epoch=self.group.epoch,
@@ -57,7 +58,7 @@ class PrefillJob:
 def stream_request(
     record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
 ) -> generate_pb2.StreamRequest:
-    """Return the message that requests an attempt's stream from a generation group."""
+    """Return the message that opens an attempt's stream on a generation group."""
     return generate_pb2.StreamRequest(
         request_id=record.request_id,
         history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
@@ -69,7 +70,7 @@ def stream_request(
 
 
 def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb2.StreamRequest:
-    """Return the message that requests from a generation group a stream that it may have kept."""
+    """Return the message that takes over a stream that a generation group may have kept."""
     outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
     return generate_pb2.StreamRequest(
         request_id=record.request_id,

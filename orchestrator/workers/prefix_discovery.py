@@ -1,7 +1,7 @@
-"""Queries each prefix store that comes into view for its blocks, once, so that earlier orchestrators' prompts count.
+"""Lists the blocks of each prefix store once, when the store appears, to find prompts cached by earlier orchestrators.
 
-Called by `orchestrator.dispatch.attempt`; fills `orchestrator.placement.prefix_index`. No request waits for the answer:
-until it arrives, prompts are computed. On the loop.
+Called by `orchestrator.dispatch.attempt`; writes to `orchestrator.placement.prefix_index`. No request waits for the
+answer. Until it arrives, prompts are computed. On the loop.
 """
 
 import asyncio
@@ -18,18 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixStores:
-    """Adds the blocks of new prefix stores to the index, and removes stores that are gone from it."""
+    """Adds the blocks of new prefix stores to the index, and removes stores that no longer exist from it."""
 
     def __init__(self, members: Membership, clients: Clients, index: PrefixIndex) -> None:
         self._members = members
         self._clients = clients
         self._index = index
         self._asked: dict[str, asyncio.Task[None]] = {}
-        """Tasks that query a store's blocks, by store; kept when done, so that each store is queried once."""
+        """Task that lists the blocks of a store, by name of the store. Finished tasks are kept, so that each store is
+        listed once."""
 
     def look(self) -> None:
-        """Query stores that are new in the view, in tasks, and forget those that are gone. Called for every request.
-        The stores of drained groups count: other nodes may fetch from them."""
+        """Start tasks that list the blocks of new stores, and forget stores that no longer exist. Called for every
+        request. Stores of drained groups are included, because other nodes may fetch from them."""
         groups = [group for group in self._members.present.groups if group.prefix_store]
         stores = {group.prefix_store for group in groups}
         self._index.keep_only(stores)
@@ -40,13 +41,13 @@ class PrefixStores:
                 self._asked[group.prefix_store] = asyncio.create_task(self._ask(group))
 
     async def close(self) -> None:
-        """Cancel all queries that still run, and wait for their end."""
+        """Cancel all listings in progress, and wait for their end."""
         for asking in self._asked.values():
             asking.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
 
     async def _ask(self, group: Group) -> None:
-        """Query this group, one of those that share the store, and add the store's blocks to the index."""
+        """List the store's blocks by a call to this group, which uses the store, and add them to the index."""
         try:
             with self._clients.use(endpoint_of(group)) as worker:
                 names = await worker.prefix_blocks(is_prefill=isinstance(group, PrefillGroup))

@@ -1,8 +1,8 @@
-"""Multiplexes all streams of one generation group over one gRPC call, which is open while there are any.
+"""Multiplexes all streams of one generation group over one gRPC call, which is open while any stream is open.
 
-Used by `orchestrator.workers.client`. Each stream has its part of a message in a queue of its own, bounded by its
-request's tokens, so none waits for another's reader. When the call breaks, all its streams fail, as each would have
-with a call of its own; the next stream opens another call. On the loop.
+Used by `orchestrator.workers.client`. Each stream has a separate queue for its events, bounded by the request's number
+of tokens, so a slow reader does not delay other streams. If the call breaks, all its streams fail, as they would with
+separate calls. The next stream then opens a new call. On the loop.
 """
 
 import asyncio
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Largest message, in bytes, about a request: above its limit gRPC ends the call, and with it all streams in it."""
+"""Maximum size in bytes of a message about a request. A larger message would exceed gRPC's limit and end the call, with
+all its streams."""
 
 
 class StreamPart:
-    """One stream's part of the shared call; read as a call of its own would be."""
+    """One stream of the shared call. It is read like a separate call."""
 
     def __init__(self, number: int, leave: Callable[[int], None]) -> None:
-        """`leave` is called with the stream's number when its reader cancels it before its end."""
+        """`leave` is called with the stream's number if the reader cancels the stream before its end."""
         self.number = number
         self._leave = leave
         self._events: deque[pb.TokenEvent] = deque()
@@ -44,7 +45,7 @@ class StreamPart:
         self._waiter: asyncio.Future[None] | None = None
 
     async def read(self) -> pb.TokenEvent | None:
-        """Return the next event, or None after the last; raise the stream's error. For one task at a time."""
+        """Return the next event; None after the last. Raises the stream's error. Only one task may read at a time."""
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -61,7 +62,7 @@ class StreamPart:
             self.end(UnavailableError(f"stream {self.number} was left by its reader"))
 
     def take(self, event: pb.StreamEvent) -> None:
-        """Take a message of this stream: an event, the stream's end, or both."""
+        """Add a message of this stream: an event, the end of the stream, or both."""
         if event.HasField("event"):
             self._events.append(event.event)
         if event.HasField("end"):
@@ -71,7 +72,7 @@ class StreamPart:
             self._wake()
 
     def end(self, error: BatonError | None) -> None:
-        """End the stream, with an error or without; no event will come after this."""
+        """End the stream, with an error or without. No event may follow."""
         self._ended, self._error = True, error
         self._wake()
 
@@ -113,7 +114,7 @@ class _SharedCall:
             yield command
 
     async def _read(self, stub: "GenerationGroupAsyncStub") -> None:
-        """Dispatch incoming messages to their streams until the call ends, then fail every open stream."""
+        """Pass incoming messages to their streams until the call ends. Then fail every open stream."""
         failure: BatonError = UnavailableError("the call that the stream shares with others has ended")
         call = None
         try:
@@ -132,7 +133,8 @@ class _SharedCall:
             self.parts.clear()
 
     async def _hand_out(self, call: "StreamsCall") -> BatonError | None:
-        """Dispatch messages to the end of the call; return the error with which it ended, or None."""
+        """Pass incoming messages to their streams until the call ends. Return the error that ended the call, or
+        None."""
         sent = SentStatus(call)
         try:
             while isinstance(message := await call.read(), pb.StreamEvents):
@@ -142,7 +144,7 @@ class _SharedCall:
                         if event.HasField("end") and event.end.error:
                             self._forget(event.number)
                         elif event.HasField("end"):
-                            self.leave(event.number)  # until then the group keeps it for the next orchestrator
+                            self.leave(event.number)  # the group then stops keeping it for a takeover
         except grpc.aio.AioRpcError as error:
             status = sent.of(error)
             if status.code() is not grpc.StatusCode.OK and status.details() != FAILED_WRITE:
@@ -151,7 +153,7 @@ class _SharedCall:
 
 
 class SharedStreams:
-    """Opens streams of one generation group. Owned by the client that owns the channel."""
+    """Opens the streams of one generation group. Owned by the client that owns the channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: GenerationGroupAsyncStub = GenerationGroupStub(channel)
@@ -159,10 +161,10 @@ class SharedStreams:
         self._latest: _SharedCall | None = None
 
     def open(self, request: pb.StreamRequest) -> StreamPart:
-        """Open the stream of that number, or take it over; failures are raised when the stream is read.
+        """Open or take over the stream with the number in `request`. Failures are raised when the stream is read.
 
-        A request that fits into no message fails with InvalidArgumentError, without reaching the call that streams
-        share.
+        A request that is too large for a message fails with InvalidArgumentError. It is not sent, so the other streams
+        of the call are not affected.
         """
         command = pb.StreamCommand(open=request)
         try:
@@ -177,12 +179,12 @@ class SharedStreams:
         return self._latest.open(request.number, command)
 
     async def close(self) -> None:
-        """End all calls; to be called when no stream is read any more, before the channel is closed."""
+        """End all calls. To be called when no stream is being read, before the channel is closed."""
         await asyncio.gather(*(call.close() for call in self._calls))
 
 
 def check_size(request_id: str, num_bytes: int) -> None:
-    """Raise InvalidArgumentError when the message to workers about a request is too large to send."""
+    """Raise InvalidArgumentError if a message of this size about a request is too large for workers."""
     if num_bytes > MAX_COMMAND_BYTES:
         raise InvalidArgumentError(
             f"request {request_id} takes {num_bytes} bytes between the orchestrator and its workers, over the limit "

@@ -1,8 +1,9 @@
-"""Polls all workers for their status, rarely while they hold nothing, and finds leaked slots and jobs.
+"""Polls the status of all workers, less often while they are idle, and detects leaked slots and jobs.
 
-A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
-kept for a client to resume. A slot that is only leased, perhaps by a Reserve whose answer was lost, is a leak when it
-has not ended by its ttl. Run by `orchestrator.composition`; read by `orchestrator.observability.state`. On the loop.
+A slot or job is leaked if, for over 2 s without interruption, it has belonged neither to a request of this orchestrator
+nor to a stream that is kept for a client to resume. A slot that is leased but not in use (for example because the
+answer to a Reserve call was lost) is leaked if its lease has not ended after its TTL. Run by
+`orchestrator.composition`; read by `orchestrator.observability.state`. On the loop.
 """
 
 import asyncio
@@ -24,29 +25,33 @@ from orchestrator.workers.client import Clients
 logger = logging.getLogger(__name__)
 
 LEAK_S = 2.0
-"""Seconds after which a slot or job of no known request is a leak. Until then it may be about to be freed."""
+"""Seconds after which a slot or job without a known request counts as leaked. Before that it may be about to be
+freed."""
 QUIET_S = 2.0
-"""Seconds between two polls of workers that hold nothing and get no work."""
+"""Seconds between two polls of workers that are idle and get no work."""
 _TIMEOUT_S = 1.0
 _FRESH_S = 0.25
-"""Seconds for which the answers of workers are reused for all callers of `refresh`."""
+"""Seconds for which `refresh` reuses the last answers of the workers."""
 _MOST_PAUSE_S = 5.0
-"""Longest pause in seconds after an unforeseen failure, until the workers are polled again."""
+"""Maximum pause in seconds before the workers are polled again after an unexpected failure."""
 
 
 class Leaks:
-    """Leaks of one worker: unknown for LEAK_S seconds, or, if merely leased, for a lease's ttl longer. Pure."""
+    """Leaks of one worker. A slot or job is leaked if no known request has owned it for LEAK_S seconds, or, for a slot
+    that is only leased, for LEAK_S plus the TTL of a lease. Pure."""
 
     def __init__(self, lease_ttl_s: float) -> None:
         self._window_s = LEAK_S + lease_ttl_s
         self._seen: deque[tuple[float, int, int]] = deque()
-        """Instants, and numbers of slots or jobs that were unknown then: all, and those beyond merely leased ones."""
+        """Observations: the time, the number of slots or jobs without a known request, and that number without slots
+        that are only leased."""
 
     def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
-        """Record how many slots or jobs are unknown now, and how many slots, known or not, are merely leased."""
+        """Record an observation. `num_unknown` is the number of slots or jobs without a known request. `num_leased` is
+        the number of slots that are only leased, with or without a known request."""
         self._seen.append((now_s, num_unknown, num_unknown - num_leased))
         while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._window_s:
-            self._seen.popleft()  # the oldest one kept spans the window, if any does
+            self._seen.popleft()  # the oldest one kept covers the window, if any does
 
     @property
     def num_leaked(self) -> int:
@@ -57,13 +62,13 @@ class Leaks:
 
 
 def _least(seen: list[tuple[float, int]], window_s: float) -> int:
-    """Return the least number during the whole window up to the last instant; 0 until the window is full."""
+    """Return the minimum number within the last `window_s` seconds; 0 if the observations do not cover that time."""
     begins = [index for index, (at_s, _) in enumerate(seen) if at_s <= seen[-1][0] - window_s]
     return max(0, min(num for _, num in seen[begins[-1] :])) if begins else 0
 
 
 class WorkerPoller:
-    """Statuses and leaks of the workers of all groups that are present."""
+    """Statuses and leaks of the workers of all present groups."""
 
     def __init__(
         self,
@@ -74,7 +79,8 @@ class WorkerPoller:
         *,
         lease_ttl_s: float = OrchestratorConfig.lease_ttl_s,
     ) -> None:
-        """`on_step` is called at most once for each forward pass of a generation group that is seen."""
+        """`on_step` is called with the last step of a generation group when a poll shows that the group has made new
+        steps."""
         self._members = members
         self._clients = clients
         self._clock = clock
@@ -90,13 +96,13 @@ class WorkerPoller:
         self._refreshing = asyncio.Lock()
         """Held during a poll for a caller of `refresh`."""
         self._answered: tuple[frozenset[str], float] = frozenset(), -_FRESH_S
-        """Endpoints of the workers in the last poll of `refresh`, and the instant when all had answered."""
+        """Endpoints polled by the last `refresh`, and the time at which all of them had answered."""
         self._asked: tuple[frozenset[str], float] = frozenset(), -QUIET_S
-        """Endpoints of the workers polled last, and the instant."""
+        """Endpoints of the last poll, and its time."""
 
     async def run(self, period_s: float) -> None:
-        """Look at all workers every `period_s` seconds until this task is cancelled, also after an unforeseen
-        failure."""
+        """Call `look` every `period_s` seconds until this task is cancelled. Unexpected failures are logged and do not
+        end the loop."""
 
         async def look() -> None:
             await self.look()
@@ -105,27 +111,28 @@ class WorkerPoller:
         await repeat("polling the workers", look, Backoff(period_s, _MOST_PAUSE_S))
 
     async def look(self) -> None:
-        """Poll every worker, unless all of them reported within the last QUIET_S that they hold nothing, and no worker
-        has been given a request."""
+        """Poll every worker. Do nothing if all of them were idle at a poll within the last QUIET_S seconds and no
+        worker has work."""
         if not self._is_quiet:
             await self.ask()
 
     async def ask(self) -> None:
-        """Poll every worker once, for at most a second, and forget those that are gone. Calls may overlap."""
+        """Poll every worker once, for at most a second, and delete the data of workers that no longer exist. Calls may
+        overlap."""
         view = self._members.present
         self._asked = view.endpoints, self._clock.now_s()
         await asyncio.gather(
             *(self._ask_generation(group) for group in view.generation),
             *(self._ask_rank(group, endpoint) for group in view.prefill for endpoint in group.endpoints),
         )
-        present = self._members.present.endpoints  # other workers may have come, or been polled, meanwhile
+        present = self._members.present.endpoints  # workers may have been added or polled meanwhile
         for endpoint in (self._leaks.keys() | self._generation.keys() | self._ranks.keys()) - present:
             self._forget(endpoint)
         await self._clients.prune(present)
 
     async def refresh(self) -> None:
-        """Poll every worker unless all answered within the last 0.25 s, and none has come or gone since. Concurrent
-        calls share one poll."""
+        """Poll every worker, unless the same workers were polled by `refresh` within the last 0.25 s. Concurrent calls
+        share one poll."""
         async with self._refreshing:
             answered, answered_s = self._answered
             endpoints = self._members.present.endpoints
@@ -135,16 +142,16 @@ class WorkerPoller:
 
     @property
     def leaks_count(self) -> bool:
-        """Return whether unknown slots are leaks: not for the first `lease_ttl_s` seconds, in which leases of an
-        earlier orchestrator may last."""
+        """Return True if slots without a known request count as leaked. False for the first `lease_ttl_s` seconds,
+        because leases of an earlier orchestrator may still exist."""
         return self._clock.now_s() > self._leaks_count_from_s
 
     def groups(self) -> tuple[GroupState, ...]:
-        """Return the states of all groups, as their workers answered last."""
+        """Return the states of all groups from the last answers of their workers."""
         return tuple(self._state(group) for group in self._members.present.groups)
 
     def group(self, name: str) -> GroupState | None:
-        """Return the state of the group of that name; None when there is none."""
+        """Return the state of the group of that name; None if it does not exist."""
         return next((group for group in self.groups() if group.name == name), None)
 
     @property
@@ -165,7 +172,7 @@ class WorkerPoller:
             self._members.num_bytes_free.pop(group.name, None)
             return
         num_kept = sum(each.num_slots for each in status.kept)
-        status.ClearField("kept")  # names requests, and clients of all tenants may see the status
+        status.ClearField("kept")  # has request ids, and all tenants may see the status
         before = self._generation.get(group.endpoint)
         if status.HasField("last_step") and before is not None and status.num_steps != before.num_steps:
             self._on_step(status.last_step)
@@ -191,7 +198,7 @@ class WorkerPoller:
 
     def _unanswered(self, endpoint: str, error: BatonError) -> None:
         logger.debug("%s does not say what it holds: %s", endpoint, error)
-        self._forget(endpoint)  # its leaks too: its supervisor deals with what it holds
+        self._forget(endpoint)  # also its leaks: the supervisor repairs it
 
     def _forget(self, endpoint: str) -> None:
         for known in (self._leaks, self._generation, self._ranks):
