@@ -1,1 +1,1 @@
-"""Serves one attempt at a request, and reads its stream."""
+"""Runs one attempt at a request: leases, prefill, and the stream of tokens."""

@@ -1,9 +1,9 @@
-"""Serves one attempt at a request: plans it, leases its slots, runs its prefill, and reads its stream.
+"""Runs one attempt at a request: plans it, leases its slots, runs its prefill, and reads its stream.
 
-Called by `orchestrator.scheduler`. A slot is leased before prefill starts, so that KV always has a destination. The
-stream is opened before prefill, so that the lease has an owner. Every rank runs its chunk and pushes its KV straight to
-the slot. When an attempt has ended, in any way, its calls have ended, its job is in no book, and its slot is free or
-soon will be. On the loop, in the request's task.
+Called by `orchestrator.scheduler`. Slots are leased before the prefill starts, so that the KV always has a destination.
+The stream is opened before the prefill, so that the lease has an owner. Every rank computes its chunk and pushes its KV
+directly to the slots. When an attempt has ended for any reason, its calls have ended, its job is on no list, and its
+slots are free or about to be freed. On the loop, in the request's task.
 """
 
 import asyncio
@@ -38,40 +38,42 @@ from orchestrator.workers.prefix_discovery import PrefixStores
 logger = logging.getLogger(__name__)
 
 _FULL_PAUSE_S = 0.05
-"""Seconds between two Reserves of a slot that should be free and is not yet: quarantined, or another orchestrator's."""
+"""Pause in seconds before another Reserve call when a slot that should be free is not free yet, because it is
+quarantined or held by another orchestrator."""
 _ANSWER_S = 5.0
-"""Seconds that a group has to say whether it has kept a stream."""
+"""Timeout in seconds of the status call that shows whether a group has kept a stream."""
 
 
 @dataclass(frozen=True)
 class _Home:
-    """The generation group of one attempt, where its KV goes and its tokens come from."""
+    """Generation group of one attempt. It receives the KV and generates the tokens."""
 
     record: RequestRecord
     group: GenerationGroup
     worker: WorkerClient
     held: ExitStack
-    """Holds the group's count of the attempt, and the use of the worker's connection."""
+    """Context stack that keeps the attempt in the group's load and the worker's connection in use."""
     fetch: PrefixFetch | None = None
-    """Result of the attempt's fetch of cached KV from another node; None when no fetch was tried."""
+    """Result of the attempt's fetch of cached KV from another node; None if no fetch was made."""
 
 
 @dataclass
 class _Learnt:
-    """Facts that one attempt has found out about groups so far."""
+    """Facts about groups that one attempt has learnt so far."""
 
     full_since_s: float = math.inf
-    """Time when a group that should have room first refused the attempt, on the clock's now_s."""
+    """Time, on Clock.now_s(), at which a group that should have had room first refused the attempt."""
     full: set[Hashable] = field(default_factory=set)
-    """Incarnations of groups that refused the attempt for lack of room; cleared once all have refused."""
+    """Incarnations of groups (each repair or replacement of a group makes a new incarnation) that had no room for the
+    attempt. Cleared when all groups have refused."""
     trusts_hints: bool = True
-    """True while the attempt relies on the prefix index; false once blocks that the index named were missing."""
+    """True while the attempt relies on the prefix index. False after blocks that the index listed were missing."""
     fetch: PrefixFetch | None = None
-    """Result of the attempt's fetch of cached KV from another node; None before a fetch was tried."""
+    """Result of the attempt's last fetch of cached KV from another node; None before the first fetch."""
 
     @property
     def may_fetch(self) -> bool:
-        """Return whether a plan may include a fetch: no attempt tries again after one that fell short."""
+        """Return True if a plan may include a fetch. After an incomplete fetch, the attempt makes no other one."""
         return self.fetch is None or not self.fetch.shortfall
 
 
@@ -82,7 +84,7 @@ class AttemptRunner:
         self, members: Membership, clients: Clients, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig
     ) -> None:
         self.chooser = Chooser(members, planner, clock, config)
-        """The chooser of groups for attempts."""
+        """Selects the groups for attempts."""
         self._members = members
         self._clients = clients
         self._prefixes = prefixes = self.chooser.prefixes
@@ -92,24 +94,26 @@ class AttemptRunner:
         self._clock = clock
         self._config = config
         self._numbers = itertools.count(clock.unix_ns())
-        """Numbers of jobs, streams and Reserves: ascending, and above all numbers of earlier orchestrators."""
+        """Numbers for jobs, streams and Reserve calls. They ascend, and are larger than all numbers of earlier
+        orchestrators."""
         self._lease_reaper = LeaseReaper(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
         self._stream_drainer = StreamDrainer(prefixes)
         self._fetcher = BlockFetcher(clients, prefixes, self.chooser.sources, planner, clock)
 
     async def close(self) -> None:
-        """Wait, for a bounded time, until past attempts hold nothing; to be called once no attempt runs."""
+        """Wait for a bounded time until the resources of all past attempts have been freed. To be called when no
+        attempt runs."""
         await self._stores.close()
         await self._stream_drainer.close()
         await self._lease_reaper.close()
 
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
-        """Run a request from where its record stands to its end: events go into the record, then to `emit`.
+        """Run the request from the state in its record to its end. Each event is recorded first, then passed to `emit`.
 
-        Raises the error of the attempt, after the group to blame was recorded. After three failures the attempt does
-        not end but is planned again: a generation group has no room after all while another has, cached KV did not
-        arrive from another node in time, or a cached prefix is missing. In the last case the prompt is computed from
-        its beginning.
+        Raises the error of the attempt after recording which group caused it. In three cases the attempt does not fail
+        but is planned again. First, the generation group has no room while another group has. Second, a fetch of cached
+        KV from another node was incomplete. Third, cached blocks are missing; then the prompt is computed from its
+        beginning.
         """
         self._stores.look()
         learnt = _Learnt()
@@ -122,7 +126,7 @@ class AttemptRunner:
                     if plan.fetch is not None:
                         learnt.fetch = await self._fetcher.run(plan.fetch, record)
                         if learnt.fetch.shortfall:
-                            continue  # the blocks that the plan counts on are missing
+                            continue  # the blocks that the plan relies on are missing
                     home = self._home(record, plan.generation, held, learnt.fetch)
                     await self._serve(home, plan, learnt, emit)
             except StalePrefixError as stale:
@@ -133,9 +137,9 @@ class AttemptRunner:
                 record.replan()
 
     async def take_over(self, record: RequestRecord, emit: Emit) -> None:
-        """Run a request to its end on the stream that a generation group has kept since an earlier orchestrator's end.
-        Events go into the record, then to `emit`. Raises NotFoundError when no group has kept it, and the error of a
-        failed stream."""
+        """Take over the stream that a generation group has kept since an earlier orchestrator ended, and run the
+        request to its end. Each event is recorded first, then passed to `emit`. Raises NotFoundError if no group has
+        kept the stream, and the stream's error if it fails."""
         generation = await self._find_kept(record)
         with ExitStack() as held:
             held.enter_context(self._members.hold(generation.name, record.request.num_slots))
@@ -148,7 +152,7 @@ class AttemptRunner:
                 await follow(record, stream, event, self._with_origins(home, emit))
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
-        present = self._members.present.generation  # also drained ones, and those whose heartbeats are late
+        present = self._members.present.generation  # including drained ones, and ones with late heartbeats
         groups = [each for each in present if each.may_serve(exact=record.request.exact)]
         asking = [asyncio.create_task(self._keeper(group, record.request_id)) for group in groups]
         try:
@@ -162,7 +166,7 @@ class AttemptRunner:
         raise NotFoundError(f"request {record.request_id} runs on no generation group")
 
     async def _keeper(self, group: GenerationGroup, request_id: RequestId) -> GenerationGroup | None:
-        """Return the group if it says that it has kept the request's stream."""
+        """Return the group if it reports that it has kept the request's stream; otherwise None."""
         try:
             with self._clients.use(group.endpoint) as worker:
                 status = await worker.generation_status(_ANSWER_S)
@@ -172,14 +176,18 @@ class AttemptRunner:
         return group if any(each.request_id == request_id for each in status.kept) else None
 
     async def _serve(self, home: _Home, plan: Plan, learnt: _Learnt, emit: Emit) -> None:
-        """Run the request to its end as planned, or do nothing when the group has no room and another has, as `learnt`
-        says then. The job is booked once it has its slot: no prompt is planned around a job that does not run."""
+        """Run the request to its end as planned. Return early if the group has no room while another group has;
+        `learnt` then names the full groups.
+
+        The job is entered in the group's list of jobs only when it has its slots, so that other prompts are not planned
+        around a job that does not run.
+        """
         lease = None
         if plan.reserves:
             lease = await self._reserve(home, plan, learnt)
             if lease is None:
                 return
-            plan = self.chooser.replan(plan, home.record)  # other jobs were booked meanwhile
+            plan = self.chooser.replan(plan, home.record)  # other jobs may have been added meanwhile
         if plan.way is None or lease is None:
             await self._generate(home, plan, lease, None, emit)
             return
@@ -192,7 +200,8 @@ class AttemptRunner:
     async def _generate(
         self, home: _Home, plan: Plan, lease: Lease | None, prefill: PrefillTask | None, emit: Emit
     ) -> None:
-        """Generate to the end: on the slot that a chain fills, or behind the tokens that the node has cached."""
+        """Generate to the end, after the KV that a chain pushes to the slots or after the tokens that the group's node
+        has cached."""
         record, way = home.record, plan.way
         num_present = 0 if lease is None else lease.num_present_tokens
         placed = Attempt(
@@ -216,13 +225,13 @@ class AttemptRunner:
             if isinstance(error, BatonError) and not isinstance(error, StalePrefixError):
                 is_chains = way is not None and prefill is not None and error is failure_of(prefill)
                 record.blame(way.group.incarnation if way is not None and is_chains else home.group.incarnation)
-            if lease is not None and not record.is_complete:  # a complete request's rows may still be stored
+            if lease is not None and not record.is_complete:  # the answers of a complete one may still be stored
                 self._lease_reaper.abort(home.group.endpoint, lease.ref)
             raise
 
     def _with_origins(self, home: _Home, emit: Emit, prefill: str = "") -> Emit:
-        """Return `emit` for tokens without origin. `prefill` is the name of the attempt's chain's group, if it has
-        one."""
+        """Return a function that adds the origin of tokens to events and passes them to `emit`. `prefill` is the name
+        of the prefill group whose chain serves the attempt; empty without a chain."""
         group, predicted_s = home.group, 0.0
         if self._planner.steps is not None:
             num_rows = max(self._members.load(group.name).num_slots, 1)
@@ -237,8 +246,8 @@ class AttemptRunner:
 
     @contextlib.asynccontextmanager
     async def _ending(self, home: _Home, number: StreamNumber, stream: AttemptEvents) -> AsyncIterator[AttemptEvents]:
-        """End the stream with the attempt; only a stream whose orchestrator dies is kept by its group. A stream that
-        has brought all its tokens is read on until its group has said what it stored."""
+        """Open a context that ends the stream with the attempt. If all tokens have arrived, the stream is read until
+        the group has reported the stored blocks. Otherwise the stream is cancelled at the group."""
         try:
             yield stream
         finally:
@@ -249,10 +258,11 @@ class AttemptRunner:
                 stream.cancel()
 
     async def _reserve(self, home: _Home, plan: Plan, learnt: _Learnt) -> Lease | None:
-        """Lease a slot for each choice, trying again while no group has room; return None once another has.
+        """Lease a slot for each choice. If the group has no room, try again, or return None as soon as another group
+        has room.
 
-        A Reserve under way is never cancelled: it might be granted without a caller to free its slot. One whose answer
-        was lost is undone by its number.
+        A Reserve call in progress is never cancelled, because it might be granted without a caller that frees the slot.
+        A Reserve call whose answer was lost is undone by its number.
         """
         record, group, spec = home.record, home.group, self._reserve_spec(home.record, plan)
         while True:
@@ -293,13 +303,13 @@ class AttemptRunner:
         )
 
     def _note_present(self, plan: Plan, lease: Lease) -> None:
-        """Correct the prefix index by a lease, which says how many of the plan's blocks the node really has."""
+        """Correct the prefix index from a lease, which reports how many of the plan's blocks the node really has."""
         store, num_present = plan.generation.prefix_store, lease.num_present_tokens // plan.blocks.block_tokens
         self._prefixes.use(store, plan.slot_blocks[:num_present])
         self._prefixes.forget(store, plan.slot_blocks[num_present : num_present + 1])
 
     def _note_ranks(self, job: PrefillJob, prefill: PrefillTask) -> None:
-        """Report the ranks' timings to planner and record as soon as the prefill has ended well."""
+        """Report the ranks' timings to the planner and the record when the prefill has succeeded."""
         if not prefill.cancelled() and failure_of(prefill) is None:
             self._planner.observe(job.group.name, prefill.result())
             job.record.report(prefill.result())

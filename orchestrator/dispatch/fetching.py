@@ -1,8 +1,8 @@
-"""Fetches cached KV from another node's prefix store before an attempt begins, as `orchestrator.placement` has planned.
+"""Fetches cached KV from another node's prefix store before an attempt begins, as planned by `orchestrator.placement`.
 
-Called by `orchestrator.dispatch.attempt`. A worker of the node that is to have the blocks copies them; what it stored,
-and what it evicted for that, goes into the prefix index, and its speed into the planner. A fetch that fails or comes
-too late is not an error: the attempt is planned again without a fetch. On the loop, in the request's task.
+Called by `orchestrator.dispatch.attempt`. A worker of the target node copies the blocks. The names of stored and
+evicted blocks are written to the prefix index, and the speed of the copy to the planner. A fetch that fails or is late
+is not an error: the attempt is planned again without a fetch. On the loop, in the request's task.
 """
 
 import logging
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class BlockFetcher:
-    """Runs any number of fetches at once. Writes the prefix index, and the pauses of stores after failures."""
+    """Runs any number of fetches at once. Updates the prefix index, and pauses fetches between two stores after a
+    failure."""
 
     def __init__(
         self, clients: Clients, prefixes: PrefixIndex, sources: BlockSources, planner: ChainPlanner, clock: Clock
@@ -32,7 +33,7 @@ class BlockFetcher:
         self._clock = clock
 
     async def run(self, fetch: BlockFetch, record: RequestRecord) -> PrefixFetch:
-        """Fetch the blocks, for a bounded time, and return the result. Raises no BatonError."""
+        """Fetch the blocks within a bounded time, and return the result. Raises no BatonError."""
         start_s = self._clock.now_s()
         is_probe = self._sources.began(fetch)
         try:
@@ -63,5 +64,5 @@ class BlockFetcher:
             self._planner.observe_fetch(report.num_bytes, report.copying_s, is_far=fetch.is_far)
         if not report.shortfall:
             self._sources.succeeded(fetch, is_probe=is_probe)
-        elif not report.missing_block:  # a wrong hint says nothing of the way between the stores
+        elif not report.missing_block:  # a wrong hint does not mean that the link is bad
             self._sources.failed(fetch)

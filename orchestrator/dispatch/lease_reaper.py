@@ -1,8 +1,8 @@
-"""Frees what attempts held: aborts leases, cancels streams, and undoes Reserves whose answers were lost.
+"""Frees the resources of attempts: aborts leases, cancels streams, and undoes Reserve calls whose answers were lost.
 
 Called by `orchestrator.dispatch.attempt`; calls workers through `orchestrator.workers.client`. When an attempt has
-ended, its calls continue here until the workers have answered, or until the slot or stream expires by its TTL. On the
-loop.
+ended, these calls continue in the background until the workers have answered, or until the slot or stream expires by
+its TTL. On the loop.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from orchestrator.workers.client import VERB_TIMEOUT_S, Clients, WorkerClient
 logger = logging.getLogger(__name__)
 
 _PAUSES = Backoff(0.1, 2.0)
-"""Pauses between two aborts of the same Reserve."""
+"""Pauses between attempts to abort the same Reserve call."""
 
 
 class LeaseReaper:
-    """Calls that free what attempts held, each in a task of its own. Owned by the attempt runner."""
+    """Makes the calls that free the resources of attempts, each in its own task. Owned by the attempt runner."""
 
     def __init__(self, members: Membership, clients: Clients, clock: Clock, *, lease_ttl_s: float) -> None:
         self._members = members
@@ -37,7 +37,8 @@ class LeaseReaper:
         self._closing = asyncio.Event()
 
     async def close(self) -> None:
-        """Return when every call has been made once; Reserves still in doubt then end by their ttl."""
+        """Return when every pending call has been made once. Reserve calls that could not be undone then expire by
+        their TTL."""
         self._closing.set()
         await asyncio.gather(*self._tasks)
 
@@ -46,15 +47,15 @@ class LeaseReaper:
         self._begin(self._abort(endpoint, ref))
 
     def cancel(self, endpoint: str, number: StreamNumber) -> None:
-        """End the stream of this number at a generation group, in a task."""
+        """End the stream with this number at a generation group, in a task."""
         self._begin(self._tell(endpoint, f"stream {number}", lambda worker: worker.cancel(number)))
 
     def unwanted(self, endpoint: str, number: ReserveNumber, granting: asyncio.Task[Lease]) -> None:
-        """Wait for a Reserve that is under way without a caller, and free the slot that it is granted, in a task."""
+        """Wait, in a task, for a Reserve call whose caller was cancelled, and free the slots if it is granted."""
         self._begin(self._end_unwanted(endpoint, number, granting))
 
     def failed(self, endpoint: str, number: ReserveNumber, error: BatonError) -> None:
-        """Undo a Reserve that failed, in a task, unless the worker itself refused it for lack of room."""
+        """Undo a failed Reserve call in a task. Does nothing if the worker itself refused it for lack of room."""
         if not isinstance(error, ResourceExhaustedError):
             self._begin(self._undo(endpoint, number))
 
@@ -74,7 +75,8 @@ class LeaseReaper:
             await self._abort(endpoint, lease.ref)  # in this task, for which `close` waits
 
     async def _undo(self, endpoint: str, number: ReserveNumber) -> None:
-        """Abort a Reserve by its number until the worker has answered or is gone, or a lease by it would have ended."""
+        """Abort a Reserve call by its number. Tries again until the worker answers or is gone, or until the lease would
+        have expired."""
         until_s = self._clock.now_s() + VERB_TIMEOUT_S + self._lease_ttl_s
         for num_failures in itertools.count(1):
             try:
@@ -93,7 +95,8 @@ class LeaseReaper:
         await self._tell(endpoint, f"slot {ref.slot}", lambda worker: worker.abort(ref))
 
     async def _tell(self, endpoint: str, what: str, call: Callable[[WorkerClient], Awaitable[None]]) -> None:
-        """Make a call that frees something at a worker; if it fails, the worker frees it by its ttl."""
+        """Make a call that frees a resource at a worker. If the call fails, the worker frees the resource when its TTL
+        expires."""
         try:
             with self._clients.use(endpoint) as worker:
                 await call(worker)

@@ -1,7 +1,8 @@
-"""Runs one attempt's prefill job on all ranks of its chain, and keeps the job in the book of its group meanwhile.
+"""Runs one attempt's prefill job on all ranks of its chain. Meanwhile the job is in its group's list of unfinished
+jobs.
 
-Called by `orchestrator.dispatch.attempt`, once the attempt has its slots. When the job has ended, in any way, its calls
-have ended and it is in no book. On the loop, in a task of its own.
+Called by `orchestrator.dispatch.attempt` once the attempt has its slots. When the job has ended for any reason, its
+calls have ended and it is in no list. On the loop, in a separate task.
 """
 
 import asyncio
@@ -22,11 +23,11 @@ from orchestrator.workers.messages import PrefillJob
 logger = logging.getLogger(__name__)
 
 PrefillTask = asyncio.Task[tuple[RankTiming, ...]]
-"""The task of one attempt's prefill, on all its ranks."""
+"""Task of one attempt's prefill on all ranks of its chain. Its result is the ranks' timings."""
 
 
 class ChainRunner:
-    """Runs any number of jobs at once. Writes the book of prefill jobs, which `Membership.prefill_queues` holds."""
+    """Runs any number of prefill jobs at once. Updates the lists of unfinished jobs in `Membership.prefill_queues`."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class ChainRunner:
         clock: Clock,
         config: OrchestratorConfig,
     ) -> None:
-        """`prefixes` gets the reports of ranks about their prefix stores."""
+        """`prefixes` is updated from the ranks' reports about their prefix stores."""
         self._members = members
         self._clients = clients
         self._prefixes = prefixes
@@ -45,9 +46,11 @@ class ChainRunner:
 
     @contextlib.asynccontextmanager
     async def running(self, job: PrefillJob, owner: WorkerClient) -> AsyncIterator[PrefillTask]:
-        """Run the job while the context lasts, at most, and yield its task. `owner` has leased the job's slots.
+        """Open a context in which the job runs, and yield its task. `owner` is the client of the group that leased the
+        slots.
 
-        The job is in its group's book until the context ends, on each rank until the run there has ended.
+        The job is cancelled when the context ends. Each rank is in the group's list of unfinished jobs until its run or
+        the context has ended.
         """
         with self._members.hold(job.group.name), self._booked(job):
             task = asyncio.create_task(self._run(job, owner))
@@ -58,8 +61,8 @@ class ChainRunner:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def reports(self, task: PrefillTask) -> tuple[RankTiming, ...]:
-        """Return the ranks' timings; empty when ranks fail or are late, because the request has all its tokens
-        already."""
+        """Return the ranks' timings. If ranks fail or are late, return an empty tuple, because the request already has
+        all its tokens."""
         await asyncio.wait({task}, timeout=self._config.report_wait_s)
         return task.result() if task.done() and failure_of(task) is None else ()
 
@@ -81,7 +84,8 @@ class ChainRunner:
         self._members.prefill_queues.release(job.group.incarnation, job.number, ranks, self._clock.now_s())
 
     async def _run(self, job: PrefillJob, owner: WorkerClient) -> tuple[RankTiming, ...]:
-        """Run the job on all its ranks, renewing the lease; the first failure cancels the others and is raised."""
+        """Run the job on all its ranks, renewing the lease meanwhile. The first failure cancels the other ranks and is
+        raised."""
         runs = [asyncio.create_task(self._run_rank(rank, job)) for rank in job.chain.ranks]
         pending = set(runs)
         try:
@@ -115,12 +119,13 @@ class ChainRunner:
 
 
 def failure_of(task: PrefillTask) -> BaseException | None:
-    """Return the exception with which the prefill failed; None while it runs, after success and cancellation."""
+    """Return the exception with which the prefill failed; None if it still runs, has succeeded or was cancelled."""
     return task.exception() if task.done() and not task.cancelled() else None
 
 
 async def _renew(owner: WorkerClient, job: PrefillJob) -> None:
-    """Renew the job's lease. A failure is only logged: the stream reports a lost lease, and no rank is to blame."""
+    """Renew the job's lease. A failure is only logged: a lost lease is reported by the stream, and is not caused by a
+    rank."""
     try:
         await owner.renew(job.lease.ref, job.lease.ttl_s)
     except BatonError as error:

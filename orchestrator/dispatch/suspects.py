@@ -1,11 +1,10 @@
-"""Requests that crash the workers that compute them: one that was computed in two crashes is not retried.
+"""Detects requests that crash workers: a request that was being computed in two crashes is not retried.
 
-Used by `orchestrator.scheduler`. A worker that crashes leaves a note of the requests whose first tokens it was
-computing. Its supervisor reads the note and adds it to the view (`ClusterView.ended`). A killed worker names none.
-A request that was computed in a crash is a suspect. Suspects are tried one at a time, until they have had their first
-tokens, so that the next crash does not name innocent requests that were computed in the same step. An attempt that
-failed before its first tokens is followed by the next one only when it is known whether its worker has crashed. On the
-loop.
+Used by `orchestrator.scheduler`. A worker that crashes leaves a note with the requests whose first tokens it was
+computing. Its supervisor reads the note and adds it to the cluster view (`ClusterView.ended`). A worker that was killed
+leaves no names. A request that is named in a crash is a suspect. Suspects are tried one at a time until they have their
+first tokens, so that another crash does not name innocent requests of the same step. If an attempt fails before its
+first tokens, the next attempt starts only when it is known whether a worker has crashed. On the loop.
 """
 
 import asyncio
@@ -27,29 +26,30 @@ from orchestrator.workers.client import Clients
 logger = logging.getLogger(__name__)
 
 _VERDICT_S = 3.0
-"""Seconds to wait until the view lists a worker that does not answer as ended."""
+"""Maximum seconds to wait until the cluster view lists an unresponsive worker as ended."""
 
 
 class Suspects:
-    """Decides which attempts may begin, and when."""
+    """Decides which requests may be tried again, and when."""
 
     def __init__(self, members: Membership, clients: Clients) -> None:
         self._members = members
         self._clients = clients
         self._turn = asyncio.Lock()
-        """Held for the suspect that is being tried."""
+        """Lock that is held while a suspect is tried."""
 
     @asynccontextmanager
     async def trial(self, record: RequestRecord, emit: Emit) -> AsyncIterator[Emit]:
-        """Return a context for one attempt, with the receiver of its events; a suspect waits for its turn first. Raises
-        BatonError for a request that was computed in `MAX_CRASHES` crashes."""
+        """Open a context for one attempt, and yield the function that its events must be passed to. If the request is a
+        suspect, first wait until no other suspect is being tried. Raises BatonError if the request was named in
+        `MAX_CRASHES` crashes."""
         if not self._check(record):
             yield emit
             return
         with ExitStack() as turn:
             await self._turn.acquire()
             turn.callback(self._turn.release)
-            self._check(record)  # its other choices may have crashed more workers
+            self._check(record)  # its other choices may have crashed workers meanwhile
             enough = record.num_output_tokens + _num_watched(record)
 
             def watched(event: TokenEvent) -> None:
@@ -60,10 +60,12 @@ class Suspects:
             yield watched
 
     async def judge(self, record: RequestRecord, num_before: int) -> None:
-        """Wait until it is known whether a worker of the group that has just failed the request has crashed: for
-        `_VERDICT_S` seconds at most, and not at all if the attempt brought the request more than its first tokens.
-        `num_before`: its output tokens before the attempt. Raises BatonError for a request that was computed in
-        `MAX_CRASHES` crashes."""
+        """Wait until it is known whether a worker of the group that failed the last attempt has crashed.
+
+        Waits for at most `_VERDICT_S` seconds, and not at all if the attempt produced more than the first tokens.
+        `num_before` is the request's number of output tokens before the attempt. Raises BatonError if the request was
+        named in `MAX_CRASHES` crashes.
+        """
         incarnation = record.attempt.blamed
         if incarnation is None or record.num_output_tokens - num_before >= _num_watched(record):
             return
@@ -84,13 +86,14 @@ class Suspects:
         return True
 
     def _is_told(self, endpoints: tuple[str, ...]) -> bool:
-        """Return whether a worker at these endpoints is listed as ended, or has been replaced."""
+        """Return True if a worker at one of these endpoints is listed as ended, or has been replaced."""
         present = self._members.present
         ended = any(worker.endpoint in endpoints for worker in present.ended)
         return ended or not present.endpoints.issuperset(endpoints)
 
     def _check(self, record: RequestRecord) -> int:
-        """Return the number of crashes in which the request was computed. Raises BatonError for `MAX_CRASHES`."""
+        """Return the number of crashes in which the request was named. Raises BatonError if there are `MAX_CRASHES` or
+        more."""
         crashed = [worker for worker in self._members.present.ended if worker.computing]
         if not crashed:
             return 0

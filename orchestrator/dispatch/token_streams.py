@@ -17,23 +17,25 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.client import AttemptEvents
 
 Emit = Callable[[TokenEvent], None]
-"""A function that takes each event of an attempt."""
+"""Function that receives each event of an attempt."""
 
 _CLOSE_S = 1.0
-"""Seconds that a request waits, after its last event, for its stream to close before it ends."""
+"""Maximum seconds for which a request with all its tokens waits for its stream to close."""
 _STORING_S = 10.0
-"""Seconds after which a stream is dropped that has brought all tokens and whose group still stores its answers."""
+"""Seconds after which a stream with all its tokens is dropped, even if the group is still storing the answers."""
 _DOUBT_S = 0.2
-"""Seconds that the stream of a dead group may fail later than a chain that could not push to it."""
+"""Seconds to wait, after a chain has failed, for the stream to fail too. If the generation group died, the chain's push
+may fail before the stream does."""
 _ENDED_BY_WORKER = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
 async def first_event(stream: AttemptEvents, prefill: PrefillTask | None) -> TokenEvent:
-    """Return the stream's first event; `prefill` is the task of the chain that prefills for it, if one does.
+    """Return the stream's first event. `prefill` is the task of the chain that prefills for the stream; None if there
+    is none.
 
-    A prefill that fails before that event ends the wait with its error, unless the stream fails too: then the chain had
-    no slot to push to. A chain that failed with StalePrefixError never began, so its error is raised without that
-    doubt.
+    If the prefill fails before that event, its error is raised. If the stream fails too, the stream's error is raised
+    instead, because the chain had no slot to push to. After a StalePrefixError the stream is not waited for, because
+    the chain never began.
     """
     if prefill is None:
         return await stream.read()
@@ -52,12 +54,15 @@ async def first_event(stream: AttemptEvents, prefill: PrefillTask | None) -> Tok
 
 
 def with_origins(emit: Emit, generation: str, prefill: str = "", predicted_step_s: float = 0.0) -> Emit:
-    """Return a function that adds to one attempt's tokens the groups they come from, where these change, and passes the
-    events to `emit`. The first token of each choice comes from the last rank of the attempt's chain, in the group
-    `prefill` (empty without a chain), and all others come from the group `generation`."""
+    """Return a function that adds the names of the groups that produced an attempt's tokens, and passes the events to
+    `emit`. The names are added only to the first token of each choice and to the token at which they change.
+
+    The first token of each choice comes from the last rank of the chain in the group `prefill` (empty without a chain).
+    All other tokens come from the group `generation`.
+    """
     own = TokenOrigin(generation, predicted_step_s=predicted_step_s)
     origins = (replace(own, prefill=prefill), own) if prefill else (own,)
-    num_sent: Counter[int] = Counter()  # origins, by choice
+    num_sent: Counter[int] = Counter()  # number of origins sent, by choice
 
     def emit_with_origin(event: TokenEvent) -> None:
         number = num_sent[event.choice]
@@ -70,7 +75,8 @@ def with_origins(emit: Emit, generation: str, prefill: str = "", predicted_step_
 
 
 async def follow(record: RequestRecord, stream: AttemptEvents, event: TokenEvent, emit: Emit) -> None:
-    """Pass on `event` and all later ones, up to the last choice's last event; does not await the close."""
+    """Record `event` and all later events, and pass them to `emit`, until all choices have ended. Does not wait until
+    the stream is closed."""
     while True:
         if event.finish in _ENDED_BY_WORKER:
             raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")
@@ -83,7 +89,8 @@ async def follow(record: RequestRecord, stream: AttemptEvents, event: TokenEvent
 
 
 class StreamDrainer:
-    """Streams that have brought all their tokens, until their groups say what was stored of their answers."""
+    """Reads streams that have delivered all their tokens, until the groups report which blocks of the answers were
+    stored."""
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
@@ -92,8 +99,8 @@ class StreamDrainer:
     async def add(self, stream: AttemptEvents, store: str, held: ExitStack) -> None:
         """Read the stream to its end, then close `held`, even if the caller is cancelled.
 
-        Returns when that is done, or after a moment: a prompt that continues this one at once should find the stored
-        blocks.
+        Returns when that is done, or after `_CLOSE_S` seconds. The wait lets a prompt that immediately continues this
+        one find the stored blocks.
         """
         task = asyncio.create_task(self._hear(stream, store, held))
         self._tasks.add(task)
@@ -101,7 +108,7 @@ class StreamDrainer:
         await asyncio.wait({task}, timeout=_CLOSE_S)
 
     async def close(self) -> None:
-        """Wait a moment for the streams that are left, then cancel them."""
+        """Wait for at most `_CLOSE_S` seconds for the remaining streams, then cancel them."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
             for task in late:
