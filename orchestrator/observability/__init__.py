@@ -1,1 +1,1 @@
-"""Reports the cluster to operators: state, health and metrics."""
+"""Reports the state of the cluster and of requests to operators: health, metrics, traces and lists of requests."""

@@ -1,4 +1,5 @@
-"""Exports the cluster's present state as metrics: made of one ClusterState at each scrape, and never stored.
+"""Exports the cluster's present state as metrics. They are computed from one ClusterState at each scrape and not
+stored.
 
 Used by `orchestrator.observability.metrics_server`. docs/metrics.md lists all names. Pure; on the thread that serves
 the scrape.
@@ -13,20 +14,20 @@ from prometheus_client.registry import Collector
 from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, Scaling
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Pairs of a sample's label values and its value."""
+"""Samples of a metric, each as its label values and its value."""
 _STATES = ("free", "leased", "active", "quarantined")
-"""States of slots, as samples name them in this order, and as fields of statuses end."""
+"""States of slots: the values of the label `state`, and the endings of the corresponding fields of statuses."""
 
 
 class StateCollector(Collector):
     """A prometheus_client collector of the cluster's present state."""
 
     def __init__(self, read: Callable[[], ClusterState]) -> None:
-        """`read` returns the state as it was last seen, and may be called on any thread."""
+        """`read` returns the last known state of the cluster. It may be called on any thread."""
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families, made of one state."""
+        """Yield all metric families, computed from one state."""
         state = self._read()
         yield from _of_the_cluster(state)
         if state.scaling is not None:
@@ -89,7 +90,7 @@ def _of_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
 
 
 def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Metric]:
-    """Yield the metrics that generation groups report. Groups that do not answer are left out."""
+    """Yield the metrics that generation groups report. Groups that do not answer have no samples."""
 
     def of_each(number: Callable[[GenerationStatus], float]) -> _Samples:
         return [((name,), number(status)) for name, status in groups.items()]

@@ -1,7 +1,8 @@
-"""Explains as readable text why the orchestrator does not serve, and why it serves worse than it could.
+"""Explains as readable text why the orchestrator does not serve requests, and why it serves them worse than it could.
 
-Used by `orchestrator.observability.state`. Health is NOT_SERVING when no generation group can take a request, and when
-the workers' books do not balance or slots are leaked, because then no request can rely on them. Pure.
+Used by `orchestrator.observability.state`. The health is NOT_SERVING if no generation group can serve a request. It is
+also NOT_SERVING if a worker's counts of slots or bytes do not add up, or if slots are leaked, because then the workers
+cannot be relied on. Pure.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,8 +14,11 @@ from orchestrator.membership.view import AbsentGroup
 def why_not_serving(
     groups: Sequence[GroupState], *, is_asleep: bool = False, leaks_count: bool = True
 ) -> tuple[str, ...]:
-    """Return a line for each reason why no request is served, if any. While the generation groups are asleep, the next
-    request wakes them. `leaks_count` is False while leases of an earlier orchestrator may last."""
+    """Return a line for each reason why no request is served; empty if requests are served.
+
+    `is_asleep` is True if all generation groups are stopped and the next request will start one. `leaks_count` is False
+    while leases of an earlier orchestrator may still exist.
+    """
     reasons = []
     if not is_asleep and not any(group.is_ready for group in groups if group.role == "generate"):
         reasons.append("no generation group is ready")
@@ -27,8 +31,9 @@ def why_not_serving(
 def why_degraded(
     groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = (), surplus: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return a line for each group that gets no work, for the consequence, and for each group that cannot use its
-    node's disk. Groups that were drained because fewer are enough (`surplus`, by name) get no line."""
+    """Return a line for each group that gets no work, for the consequence if a role has no ready group, and for each
+    group that cannot use its node's disk. Groups in `surplus`, which were drained because fewer groups suffice, get no
+    line."""
     idle = [group for group in groups if not group.is_ready and group.name not in surplus]
     reasons = [f"{group.name} {_absence(group)}" for group in idle]
     lent = {group.lender: group.name for group in groups if group.lender}
@@ -57,7 +62,8 @@ def _absence(group: GroupState) -> str:
 
 
 def _whereabouts(group: AbsentGroup, borrower: str) -> str:
-    """Return why the group has no workers; `borrower` is a group that has borrowed one, if there is one."""
+    """Return the reason why the group has no workers. `borrower` is the name of a group that has borrowed one of them;
+    empty if there is none."""
     if not group.starts and borrower:
         return f"has lent its workers: `baton flip {borrower} --undo` returns that of {borrower}"
     if not group.starts:

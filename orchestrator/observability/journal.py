@@ -1,5 +1,5 @@
-"""Records each arrival, refusal, failed attempt and end of a request in the log, in metrics, in traces and in the book
-of requests. Also records the duration of steps and their predictions.
+"""Records the arrivals, refusals, failed attempts and ends of requests in the log, in metrics, in traces and in the
+list of requests. Also records the predicted and measured durations of steps.
 
 Called by `orchestrator.scheduler`. On the loop.
 """
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """The log, the metrics, the traces and the book of one orchestrator's requests."""
+    """Log, metrics, traces and list of the requests of one orchestrator."""
 
     def __init__(self, clock: Clock, traces: Traces, planner: ChainPlanner) -> None:
-        """`traces` get every request that has ended."""
+        """`traces` receives every request that has ended. `planner` predicts the durations of steps."""
         self.metrics = Metrics()
         self.traces = traces
         self.book = RequestBook(clock)
-        """The requests that wait or run, and the latest that have ended."""
+        """Requests that wait or run, and the requests that ended last."""
         self._clock = clock
         self._planner = planner
 
     def stepped(self, step: StepSample) -> None:
-        """Compare the duration of a generation group's step with its prediction."""
+        """Record the ratio of the predicted to the measured duration of a generation group's step."""
         if step.num_drafts:
             if step.predicted_s:
                 self.metrics.predicted("draft_round", step.predicted_s, step.duration_s)
@@ -41,7 +41,7 @@ class Journal:
             self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
     def failed(self, record: RequestRecord, error: BatonError) -> None:
-        """Record that the request's present attempt has failed."""
+        """Record that the present attempt of the request has failed."""
         name, attempt = type(error).__name__, record.attempt.number
         logger.warning(
             "attempt failed request=%s attempt=%d state=%s output_tokens=%d error=%s: %s",
@@ -51,7 +51,7 @@ class Journal:
         record.failures.append(FailedAttempt(attempt, self._clock.unix_ns(), name, str(error)))
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
-        """Record the end of the request, with its times."""
+        """Record the end of the request, with its timings."""
         usage, timings, error = finished.usage, finished.timings, finished.error
         first_token_s = timings.time_to_first_token_s
         logger.info(

@@ -1,6 +1,6 @@
-"""Measures requests: observed once each, at their ends, in histograms and counters of a registry of this orchestrator.
+"""Metrics of requests: histograms and counters in a registry of this orchestrator, updated mostly when a request ends.
 
-Called by `orchestrator.scheduler`; the present state is read at each scrape (`cluster_metrics`).
+Called by `orchestrator.scheduler`. The present state of the cluster is read at each scrape instead (`cluster_metrics`).
 docs/metrics.md lists all names, and their counterparts in OpenTelemetry. Written on the loop, read on any thread.
 """
 
@@ -24,7 +24,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        """The registry of this orchestrator alone, so that two in one process do not mix."""
+        """Registry of only this orchestrator, so that the metrics of two orchestrators in one process are separate."""
         self._first_token = self._histogram(
             "baton_time_to_first_token_seconds", "Seconds from a request's arrival to its first token", _FIRST_TOKEN_S
         )
@@ -87,7 +87,7 @@ class Metrics:
         self._failures.labels(type(error).__name__).inc()
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
-        """Count a request that has ended, and its times."""
+        """Count a request that has ended, and observe its durations."""
         timings, usage, placement = finished.timings, finished.usage, finished.timings.prefill.placement
         self._requests.labels("" if finished.error is None else type(finished.error).__name__).inc()
         for reason in finished.reasons:
@@ -121,7 +121,7 @@ class Metrics:
             self._ratio.labels(prediction).observe(predicted_s / measured_s)
 
     def _prefilled(self, timings: Timings) -> None:
-        """Observe the times and bytes that the ranks of a chain have reported."""
+        """Observe the durations and the numbers of bytes that the ranks of a chain have reported."""
         ranks, width = timings.prefill.ranks, timings.prefill.width
         for rank in ranks:
             label = str(rank.rank)
@@ -136,10 +136,11 @@ class Metrics:
                 self.predicted("prefill", width.predicted_s, measured_s)
 
     def _prefilled_locally(self, timings: Timings) -> None:
-        """Observe the ratio of predicted to measured time of a local prefill, if there was a prediction."""
+        """Observe the ratio of the predicted to the measured duration of a prefill by the generation group, if it was
+        predicted."""
         placement, took_ns = timings.prefill.placement, timings.first_token_ns - timings.leased_ns
         if placement is not None and placement.is_local and placement.local and timings.first_token_ns:
-            predicted_s = placement.local.own_s - placement.local.fetch_s  # a fetch comes before the slot
+            predicted_s = placement.local.own_s - placement.local.fetch_s  # a fetch ends before the slot is leased
             self.predicted("local_prefill", predicted_s, took_ns / 1e9)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:

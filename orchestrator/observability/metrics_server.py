@@ -1,6 +1,6 @@
-"""Serves the metrics over HTTP, for Prometheus: /metrics on a port of its own, answered by threads of its own.
+"""Serves the metrics for Prometheus over HTTP: the path /metrics on a separate port, answered by separate threads.
 
-Started by `orchestrator.api.frontend`. Each scrape requests the state of the cluster once from the loop
+Started by `orchestrator.api.frontend`. Each scrape requests the state of the cluster once from the event loop
 (`orchestrator.observability.cluster_metrics`). All other metrics are read on the scrape's thread. Made and stopped on
 the loop.
 """
@@ -20,11 +20,11 @@ from baton.settings.addresses import join_address
 from orchestrator.observability.cluster_metrics import StateCollector
 
 _ANSWER_S = 5.0
-"""Seconds that the loop has to answer with the cluster's state; a scrape without an answer fails."""
+"""Seconds within which the loop must return the cluster's state. Otherwise the scrape fails."""
 
 
 class MetricsServer:
-    """Serves one registry over HTTP. Make one with `start`, on the loop."""
+    """HTTP server of one registry. Make it with `start`, on the loop."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread, host: str) -> None:
         self.port: int = server.server_port
@@ -36,9 +36,10 @@ class MetricsServer:
     async def start(
         cls, registry: CollectorRegistry, read: Callable[[], ClusterState], *, host: str, port: int
     ) -> Self:
-        """Serve `registry`, and the state that `read` returns, which is called on the loop. Port 0 takes any free one.
+        """Serve `registry` and the state that `read` returns. `read` is called on the loop. Port 0 selects any free
+        port.
 
-        Raises ConfigError when it cannot listen there.
+        Raises ConfigError if the server cannot listen on this address.
         """
         loop = asyncio.get_running_loop()
 
@@ -59,12 +60,12 @@ class MetricsServer:
         return cls(server, thread, host)
 
     async def stop(self) -> None:
-        """Stop listening and wait for the server's thread to end. Idempotent."""
+        """Stop listening and wait until the server's thread has ended. Idempotent."""
         await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:
         if self._thread.is_alive():
-            self._server.socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait for a call, else of up to 0.5 s
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # ends the thread's poll, which takes up to 0.5 s
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

@@ -1,7 +1,7 @@
-"""Keeps the requests that wait or run, and the latest that have ended, for those who watch a cluster.
+"""List of the requests that wait or run, and of the requests that ended last, for operators and clients.
 
-Written by `orchestrator.observability.journal`; served over gRPC by `orchestrator.api.frontend`. It never returns
-prompts or outputs, and returns the id of a request only to its own tenant and to operators. On the loop.
+Written by `orchestrator.observability.journal`; served over gRPC by `orchestrator.api.frontend`. It never contains
+prompts or outputs. The id of a request is shown only to its tenant and to operators. On the loop.
 """
 
 import itertools
@@ -16,30 +16,34 @@ from orchestrator.requests.record import Finished, RequestRecord
 
 
 class RequestBook:
-    """The requests of one orchestrator: records of those that have not ended, and the results of the latest."""
+    """Requests of one orchestrator: the records of unfinished requests, and the results of the requests that ended
+    last."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[int, RequestRecord]] = {}
-        """Number and record of each request that waits or runs, by the record's identity, in order of arrival."""
+        """Number and record of each unfinished request, in order of arrival, by `id(record)`."""
         self._ended: deque[RequestStatus] = deque(maxlen=NUM_KEPT)
-        """The latest requests that have ended, in order of their ends."""
+        """Requests that ended last, in order of their ends."""
 
     def opened(self, record: RequestRecord) -> None:
         """Add a request that the queue has accepted."""
         self._open[id(record)] = next(self._numbers), record
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
-        """Keep the result of a request, and drop its record."""
+        """Store the result of a request, and drop its record."""
         number, _ = self._open.pop(id(record))
         error = "" if finished.error is None else type(finished.error).__name__
         status = _status(number, record, finished.timings)
         self._ended.append(replace(status, reasons=finished.reasons, error=error))
 
     def list(self, num_ended: int, tenant: str | None) -> RequestList:
-        """Return all requests that have not ended and the latest `num_ended` that have, without the ids of others'
-        requests. `tenant` is the caller's; None for an operator, who gets all ids."""
+        """Return all unfinished requests and the last `num_ended` requests that have ended.
+
+        `tenant` is the name of the caller's tenant; None for an operator. Ids and tenants of other tenants' requests
+        are left empty, except for an operator.
+        """
         found = list(itertools.islice(reversed(self._ended), num_ended))
         found += [_status(number, record, record.timings()) for number, record in self._open.values()]
         found.sort(key=lambda each: each.number, reverse=True)

@@ -1,4 +1,4 @@
-"""Exports requests that have ended as spans of OpenTelemetry. Imported only where a collector is named."""
+"""Exports ended requests as OpenTelemetry spans. Imported only if a collector is configured."""
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -9,7 +9,7 @@ from orchestrator.requests.request import Request
 
 
 def export(tracer: Tracer, trace: Trace, request: Request) -> None:
-    """Make the spans of a request, with the times of its stages."""
+    """Export the spans of a request, with the times of its stages."""
     timings, usage = trace.timings, trace.usage
     root = tracer.start_span(
         "generate",

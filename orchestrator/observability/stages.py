@@ -1,4 +1,4 @@
-"""Trace of a request that has ended, with its stages: for OpenTelemetry and for `baton trace`. Pure."""
+"""Trace of an ended request, with its stages, for OpenTelemetry and for `baton trace`. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,17 +12,18 @@ from orchestrator.requests.record import FailedAttempt
 
 @dataclass(frozen=True)
 class Trace:
-    """A request that has ended, with its usage and the timings of its stages."""
+    """Trace of an ended request: its usage and the timings of its stages."""
 
     request_id: str
     usage: Usage
     timings: Timings
     reasons: tuple[FinishReason, ...]
-    """Why each choice ended."""
+    """Finish reason of each choice."""
     error: str = ""
-    """Name of the class of the error that ended the request; empty when its choices ended by themselves."""
+    """Class name of the error that ended the request; empty if all choices ended normally."""
     failures: tuple[FailedAttempt, ...] = ()
 
     def stages(self) -> Iterator[Stage]:
-        """Yield all stages that the request has reached: those of the whole request in order, then those of ranks."""
+        """Yield all stages that the request has reached: first those of the whole request, in order, then those of the
+        ranks."""
         return stages_of(self.timings, self.usage.num_output_tokens)

@@ -1,6 +1,6 @@
-"""Combines the state of an orchestrator's parts, for operators, metrics and health.
+"""Combines the state of an orchestrator's components into one ClusterState, for operators, metrics and health.
 
-Put on gRPC by `orchestrator.api.frontend`; scraped by `orchestrator.observability.metrics_server`. On the loop.
+Served over gRPC by `orchestrator.api.frontend`; scraped by `orchestrator.observability.metrics_server`. On the loop.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from orchestrator.workers.worker_poller import WorkerPoller
 
 
 class Overview:
-    """Reads the state of an orchestrator's parts."""
+    """Reads the state of an orchestrator's components."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Overview:
         chooser: Chooser,
         scaling: Callable[[], Scaling | None],
     ) -> None:
-        """`scaling` returns the autoscaler's latest decision; None before the first."""
+        """`scaling` returns the latest decision of the autoscaler; None before the first."""
         self._members = members
         self._poller = poller
         self._admission = admission
@@ -33,13 +33,13 @@ class Overview:
         self._scaling = scaling
 
     async def state(self) -> ClusterState:
-        """Return the state of groups, queue and slots, after polling all workers, which takes at most about a
-        second. Answers of the last 0.25 s are reused."""
+        """Return the state of the groups, the queue and the slots after polling all workers, which takes at most about
+        a second. Answers from the last 0.25 s are reused."""
         await self._poller.refresh()
         return self.last_state()
 
     def last_state(self) -> ClusterState:
-        """Return the state of groups, queue and slots from the last answers of the workers."""
+        """Return the state of the groups, the queue and the slots from the last answers of the workers."""
         groups = self._poller.groups()
         return ClusterState(
             groups=groups,
@@ -55,7 +55,8 @@ class Overview:
         )
 
     def is_serving(self) -> bool:
-        """Return whether a generation group can take requests and the workers' books are in order."""
+        """Return True if a generation group can serve requests, no counts are inconsistent, and no slots or jobs are
+        leaked."""
         return not self._why_not_serving(self._poller.groups())
 
     def _why_not_serving(self, groups: tuple[GroupState, ...]) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""Keeps the latest requests that have ended, for `baton trace`, and sends their spans to an OpenTelemetry collector.
+"""Stores the traces of the requests that ended last, for `baton trace`, and exports spans to an OpenTelemetry
+collector.
 
-A request becomes one span, in the trace of the caller if it sent a `traceparent` (W3C trace context), and one span
-below it for each stage, ranks' parts included. Workers send nothing: what they measured came with their answers, so
-that one process exports, once for each request, after its end. A thread of OpenTelemetry's SDK sends batches. A batch
-that a collector does not take in time is dropped and logged. Called by `orchestrator.observability.journal` on the
-loop.
+A request becomes one span with a child span for each stage, including the stages of prefill ranks. If the caller sent a
+`traceparent` (W3C trace context), the span belongs to the caller's trace. Workers export nothing: their measurements
+arrive with their answers, so one process exports each request once, after its end. A thread of OpenTelemetry's SDK
+sends batches. A batch that the collector does not accept in time is dropped and logged. Called by
+`orchestrator.observability.journal` on the loop.
 """
 
 import asyncio
@@ -20,26 +21,26 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 NUM_KEPT = 256
-"""Most requests that are kept after their end."""
+"""Maximum number of ended requests that are stored."""
 
 
 class Traces:
-    """The latest requests of one orchestrator, and its exporter of spans if it has one."""
+    """Traces of the requests of one orchestrator that ended last, and the exporter of spans if there is one."""
 
     def __init__(self, provider: "TracerProvider | None" = None) -> None:
-        """`provider` makes the spans, and is shut down with this object; None: nothing is exported."""
+        """`provider` makes the spans. It is shut down with this object. None: nothing is exported."""
         self._provider = provider
         self._tracer: Tracer | None = None if provider is None else provider.get_tracer("baton", __version__)
         self._latest: OrderedDict[tuple[str, str], Trace] = OrderedDict()
-        """By tenant and request id: callers choose the ids."""
+        """Traces by tenant and request id. The key has the tenant because ids are chosen by callers."""
 
     def get(self, request_id: str) -> Trace | None:
-        """Return the request of that id if it is among the latest that have ended: the one that ended first, if
-        several tenants have used the id."""
+        """Return the stored trace of the request with this id; None if there is none. If several tenants used the id,
+        return the trace of the request that ended first."""
         return next((trace for (_, each), trace in self._latest.items() if each == request_id), None)
 
     def ended(self, trace: Trace, request: Request) -> None:
-        """Keep the trace of a request that has ended, and export its spans."""
+        """Store the trace of an ended request, and export its spans."""
         key = request.tenant.name, trace.request_id
         self._latest[key] = trace
         self._latest.move_to_end(key)
@@ -51,6 +52,6 @@ class Traces:
             export(self._tracer, trace, request)
 
     async def close(self) -> None:
-        """Send the spans that wait, for some seconds at most."""
+        """Send the pending spans, for a few seconds at most."""
         if self._provider is not None:
             await asyncio.to_thread(self._provider.shutdown)
