@@ -1,1 +1,1 @@
-"""Holds requests in a bounded, fair queue, or refuses them."""
+"""Keeps requests in a bounded, fair queue, or refuses them."""

@@ -1,17 +1,18 @@
-"""Decides which waiting request is next: fairly among tenants, then by priority class, then by due time.
+"""Selects the next waiting request: fairly among tenants, then by priority class, then by due time.
 
-    tenant     deficit round robin over prompt tokens (Shreedhar and Varghese, "Efficient fair queueing using deficit
-               round robin", SIGCOMM 1995): tenants with waiting requests are visited one after another; a visited
-               tenant may have `QUANTUM_TOKENS` times its weight served, and keeps unused credit while it still waits
-    priority   strict within a tenant: its most urgent class first. Clients choose the class, so it takes nothing from
-               other tenants
-    request    the one due first, of equals the one that came first
+    tenant     Deficit round robin over prompt tokens (Shreedhar and Varghese, "Efficient fair queueing using deficit
+               round robin", SIGCOMM 1995). Tenants with waiting requests are visited one by one. In a turn, the
+               tenant's credit grows by `QUANTUM_TOKENS` times its weight, and requests are served as long as the
+               credit covers their prompt tokens. Unused credit is kept while the tenant has waiting requests.
+    priority   Strict within a tenant: the most urgent class first. Clients choose the class, so it does not affect
+               other tenants.
+    request    The earliest due time first. On ties, the earliest arrival first.
 
-A tenant waits for at most one such turn of each other tenant, however much these have waiting, and however urgent.
-Rounds in which no request could be served, because prompts are longer than a turn, are counted and credited at once.
-Joining and leaving cost O(log n) of the requests that a tenant has waiting; to find the next one costs O(1) as long as
-its tenant's turn lasts, else O(tenants). Pure: no clock, no waiting. A `QueuePolicy`
-(`orchestrator.admission.queue_policy`), owned by `orchestrator.admission.gate`.
+Between two turns of a tenant, every other tenant has at most one turn, regardless of how many requests it has waiting
+and how urgent they are. Turns in which no request can be served, because prompts are longer than a quantum, are
+credited at once without visiting the tenants. Adding and removing cost O(log n) for n waiting requests of the tenant.
+Finding the next request costs O(1) during a turn, otherwise O(number of tenants). Pure: it has no clock and does not
+wait. Implements `QueuePolicy` (`orchestrator.admission.queue_policy`); owned by `orchestrator.admission.gate`.
 """
 
 from collections import OrderedDict
@@ -25,22 +26,22 @@ from orchestrator.admission.queue_policy import Totals, WaiterT
 from orchestrator.requests.tenants import Tenant
 
 QUANTUM_TOKENS = 128
-"""Prompt tokens that one turn of a tenant of weight 1 serves."""
+"""Number of prompt tokens credited per turn to a tenant of weight 1."""
 
 
 class _Flow(Generic[WaiterT]):
-    """One tenant's waiting requests, and the credit left of its turn."""
+    """Waiting requests of one tenant, and its remaining credit."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.totals = Totals()
         self.quantum = _quantum(tenant)
         self.deficit = self.quantum
-        """Tokens that may be served before the tenant's turn is over. A turn's credit is given when the turn before it
-        ends, so that the order of turns needs no further state."""
+        """Remaining credit: number of prompt tokens that may be served before the tenant's turn ends. The credit of a
+        turn is added when the previous turn ends, so that the order of turns needs no further state."""
         self._waiting: SortedKeyList = SortedKeyList(key=attrgetter("turn"))
 
     def __iter__(self) -> Iterator[WaiterT]:
-        """Iterate over the requests in the order in which they are served."""
+        """Iterate over the requests in the order of service."""
         waiting: Iterator[WaiterT] = iter(self._waiting)
         return waiting
 
@@ -56,7 +57,7 @@ class _Flow(Generic[WaiterT]):
 
     @property
     def share(self) -> float:
-        """Return how many of the tenant's turns its waiting tokens are worth."""
+        """Return the number of turns that the tenant's waiting tokens need."""
         return self.totals.num_tokens / self.quantum
 
     @property
@@ -74,16 +75,17 @@ class _Flow(Generic[WaiterT]):
 
 
 class FairQueue(Generic[WaiterT]):
-    """The fair policy: waiting requests by tenant, class and due time. Implements `QueuePolicy`."""
+    """Fair queue policy: waiting requests by tenant, priority class and due time. Implements `QueuePolicy`."""
 
     def __init__(self) -> None:
         self._flows: OrderedDict[str, _Flow[WaiterT]] = OrderedDict()
-        """Waiting requests by tenant, the one whose turn it is first; a tenant joins at the end."""
+        """Waiting requests by tenant, in the order of the tenants' turns. A new tenant is added at the end."""
         self._waiting: set[WaiterT] = set()
         self._num_issued = 0
 
     def add(self, waiter: WaiterT) -> None:
-        """Queue a request; one that is added again after leaving returns to its old place in its tenant's line."""
+        """Add a request to the queue. A request that was removed and is added again gets its old position among its
+        tenant's requests."""
         assert waiter not in self._waiting, "a request is added twice"
         if not waiter.number:
             self._num_issued += 1
@@ -95,7 +97,8 @@ class FairQueue(Generic[WaiterT]):
         flow.add(waiter)
 
     def remove(self, waiter: WaiterT, *, is_served: bool = False) -> None:
-        """Take a waiting request out, charging its tenant if `is_served`. Raises KeyError when it does not wait."""
+        """Remove a waiting request. If `is_served`, its tokens are deducted from its tenant's credit. Raises KeyError
+        if the request is not waiting."""
         self._waiting.remove(waiter)
         flow = self._flows[waiter.tenant.name]
         if is_served:
@@ -106,11 +109,12 @@ class FairQueue(Generic[WaiterT]):
             del self._flows[waiter.tenant.name]
 
     def head(self, may_run: Callable[[WaiterT], bool]) -> WaiterT | None:
-        """Pass turns on until a tenant's first request may be served, and return it; None when no request may.
+        """Advance the turns until the first request of a tenant may be served, and return it; None if no request may be
+        served.
 
-        A second call returns the same request unless something has changed. A tenant whose first request may not run
-        keeps its place and its credit, and gets no less urgent one served: that would take the slots for which the
-        first one waits.
+        A second call returns the same request unless something has changed. `may_run` returns False for a request that
+        must still wait. A tenant whose first request must wait keeps its position and its credit. Its less urgent
+        requests are not served meanwhile, because they would take the slots for which the first one waits.
         """
         if not self._flows:
             return None
@@ -126,7 +130,8 @@ class FairQueue(Generic[WaiterT]):
         return flows[chosen].head
 
     def _pass_on(self, flows: dict[str, _Flow[WaiterT]], num_rounds: int, chosen: str) -> None:
-        """End `num_rounds` turns of each of `flows`, and one more turn of each that comes before the chosen one."""
+        """End `num_rounds` turns of each tenant in `flows`, and one more turn of each tenant in it that precedes
+        `chosen`."""
         before = list(self._flows)
         before = before[: before.index(chosen)]
         for flow in flows.values():
@@ -137,22 +142,22 @@ class FairQueue(Generic[WaiterT]):
             self._flows.move_to_end(name)
 
     def last(self, newcomer: WaiterT) -> WaiterT:
-        """Return the request to give up when not all can wait, after `newcomer` was added.
+        """Return the request to remove when the queue is too full. To be called after `newcomer` was added.
 
-        It is of the tenant that has most tokens waiting for its weight: the least urgent one, of equals the one due
-        last. Of tenants that have equally much waiting it is the newcomer's; otherwise two tenants would push each
-        other out for ever.
+        It is the least urgent request, and among equals the one due last, of the tenant with the most waiting tokens
+        relative to its weight. If several tenants have equally many, the newcomer's tenant is selected if it is one of
+        them. Otherwise two tenants would displace each other's requests forever.
         """
         own = self._flows[newcomer.tenant.name]
         return max(self._flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
     def before(self, waiter: WaiterT) -> tuple[float, int]:
-        """Return the slots that are served before a request that does not wait yet, if no other request comes: over all
-        tenants, and of its own tenant.
+        """Return the number of slots that are given to other requests before `waiter`, which is not in the queue, if no
+        further request arrives: over all tenants, and within its own tenant.
 
-        Counts those of its own tenant that are more urgent, or as urgent and due before it, and of each other tenant,
-        at its mean number of slots per token, as much as its weight allows in the meantime. O(n) of its tenant's
-        requests.
+        Of its own tenant, counts the requests that are more urgent, and those that are equally urgent and due no later.
+        Of each other tenant, counts the part of its waiting slots that its weight allows to be served meanwhile. Costs
+        O(n) for n waiting requests of its tenant.
         """
         own, mine = self._flows.get(waiter.tenant.name), Totals()
         for each in own or ():

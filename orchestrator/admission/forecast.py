@@ -1,17 +1,20 @@
-"""Predicts when a request that is admitted now will have its first token, for refusals by deadline and for retry hints.
+"""Predicts when a request that is admitted now gets its first token, to refuse requests by deadline and for retry
+hints.
 
-The prediction adds two waits:
+The prediction is the sum of two waits:
 
-    for slots    time until the request, and all requests served before it, have slots. Slots are assumed to come free
-                 at the rate of late while a request waited for one (`Turnover`). Before that rate is known, all slots
-                 are assumed to come free once in the mean time that requests keep theirs (Little, 1961), or at once
-    for prefill  its own chain, including the jobs that the ranks have before them, or its generation group's own
-                 prefill, as `orchestrator.placement.chooser` would place it now; times the ratio of measured to
-                 predicted time of late (`Correction`), raised so that one request in forty takes longer
+    for slots    Time until the request, and all requests served before it, have slots. Slots are assumed to become
+                 free at the recent rate, measured while a request waited for one (`Turnover`). Before that rate is
+                 known, all slots are assumed to become free once in the mean time that a request holds its slots
+                 (Little, 1961). Before that time is known, the wait is 0.
+    for prefill  Time of the chain, including unfinished jobs on its ranks, or of the generation group's own prefill,
+                 as `orchestrator.placement.chooser` would place the request now. It is multiplied by the recent ratio
+                 of measured to predicted time (`Correction`), increased so that one request in forty takes longer.
 
-Unknown are the number of tokens that the requests in between will generate (so baton.planning.step_times do not help
-here), later requests that are more urgent or due earlier, and failures of workers. The wait for slots is a mean: a
-caller that refuses by it allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.scheduler`. Pure.
+Not predicted are the number of tokens that the earlier requests will generate (so baton.planning.step_times do not help
+here), later requests that are more urgent or due earlier, and failures of workers. The wait for slots is a mean, so a
+caller that refuses requests by it must allow for variance. Used by `orchestrator.admission.gate` and
+`orchestrator.scheduler`. Pure.
 """
 
 import math
@@ -21,34 +24,36 @@ from orchestrator.requests.record import RequestRecord
 
 _KEPT = 0.95
 _ONE_IN_FORTY = 1.960
-"""Standard deviations above the mean of a normal distribution that one value in forty exceeds."""
+"""Number z such that one value in forty of a normal distribution is more than z standard deviations above the mean."""
 _MOST_LATE = 3.0
-"""Largest delay that counts, in corrected predictions: a request that hung says little about the next one."""
+"""Maximum delay that is counted, as a multiple of the corrected prediction. A request that hung must not affect later
+predictions much."""
 
 _MOST_SLOW = 32.0
-"""Largest factor by which one request may count as slower than predicted. It limits the effect of a hanging request."""
+"""Maximum measured time that is counted, as a multiple of the predicted time. It limits the effect of a request that
+hung."""
 
 
 class Turnover:
-    """Measures how fast slots come free while a request waits for one.
+    """Measures how fast slots become free while a request waits for one.
 
-    Rests on the latest ends: each counts 5 % less than the one after it, so that the mean rests on some forty, and
-    scatters by a sixth if they come at random.
+    The latest ends of requests count most: the weight of an end falls by 5 % with each later end. So the mean is based
+    on about forty ends, and its standard deviation is about a sixth if ends are random.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._num_slots = 0.0
         self._since_s: float | None = None
-        """Time when the latest slot came free, or when waiting began; None while no request waits."""
+        """Time at which the last slot became free, or at which the wait began; None while no request waits."""
 
     @property
     def slot_s(self) -> float | None:
-        """Return the mean seconds from one free slot to the next; None before one has come free."""
+        """Return the mean seconds between two slots that become free; None before the first."""
         return self._seconds / self._num_slots if self._num_slots else None
 
     def freed(self, num_slots: int, now_s: float) -> None:
-        """Record that a request has ended and freed its slots."""
+        """Record that a request has ended and has freed its slots."""
         if self._since_s is None:
             return
         self._seconds = _KEPT * self._seconds + now_s - self._since_s
@@ -56,7 +61,7 @@ class Turnover:
         self._since_s = now_s
 
     def waited_for(self, somebody_waits: bool, now_s: float) -> None:
-        """Record whether, from now on, some request would run if there were a slot."""
+        """Record whether, from now on, a request waits only for a free slot."""
         if not somebody_waits:
             self._since_s = None
         elif self._since_s is None:
@@ -64,33 +69,34 @@ class Turnover:
 
 
 class Correction:
-    """The ratio of measured to predicted prefill time of late, and its scatter.
+    """Recent ratio of measured to predicted prefill time, and its variance.
 
-    Rests on the latest requests, weighted as in `Turnover`. Begins as if one second had been predicted and measured, so
-    that one odd request does not decide alone.
+    The latest requests count most, weighted as in `Turnover`. The sums start as if one second had been predicted and
+    measured, so that a single unusual request has little effect.
     """
 
     def __init__(self) -> None:
         self._predicted_s = 1.0
         self._measured_s = 1.0
         self._squares = 1.0
-        """Decayed sum of the predictions' squares."""
+        """Decayed sum of the squares of the predictions."""
         self._square_delays = 0.0
-        """Decayed sum of the squares of delays beyond the corrected predictions; being early counts as 0."""
+        """Decayed sum of the squares of the delays, where delay = max(measured - corrected prediction, 0)."""
 
     @property
     def factor(self) -> float:
-        """Return the factor by which a prediction is to be multiplied."""
+        """Return the factor by which predictions must be multiplied."""
         return self._measured_s / self._predicted_s
 
     @property
     def cautious_factor(self) -> float:
-        """Return the factor for a prediction if only one request in forty shall take longer."""
+        """Return the factor by which a prediction must be multiplied so that only one request in forty takes longer."""
         # twice the sum of squares, because only the late half of the requests adds to it
         return self.factor + _ONE_IN_FORTY * math.sqrt(2 * self._square_delays / self._squares)
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Record a request's measured seconds from leaving the queue to its first token, or to its end without one."""
+        """Record the measured seconds of a request from leaving the queue to its first token, or to its end if it had
+        no token."""
         measured_s = min(measured_s, _MOST_SLOW * predicted_s)
         corrected_s = self.factor * predicted_s
         delay_s = min(max(measured_s - corrected_s, 0.0), _MOST_LATE * corrected_s)
@@ -101,25 +107,27 @@ class Correction:
 
 
 def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: float | None) -> float:
-    """Return the seconds until `num_needed` slots are free beyond the `num_before` that other requests get first.
+    """Return the predicted seconds until a request has `num_needed` slots, after `num_before` slots were given to
+    others.
 
-    One slot comes free every `slot_s` seconds; None counts as no wait. `num_free` is negative where slots were removed
-    while in use.
+    `slot_s` is the time in seconds between two slots that become free; None counts as no wait. `num_free` is the number
+    of slots free now. It is negative if slots in use have been removed.
     """
     num_missing = num_before + num_needed - num_free
     return 0.0 if num_missing <= 0 or slot_s is None else num_missing * slot_s
 
 
 class ChainForecast:
-    """Predicts the prefill time of a request that is placed now. A call takes as long as a choice of groups."""
+    """Predicts the prefill time of a request that is placed now. A prediction takes as long as a selection of
+    groups."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser
         self._correction = Correction()
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Return the predicted seconds from a request's slots to its first token, not corrected, for the present state,
-        cached prefixes included; 0 if the workers that would prefill are unknown."""
+        """Return the predicted seconds from a request's slots to its first token in the present state, not corrected.
+        Cached prefixes are taken into account. Returns 0 if the workers that would prefill are unknown."""
         return self._chooser.predict_s(record)
 
     def cautious_s(self, predicted_s: float) -> float:
@@ -127,10 +135,11 @@ class ChainForecast:
         return predicted_s * self._correction.cautious_factor
 
     def ended(self, record: RequestRecord, predicted_s: float, finished_s: float) -> None:
-        """Correct later predictions by a request that ended at `finished_s`, and for which this was predicted.
+        """Correct later predictions by the result of a request that was predicted `predicted_s` and ended at
+        `finished_s`.
 
-        Counts only a request that was predicted, got its slots and had one attempt. One that ended without a token
-        would have taken longer, so it counts only if it had already taken longer than predicted.
+        Ignores requests without a prediction or without slots, and requests with more than one attempt. A request that
+        ended without a token would have taken longer, so it counts only if it had already exceeded the prediction.
         """
         if not predicted_s or record.attempt.leased_s is None or record.attempt.number > 1:
             return

@@ -1,17 +1,17 @@
-"""Decides which requests run, which wait, and which are refused; docs/decisions/0011-admission.md says why so.
+"""Decides which requests run, wait, or are refused. docs/decisions/0011-admission.md explains the reasons.
 
-Called by `orchestrator.scheduler`. `orchestrator.composition` passes in the policy that says which request is next
-(`orchestrator.admission.queue_policy`). This module counts the slots in use, and refuses at once, with a time after
-which to retry, a request that has no place or no chance: when the queue is full, in all or for its tenant, and when its
-deadline would pass before the first token (`orchestrator.admission.forecast`). A full queue gives a place to a request
-of a tenant that has less waiting for its weight, or to a more urgent one of the same tenant; the one with the worst
-claim is refused.
+Called by `orchestrator.scheduler`. `orchestrator.composition` passes in the policy that selects the next request
+(`orchestrator.admission.queue_policy`). This module counts the slots in use. It refuses a request at once, with a retry
+delay, in two cases: the queue is full, in total or for the request's tenant; or the deadline would pass before the
+first token (`orchestrator.admission.forecast`). A full queue still accepts a request of a tenant that has fewer waiting
+tokens relative to its weight, or a request that is more urgent than others of its tenant. Another waiting request,
+selected by the policy, is then refused instead.
 
-When the next request needs more slots than are free, no later request of its tenant or of others passes it, while the
-free slots stay idle: all running requests end, so it waits for these and for none that comes later. If smaller ones
-passed it, it would never find its slots under load. Only a tenant that has reached its own bound is passed over.
+If the next request needs more slots than are free, no later request is served before it, and the free slots stay idle.
+It gets its slots when running requests end. If smaller requests were served first, it would never get enough slots
+under load. Only a tenant that has reached its own limit of running requests is skipped.
 
-No method of Admission waits: `join` returns an Entry to wait on, for which `leave` must be called in the end. On the
+No method of Admission waits. `join` returns an Entry to wait on, and `leave` must be called for it at the end. On the
 loop.
 """
 
@@ -29,25 +29,26 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
 
 _SMOOTHING = 0.2
-"""Weight of the newest request in the mean time for which requests run."""
+"""Weight of the latest request in the mean time for which requests run."""
 _LEAST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 60.0
 _GUESSED_HOLD_S = 1.0
-"""Assumed seconds for which a request runs, for retry hints only, before any request has ended."""
+"""Assumed seconds for which a request runs, used only for retry delays before any request has ended."""
 _SCATTER = 1.5
-"""Factor by which a wait in the queue hardly ever exceeds its prediction. In an overload each admitted request is near
-its deadline: without this allowance half of them would be late, and their work wasted
+"""Ratio of actual to predicted wait in the queue that is almost never exceeded. In an overload each admitted request is
+near its deadline. Without this factor half of them would be late, and their work wasted
 (docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
-"""Seconds after which each request counts as due, so that those with near deadlines do not always pass the others."""
+"""Maximum due time of a request, in seconds after its arrival. It prevents requests with early deadlines from always
+being served first."""
 
 
 class QueuedRequest(Protocol):
-    """The properties of a request that decide about its place; `orchestrator.requests.request.Request` has them."""
+    """Properties of a request that the gate needs. `orchestrator.requests.request.Request` implements them."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that the request's tenant pays with."""
+        """Return the number of tokens that are charged to the request's tenant."""
 
     @property
     def num_slots(self) -> int:
@@ -63,40 +64,41 @@ class QueuedRequest(Protocol):
 
     @property
     def deadline_s(self) -> float | None:
-        """Return the time of the gate's clock at which the request ends by itself; None for no deadline."""
+        """Return the time on the gate's clock at which the request is ended; None for no deadline."""
 
 
 class Entry(Waiter):
-    """One request's place, in the queue or among the running requests."""
+    """Entry of one request, in the queue or among the running requests."""
 
     def __init__(self, request: QueuedRequest, now_s: float) -> None:
         patience_end_s = now_s + _PATIENCE_S
         due_s = patience_end_s if request.deadline_s is None else min(patience_end_s, request.deadline_s)
         super().__init__(request.num_tokens, request.num_slots, request.tenant, request.priority, due_s)
         self.started_s: float | None = None
-        """Time when the request left the queue to run; None while it waits."""
+        """Time at which the request left the queue to run; None while it waits."""
         self.on_turn: Callable[[], None] | None = None
-        """Called once a waiting request leaves the queue, to run or refused; for callers that do not wait by a task.
-        Must change nothing in the gate."""
+        """Callback for callers that do not wait in a task. It is called when a waiting request leaves the queue to run
+        or is refused. It must not change the gate."""
         self._turn = asyncio.Event()
         self._refusal: ResourceExhaustedError | None = None
 
     async def admitted(self) -> None:
-        """Wait until it is this request's turn. Raises ResourceExhaustedError when its place was given to another.
+        """Wait until the request may run. Raises ResourceExhaustedError if it is removed from the queue in favour of
+        another one.
 
-        Cancelling the wait changes nothing: the caller must still call `leave`.
+        If the wait is cancelled, the entry stays in the queue: the caller must still call `leave`.
         """
         await self._turn.wait()
         if self._refusal is not None:
             raise self._refusal
 
     def start(self, now_s: float) -> None:
-        """Record that the request runs from now on, and wake its waiter."""
+        """Record that the request runs from now on, and wake its waiting task."""
         self.started_s = now_s
         self._tell()
 
     def refuse(self, refusal: ResourceExhaustedError) -> None:
-        """Record that the request's place was given to another, and wake its waiter, which raises `refusal`."""
+        """Record that the request was removed from the queue, and raise `refusal` in its waiting task."""
         self._refusal = refusal
         self._tell()
 
@@ -107,10 +109,10 @@ class Entry(Waiter):
 
 
 class Admission:
-    """The queue, and the counts of running requests. Used on the loop."""
+    """Queue of waiting requests, and count of the slots of running requests. Used on the loop."""
 
     def __init__(self, config: OrchestratorConfig, clock: Clock, queue: QueuePolicy[Entry]) -> None:
-        """`queue` says which request is next; it is empty, and the gate alone uses it."""
+        """`queue` is the policy that selects the next request. It must be empty, and is used only by this gate."""
         self._config = config
         self._clock = clock
         self._limit = config.max_running
@@ -119,14 +121,14 @@ class Admission:
         self._totals = Totals()
         """Totals over all waiting requests."""
         self._totals_of: dict[str, Totals] = {}
-        """Totals over the waiting requests of each tenant; tenants without any are absent."""
+        """Totals over the waiting requests of each tenant. Tenants without waiting requests are absent."""
         self._running: set[Entry] = set()
         self._num_taken = 0
-        """Slots of all running requests."""
+        """Number of slots of all running requests."""
         self._taken_by: Counter[str] = Counter()
-        """Slots of running requests, by tenant; tenants without any are absent."""
+        """Number of slots of running requests, by tenant. Tenants without running requests are absent."""
         self._hold_s: float | None = None
-        """Smoothed seconds for which a request runs; None before the first has ended."""
+        """Smoothed time in seconds for which a request runs; None before the first request has ended."""
         self._turnover = Turnover()
 
     @property
@@ -135,7 +137,7 @@ class Admission:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Return the number of prompt tokens over all waiting requests."""
+        """Return the number of prompt tokens of all waiting requests."""
         return self._totals.num_tokens
 
     @property
@@ -143,20 +145,23 @@ class Admission:
         return len(self._running)
 
     def resize(self, num_slots: int, *, is_asleep: bool = False) -> None:
-        """Set the number of the cluster's slots, and admit requests that now fit. With 0 slots only the configured
-        limit holds, so that requests run and fail by themselves if no group comes; but while the groups are asleep,
-        all but one request wait in the queue until one is up."""
+        """Set the number of slots of the cluster, and admit the requests that now fit.
+
+        If there are no slots, only the configured limit applies, so that requests run and fail unless a group joins.
+        But if the groups are asleep, i.e. stopped for lack of traffic, one request runs, and all others wait until a
+        group has started.
+        """
         most = 1 if is_asleep else self._config.max_running
         self._limit = min(num_slots or most, self._config.max_running)
         self._admit()
 
     def join(self, request: QueuedRequest, chain_s: float | None = None) -> Entry:
-        """Queue a request, which may run at once, and return its place; `chain_s` are the predicted seconds of its
-        prefill, None without a prediction.
+        """Add a request to the queue, admit it if possible, and return its entry. `chain_s` is the predicted duration
+        of its prefill in seconds; None without a prediction.
 
-        Raises ResourceExhaustedError with a retry delay for a request that would have to wait and has no place in the
-        queue, and for one whose first token would come after its deadline. The latter only while other requests run or
-        wait: a request that is alone is always admitted, or wrong predictions would never be corrected.
+        Raises ResourceExhaustedError with a retry delay if the request would have to wait and the queue has no room for
+        it, or if its first token is predicted after its deadline. The deadline is checked only while other requests run
+        or wait: a single request is always admitted, because otherwise wrong predictions would never be corrected.
         """
         entry = Entry(request, self._clock.now_s())
         if request.deadline_s is not None and chain_s is not None and (self._running or self._waiting):
@@ -170,7 +175,7 @@ class Admission:
         return entry
 
     def leave(self, entry: Entry) -> None:
-        """Give up a request's place, whether it waits or runs, and admit the next; idempotent."""
+        """Remove a request that waits or runs, and admit the next ones. Idempotent."""
         if entry in self._waiting:
             self._remove(entry)
         elif entry in self._running:
@@ -207,11 +212,12 @@ class Admission:
         self._turnover.waited_for(entry is not None, self._clock.now_s())
 
     def _has_room(self, entry: Entry) -> bool:
-        """Return whether enough slots are free; a request may always run alone, even with more choices than slots."""
+        """Return True if enough slots are free. If no request runs, always True, even for more choices than slots."""
         return not self._num_taken or self._num_taken + entry.num_slots <= self._limit
 
     def _may_run(self, entry: Entry) -> bool:
-        """Return whether the tenant's bound allows the request to run; a tenant's request may always run alone."""
+        """Return True if the tenant's limit allows the request to run. If none of the tenant's requests runs, always
+        True."""
         num_taken, limit = self._taken_by[entry.tenant.name], entry.tenant.max_running
         return not limit or not num_taken or num_taken + entry.num_slots <= limit
 
@@ -234,7 +240,8 @@ class Admission:
             )
 
     def _why_tenant_full(self, entry: Entry) -> str:
-        """Return the reason why the tenant has too much waiting, including this entry; "" if it has not."""
+        """Return the reason why the tenant has too many requests or tokens waiting, including this entry; empty if it
+        has not."""
         tenant = entry.tenant
         totals = self._totals_of.get(tenant.name, Totals())
         for bound, num_waiting, what in (
@@ -246,8 +253,8 @@ class Admission:
         return ""
 
     def _make_room(self, entry: Entry) -> str:
-        """Refuse entries with a weaker claim until the queue has room for this one, and return "". If that cannot make
-        room, change nothing and return the reason."""
+        """Refuse other entries, as selected by the policy, until the queue has room for this one, and return an empty
+        string. If that is not possible, change nothing and return the reason."""
         displaced: list[Entry] = []
         while why := self._why_full(entry):
             last = self._queue.last(entry)
@@ -262,7 +269,7 @@ class Admission:
         return ""
 
     def _why_full(self, entry: Entry) -> str:
-        """Return the reason why the queue holds too much, including this entry; "" if it does not."""
+        """Return the reason why the queue is too full, including this entry; empty if it is not."""
         config, totals = self._config, self._totals
         if totals.num_requests > config.max_queued_requests:
             return f"{totals.num_requests - 1} requests wait already: the queue holds {config.max_queued_requests}"
@@ -274,14 +281,15 @@ class Admission:
         return ""
 
     def _full(self, entry: Entry, why: str) -> ResourceExhaustedError:
-        """Return the refusal of an entry that gets no place; the retry delay is how long it would have waited."""
+        """Return the error for an entry that finds no room in the queue. Its retry delay is the predicted wait in the
+        queue."""
         return _refusal(why, self._wait_s(entry, _GUESSED_HOLD_S if self._hold_s is None else self._hold_s))
 
     def _wait_s(self, entry: Entry, hold_s: float | None) -> float:
-        """Return the predicted seconds until an entry that does not wait yet would run.
+        """Return the predicted seconds until an entry that is not in the queue yet would run.
 
-        Counts the wait for slots and for the tenant's bound. Where it is unknown how fast slots come free, requests are
-        taken to keep theirs for `hold_s` seconds.
+        Includes the wait for slots and for the tenant's limit. If it is unknown how fast slots become free, each
+        request is assumed to hold its slots for `hold_s` seconds.
         """
         (num_before, num_own_before), tenant = self._queue.before(entry), entry.tenant
         slot_s = self._turnover.slot_s

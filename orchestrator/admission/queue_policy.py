@@ -1,7 +1,7 @@
-"""The port of a queue's policy: in which order waiting requests are served, and which of them has the worst claim.
+"""Interface of a queue policy: the order in which waiting requests are served, and which of them is removed first.
 
-`orchestrator.admission.gate` calls a policy and counts slots; `orchestrator.admission.fair_queue` is the policy in use,
-chosen in `orchestrator.composition`. A policy is pure: it knows no clock, and never waits.
+`orchestrator.admission.gate` calls the policy and counts slots. `orchestrator.admission.fair_queue` is the policy in
+use, selected in `orchestrator.composition`. A policy is pure: it has no clock and never waits.
 """
 
 from collections.abc import Callable
@@ -14,21 +14,21 @@ from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 @dataclass(eq=False)
 class Waiter:
-    """One request's place in the queue."""
+    """Entry of one request in the queue."""
 
     num_tokens: int
-    """Tokens of the request's prompt (>= 1), with which its tenant pays."""
+    """Number of prompt tokens of the request (>= 1), which are charged to its tenant."""
     num_slots: int = 1
     tenant: Tenant = DEFAULT_TENANT
     priority: Priority = Priority.STANDARD
     due_s: float = 0.0
-    """Due time on any clock: of a tenant's requests in a class, the one due first is served first."""
+    """Due time on any clock. Among requests of the same tenant and class, the one due first is served first."""
     number: int = field(default=0, init=False)
-    """Number in the order of arrival, from 1; given by the policy."""
+    """Number in the order of arrival, starting at 1. Set by the policy."""
 
     @property
     def turn(self) -> tuple[Priority, float, int]:
-        """Return the sort key by which a tenant's requests are served."""
+        """Return the sort key for the order in which a tenant's requests are served."""
         return self.priority, self.due_s, self.number
 
 
@@ -44,27 +44,31 @@ class Totals:
     num_slots: int = 0
 
     def add(self, waiter: Waiter, sign: int = 1) -> None:
-        """Count a request in; with `sign` -1, count it out."""
+        """Add a request to the totals; subtract it if `sign` is -1."""
         self.num_requests += sign
         self.num_tokens += sign * waiter.num_tokens
         self.num_slots += sign * waiter.num_slots
 
 
 class QueuePolicy(Protocol[WaiterT]):
-    """Holds the waiting requests in the order in which they are to be served. The gate bounds their number."""
+    """Stores the waiting requests in the order of service. The gate limits their number."""
 
     def add(self, waiter: WaiterT) -> None:
-        """Queue a request; one that is added again after leaving returns to its old place in its tenant's line."""
+        """Add a request to the queue. A request that was removed and is added again gets its old position among its
+        tenant's requests."""
 
     def remove(self, waiter: WaiterT, *, is_served: bool = False) -> None:
-        """Take a request out, if `is_served` the one that `head` returned. Raises KeyError when it does not wait."""
+        """Remove a request. If `is_served`, it must be the one that `head` returned. Raises KeyError if it is not
+        waiting."""
 
     def head(self, may_run: Callable[[WaiterT], bool]) -> WaiterT | None:
-        """Return the next request of those that `may_run` now, the same until something changes; None without one."""
+        """Return the next request among those for which `may_run` is True; None if there is none. The result stays the
+        same until something changes."""
 
     def last(self, newcomer: WaiterT) -> WaiterT:
-        """Return the request to give up when not all can wait, after `newcomer` was added."""
+        """Return the request to remove when the queue is too full. To be called after `newcomer` was added."""
 
     def before(self, waiter: WaiterT) -> tuple[float, int]:
-        """Return the slots that are served before a request that does not wait yet, if no other request comes: over all
-        tenants, and of its own tenant. The former is fractional, because other tenants' share of it is a mean."""
+        """Return the number of slots that are given to other requests before `waiter`, which is not in the queue, if no
+        further request arrives: over all tenants, and within its own tenant. The first number may be fractional,
+        because it contains means over other tenants' requests."""

@@ -1,10 +1,10 @@
-"""Bounds the memory of events that clients have not taken yet, over all streams of an orchestrator.
+"""Limits the memory of events that clients have not read yet, over all streams of an orchestrator.
 
-Made and used by `orchestrator.scheduler`. A request runs as fast as its engine does, however slowly its client reads:
-its events wait in an `Outbox`. When all outboxes together exceed `MAX_UNDELIVERED_BYTES`, the tenant with most bytes
-for its weight gives up the stream that was read least recently. That stream ends with RESOURCE_EXHAUSTED. Its client
-may resume it after the tokens that it has. `orchestrator.api.delivery` ends the calls of clients that never read.
-On the loop.
+Made and used by `orchestrator.scheduler`. A request runs as fast as its engine does, even if its client reads slowly:
+its events wait in an `Outbox`. If all outboxes together exceed `MAX_UNDELIVERED_BYTES`, one stream is given up: of the
+tenant with the most bytes relative to its weight, the stream that was read least recently. It ends with
+RESOURCE_EXHAUSTED, and its client may resume it after the tokens that it has received. `orchestrator.api.delivery` ends
+the calls of clients that stop reading. On the loop.
 """
 
 import asyncio
@@ -25,22 +25,23 @@ _SCORE_BYTES = 160
 
 
 class Outbox:
-    """Events of one request that its client has not taken, in order. Made by `Outboxes.open`; `close` it in the end."""
+    """Events of one request that its client has not read, in order. Made by `Outboxes.open`; call `close` at the
+    end."""
 
     def __init__(self, count: "Callable[[Outbox, int], None]", end: Callable[[], object]) -> None:
-        """`count` is called with the change of the outbox's bytes, after each change and at each reading. `end` is
-        called when the stream is given up: it ends the request."""
+        """`count` is called with the change of the number of bytes, after each change and at each read. `end` ends the
+        request. It is called when the stream is given up."""
         self.num_bytes = 0
-        """Bytes that the events in it take in memory."""
+        """Number of bytes of memory that the stored events use."""
         self.refusal: ResourceExhaustedError | None = None
-        """Error with which the stream was given up; None while it was not."""
+        """Error with which the stream was given up; None if it was not."""
         self._count = count
         self._end = end
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._is_closed = False
 
     def put(self, event: Event) -> None:
-        """Add an event. Of a stream that was given up, only the last event is kept, with the error."""
+        """Add an event. If the stream was given up, only its last event is stored, with the error."""
         if self.refusal is not None:
             if isinstance(event, Finished):
                 self._events.put_nowait(replace(event, error=event.error or self.refusal))
@@ -49,14 +50,14 @@ class Outbox:
             self._add_bytes(_size_of(event))
 
     async def take(self) -> Event:
-        """Wait for the next event and return it. For one task at a time."""
+        """Wait for the next event and return it. Only one task may call this at a time."""
         event = await self._events.get()
         if self.refusal is None:
             self._add_bytes(-_size_of(event))
         return event
 
     def give_up(self, refusal: ResourceExhaustedError) -> None:
-        """Drop all events but the last one, which carries the error from now on, and end the request."""
+        """Drop all events except the last event of the stream, which gets the error, and end the request."""
         events, self._events = self._events, asyncio.Queue()
         self.refusal = refusal
         self._add_bytes(-self.num_bytes)
@@ -65,7 +66,7 @@ class Outbox:
         self._end()
 
     def close(self) -> None:
-        """Drop all events, after the client has left. Idempotent."""
+        """Drop all events, because the client has disconnected or has read all of them. Idempotent."""
         self._is_closed = True
         self._add_bytes(-self.num_bytes)
 
@@ -76,12 +77,12 @@ class Outbox:
 
 @dataclass
 class _Share:
-    """Undelivered events of one tenant."""
+    """Unread events of one tenant."""
 
     weight: float
     num_bytes: int = 0
     outboxes: OrderedDict[Outbox, None] = field(default_factory=OrderedDict)
-    """Outboxes that are not empty, the one that was read least recently first."""
+    """Outboxes that are not empty. The outbox that was read least recently is the first."""
 
 
 class Outboxes:
@@ -89,13 +90,14 @@ class Outboxes:
 
     def __init__(self, max_bytes: int = MAX_UNDELIVERED_BYTES) -> None:
         self.num_bytes = 0
-        """Bytes that the events in all outboxes take in memory."""
+        """Number of bytes of memory that the events in all outboxes use."""
         self._max_bytes = max_bytes
         self._shares: dict[str, _Share] = {}
-        """Undelivered events by tenant; tenants without any are absent."""
+        """Unread events by tenant. Tenants without unread events are absent."""
 
     def open(self, tenant: Tenant, end: Callable[[], object]) -> Outbox:
-        """Return an empty outbox for a request of the tenant. `end` ends the request, when its stream is given up."""
+        """Return an empty outbox for a request of the tenant. `end` is called to end the request if its stream is given
+        up."""
 
         def count(outbox: Outbox, change: int) -> None:
             self._count(tenant, outbox, change)
@@ -132,7 +134,7 @@ class Outboxes:
 
 
 def _size_of(event: Event) -> int:
-    """Return about how many bytes an event takes in memory."""
+    """Return the approximate number of bytes of memory that an event uses."""
     if isinstance(event, Started | Finished):
         return _EVENT_BYTES
     num_scores = len(event.prompt) + sum(len(each.top) for each in event.prompt)
