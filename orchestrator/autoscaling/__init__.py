@@ -1,1 +1,1 @@
-"""Decides how many groups of each role there should be, and says why; changes nothing itself."""
+"""Decides how many groups of each role are needed, and explains why. Does not change groups itself."""

@@ -1,6 +1,6 @@
-"""Changes to groups, and which of them lead from one allocation to another: starts, drains, and changes of role.
+"""Changes of groups (starts, drains, and changes of role), and the changes that lead from one allocation to another.
 
-Pure. `orchestrator.autoscaling.autoscaler` decides which allocation is wanted; `deploy` carries the changes out.
+Pure. `orchestrator.autoscaling.autoscaler` decides on the allocation; `orchestrator.actuation` makes the changes.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from orchestrator.autoscaling.prediction import Allocation
 
 
 class Move(Enum):
-    """The kinds of change to a group."""
+    """Kind of change to a group."""
 
     START_PREFILL = "start prefill"
     START_GENERATE = "start generate"
@@ -25,7 +25,7 @@ class Move(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """A change to some groups, and when it will have taken effect."""
+    """Change to a number of groups, and its predicted duration."""
 
     move: Move
     num_groups: int
@@ -35,34 +35,35 @@ class Action:
 
 @dataclass(frozen=True)
 class LeadTimes:
-    """How long changes take."""
+    """Durations of changes to groups."""
 
     cold_start_s: float
-    """Seconds from the order for a new group until it serves."""
+    """Seconds from the order to start a group until it serves."""
     flip_s: float
-    """Seconds in which an idle group takes the other role; its weights stay loaded."""
+    """Seconds in which an idle group changes its role. Its weights stay loaded."""
 
 
 @dataclass(frozen=True)
 class FleetState:
-    """The groups at one moment, and the work that waits."""
+    """Groups and waiting work at one moment."""
 
     target: Allocation
-    """Groups that there will be once all changes under way are done."""
+    """Numbers of groups after all changes in progress."""
     backlog: Backlog = NO_BACKLOG
     drain_prefill_s: float = 0.0
-    """Predicted seconds in which a prefill group ends the work that it has."""
+    """Predicted seconds until the prefill group with the least work is idle."""
     drain_generate_s: float = 0.0
-    """Predicted seconds in which a generation group ends the streams that it has."""
+    """Predicted seconds until the generation group with the least work is idle."""
     lends_ranks: bool = False
     """True if chains lend their last rank to the other role instead of changing their role as a whole."""
 
 
 def actions_between(state: FleetState, after: Allocation, times: LeadTimes, most: int) -> tuple[Action, ...]:
-    """Return the changes from the state's target to `after`, flips first.
+    """Return the changes that lead from the state's target to `after`, changes of role first.
 
-    A group whose role has too many is flipped where draining and flipping it is sooner than a cold start, and where a
-    budget of `most` groups has no room to start another one. Chains of several ranks lend and get back single ranks
+    If one role has too many groups and the other too few, a group changes its role instead of one group leaving and
+    another starting. This is done if draining and changing is predicted to take less time than a cold start, or if
+    another group would exceed the budget of `most` groups. Chains of several ranks lend and get back single ranks
     instead.
     """
     lent = after.num_lent - state.target.num_lent

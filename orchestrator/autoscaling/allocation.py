@@ -1,8 +1,9 @@
-"""Chooses an allocation of groups in a budget: the cheapest that meets the targets, else the one that serves most.
+"""Selects an allocation of groups within a budget: the smallest one that meets the latency targets, or, if none does,
+the one that serves the most requests within the targets.
 
-Latencies only fall when a pool grows. So bisection finds the smallest number of groups of each role that suffices with
-more than enough groups of the other. The search starts at these two numbers and proceeds upwards. Of many allocations
-of equal size, some evenly spaced ones are predicted, and then those around the best. Pure.
+Latencies only decrease when a pool grows. So for each role, bisection finds the minimum number of groups that suffices
+if the other role has the maximum number. The search starts at these two minimums and increases the total. If many
+allocations have the same size, evenly spaced ones are predicted first, then those near the best. Pure.
 """
 
 from bisect import bisect_left
@@ -12,12 +13,12 @@ from orchestrator.autoscaling.prediction import Allocation, Prediction, Predicto
 from orchestrator.requests.config import AutoscalingConfig
 
 _SPACED = 32
-"""Allocations of one size that are predicted at once."""
+"""Approximate number of allocations of one size that are predicted in one pass."""
 
 
 def cheapest_within_targets(predictor: Predictor, config: AutoscalingConfig, least: int = 0) -> Prediction | None:
-    """Return the allocation of fewest groups, `least` or more, that meets both targets; of equals, the best. None when
-    none in the budget meets them."""
+    """Return the prediction of the smallest allocation with at least `least` groups that meets both targets. If several
+    of that size exist, return the best. Return None if no allocation in the budget meets the targets."""
     num_prefill = _fewest(lambda number: predictor.predict(Allocation(number, config.max)).meets(config), config.max)
     num_generate = _fewest(lambda number: predictor.predict(Allocation(config.max, number)).meets(config), config.max)
     if num_prefill is None or num_generate is None:
@@ -30,13 +31,17 @@ def cheapest_within_targets(predictor: Predictor, config: AutoscalingConfig, lea
 
 
 def most_good(predictor: Predictor, config: AutoscalingConfig) -> Prediction:
-    """Return the allocation of the whole budget that serves the largest share of requests within the targets."""
+    """Return the prediction of the allocation that uses the whole budget and serves the largest share of requests
+    within the targets."""
     return _best(predictor, config.max, 1, config.max - 1)
 
 
 def best_by_lending(predictor: Predictor, config: AutoscalingConfig, before: Allocation, ranks: int) -> Prediction:
-    """Return the allocation of the same groups, of `ranks` ranks each for prefill, with more or fewer ranks lent: the
-    one nearest to `before` that meets both targets, else the best."""
+    """Return the prediction of the best allocation that differs from `before` only in the number of lent ranks.
+
+    `ranks` is the number of ranks per prefill group. If allocations meet both targets, the one nearest to `before` is
+    returned.
+    """
     most = before.num_prefill * (ranks - 1)
     found = []
     for change in sorted(range(-before.num_lent, most - before.num_lent + 1), key=abs):
@@ -49,8 +54,9 @@ def best_by_lending(predictor: Predictor, config: AutoscalingConfig, before: All
 
 
 def is_better(one: Prediction, other: Prediction, config: AutoscalingConfig) -> bool:
-    """Return whether one prediction is at least as good as the other: in meeting the targets, in groups, then in the
-    share of good requests."""
+    """Return True if prediction `one` is at least as good as `other`. An allocation that meets the targets is better.
+    If both meet them, fewer groups are better. If neither does, a larger share of requests within the targets is
+    better."""
     if one.meets(config) != other.meets(config):
         return one.meets(config)
     if one.meets(config):
@@ -59,7 +65,7 @@ def is_better(one: Prediction, other: Prediction, config: AutoscalingConfig) -> 
 
 
 def _best(predictor: Predictor, total: int, low: int, high: int) -> Prediction:
-    """Return the best allocation of `total` groups, `low` to `high` of them for prefill."""
+    """Return the prediction of the best allocation of `total` groups with `low` to `high` prefill groups."""
     while True:
         step = max((high - low) // _SPACED, 1)
         found = [predictor.predict(Allocation(num, total - num)) for num in range(low, high + 1, step)]
@@ -71,11 +77,13 @@ def _best(predictor: Predictor, total: int, low: int, high: int) -> Prediction:
 
 
 def _worth(prediction: Prediction) -> tuple[float, float]:
-    """Return a sort key: the share of good requests, and of equals, how far from full the fuller pool is."""
+    """Return a sort key: the share of requests within the targets, and on ties the free capacity of the more loaded
+    pool."""
     return round(prediction.good_share, 3), -max(prediction.prefill_load, prediction.generation_load)
 
 
 def _fewest(is_enough: Callable[[int], bool], most: int) -> int | None:
-    """Return the least number from 1 to `most` that is enough, where more are enough too; None when none is."""
+    """Return the smallest number from 1 to `most` for which `is_enough` is True; None if there is none. If a number is
+    enough, all larger numbers must be enough too."""
     found = 1 + bisect_left(range(1, most + 1), True, key=is_enough)
     return found if found <= most else None

@@ -1,17 +1,17 @@
-"""The autoscaler: observes traffic, and decides regularly which groups start, leave or change their role.
+"""The autoscaler: observes traffic, and decides periodically which groups start, leave or change their role.
 
-Up    as soon as the prediction for the time after a cold start misses a target: to the cheapest allocation that meets
-      both; if none in the budget does, to the one that serves most requests in time
-Down  when fewer groups would meet both targets with `MARGIN` more traffic, for a whole cool-down
-Flip  in place of a new group: where the role of a group that is to leave can be changed sooner than a new group starts,
-      or where the budget has no room for a new one before another has left
-Lend  a rank in place of a new generation group, for the same reasons, where chains have several ranks: the chain
-      continues without it, and gets it back when prompts need it
+Up    A target is predicted to be missed after the time of a cold start: scale to the smallest allocation that meets
+      both targets. If none in the budget does, scale to the one that serves the most requests within the targets.
+Down  Fewer groups would meet both targets with `MARGIN` times the traffic, for a whole cool-down.
+Flip  Change the role of a group instead of removing it and starting another, if that is faster than a cold start, or
+      if the budget has no room for a new group before the other has left.
+Lend  Lend a rank instead of starting a generation group, for the same reasons, if chains have several ranks. The
+      chain continues without the rank, and gets it back when prompts need it.
 
-Nothing changes before an answer has ended, unless that takes `PATIENCE_S`: until then their lengths are a guess.
-A change that gains little waits until the miss has been predicted for `PATIENCE_S`, and is not made if it takes back
-another one within a cool-down. Each decision carries its explanation. Actuates nothing: `deploy` carries decisions out.
-Pure: the caller gives the time.
+The lengths of answers are unknown until a first answer has ended. Nothing is changed until then, or for `PATIENCE_S` at
+most. A change with a small gain is made only after the miss has been predicted for `PATIENCE_S`, and not if it reverts
+another change within a cool-down. Each decision has an explanation. The autoscaler does not apply decisions;
+`orchestrator.actuation` does. Pure: the caller provides the time.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,14 @@ from orchestrator.autoscaling.traffic import TrafficWindow
 from orchestrator.requests.config import AutoscalingConfig
 
 MARGIN = 1.2
-"""Factor of further traffic that a smaller allocation must bear."""
+"""Factor of additional traffic that a smaller allocation must be able to serve."""
 PATIENCE_S = 10.0
-"""Seconds for which a target must have been missed before a change that gains fewer is made."""
+"""Seconds for which a target must have been missed before a change with a small gain is made."""
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """Minimum gain of a change, in requests that meet the targets: a share of all requests, or a factor on the present
-    number of them. The factor compares allocations where all are overloaded. One of the two suffices."""
+    """Minimum gain of a change, in requests that meet the targets. Reaching one of the two minimums suffices."""
 
     share: float
     factor: float
@@ -43,11 +42,11 @@ class _Bar:
 
 
 _WORTH_IT = _Bar(0.05, 1.25)
-"""Bar of a change where no allocation meets the targets."""
+"""Minimum gain of a change if no allocation meets the targets."""
 _URGENT = _Bar(0.3, 2.0)
-"""Bar of a change that is made at once."""
+"""Minimum gain of a change that is made at once."""
 _TAKING_BACK = _Bar(0.3, 8.0)
-"""Bar of a change within a cool-down of another one, which it takes back."""
+"""Minimum gain of a change that reverts another change within a cool-down."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,17 @@ class Decision:
     after: Allocation
     actions: tuple[Action, ...]
     reason: str
-    """Why, in a few words."""
+    """Reason for the decision, in a few words."""
     present: Prediction | None
-    """Prediction for the present groups; None without traffic."""
+    """Prediction for the present groups; None if there is no traffic or if a role has no group."""
     chosen: Prediction | None
-    """Prediction for the desired groups; None without traffic."""
+    """Prediction for the desired groups; None if there is no traffic."""
     rate: float
-    """Requests a second that are forecast."""
+    """Forecast number of requests per second."""
 
     @property
     def text(self) -> str:
-        """Return the decision and its terms in one line for people."""
+        """Return the decision with its reason and predictions as one readable line."""
         moves = ", ".join(f"{each.move.value} x{each.num_groups} in {each.takes_s:.1f} s" for each in self.actions)
         terms = [f"forecast {self.rate:.3g} requests/s"]
         terms += [f"now {self.present}"] if self.present else []
@@ -79,7 +78,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Case:
-    """One decision to be made, and the predictions for it."""
+    """Inputs of one decision."""
 
     now_s: float
     state: FleetState
@@ -89,7 +88,7 @@ class _Case:
     """Prediction for the present groups; None if a role has no group."""
 
     def decide(self, chosen: Prediction, actions: tuple[Action, ...], reason: str) -> Decision:
-        """Return the decision for `chosen`."""
+        """Return the decision for the allocation of `chosen`."""
         before = self.state.target
         return Decision(self.now_s, before, chosen.allocation, actions, reason, self.present, chosen, self.rate)
 
@@ -101,21 +100,21 @@ class Autoscaler:
         self, config: AutoscalingConfig, service: ServiceModel, times: LeadTimes, window: TrafficWindow | None = None
     ) -> None:
         self.window = window or TrafficWindow()
-        """Observations of traffic; the caller reports arrivals and ends to it."""
+        """Observed traffic. The caller reports arrivals and ends of requests to it."""
         self.times = times
-        """Durations of changes; the caller replaces them by its measurements."""
+        """Durations of changes. The caller replaces them by measured values."""
         self._config = config
         self._service = service
         self._enough_since_s: float | None = None
-        """Time since which fewer groups would have been enough; None while they are not."""
+        """Time since which fewer groups would have sufficed; None if they would not suffice now."""
         self._missed_since_s: float | None = None
-        """Time since which a target would be missed; None while none would."""
+        """Time since which a target has been predicted to be missed; None if none is."""
         self._changed_s = -float("inf")
         self._leaned = 0
-        """Direction of the last change: 1 towards prefill, -1 towards generation."""
+        """Direction of the last change: 1 towards prefill, -1 towards generation, 0 neither."""
 
     def decide(self, now_s: float, state: FleetState) -> Decision:
-        """Return the decision for now; it has no actions when no change is needed."""
+        """Return the decision for the present time. It has no actions if no change is needed."""
         traffic, target = self.window.forecast(now_s, self.times.cold_start_s), state.target
         if not traffic.rate and not state.backlog.num_requests:
             return self._idle(now_s, state)
@@ -134,7 +133,7 @@ class Autoscaler:
         return self._more(case, present)
 
     def _more(self, case: _Case, present: Prediction) -> Decision:
-        """Return the decision while a target would be missed: more groups, or other roles."""
+        """Return the decision if a target is predicted to be missed: more groups, or other roles."""
         least = min(case.state.target.total, self._config.max)
         wanted, reason = cheapest_within_targets(case.predictor, self._config, least), "a target would be missed"
         if wanted is None:
@@ -154,14 +153,14 @@ class Autoscaler:
         return self._change(case, wanted, reason)
 
     def _lends_soon(self, state: FleetState) -> bool:
-        """Return whether a chain's rank takes the other role sooner than a new group starts, or where there is no room
-        for one."""
+        """Return True if chains lend ranks, and either lending is faster than starting a group, or the budget has no
+        room for another group."""
         is_full = state.target.total >= self._config.max
         is_sooner = state.drain_prefill_s + self.times.flip_s < self.times.cold_start_s
         return state.lends_ranks and (is_full or is_sooner)
 
     def _fewer(self, case: _Case, present: Prediction) -> Decision:
-        """Return the decision while the targets are met: fewer groups, once these have been enough for long."""
+        """Return the decision if the targets are met: fewer groups, if fewer have sufficed for a whole cool-down."""
         wanted = cheapest_within_targets(case.predictor.busier(MARGIN), self._config)
         if wanted is None or wanted.allocation.total >= case.state.target.total:
             self._enough_since_s = None
@@ -175,7 +174,8 @@ class Autoscaler:
         return self._change(case, wanted, "fewer groups are enough")
 
     def _idle(self, now_s: float, state: FleetState) -> Decision:
-        """Return the decision without traffic: as few groups as allowed, once there was none for a cool-down."""
+        """Return the decision without traffic: the minimum number of groups, if there has been no traffic for a whole
+        cool-down."""
         floor = Allocation(self._config.min // 2, self._config.min - self._config.min // 2)
         is_late = now_s - (self.window.latest_s or 0.0) >= self._config.cooldown_s
         if not is_late or state.target.total <= self._config.min:
@@ -184,7 +184,7 @@ class Autoscaler:
         return Decision(now_s, state.target, floor, actions, "no traffic for a cool-down", None, None, 0.0)
 
     def _change(self, case: _Case, wanted: Prediction, reason: str) -> Decision:
-        """Return the decision for another allocation, and remember its direction."""
+        """Return the decision for another allocation, and store the direction of the change."""
         actions = actions_between(case.state, wanted.allocation, self.times, self._config.max)
         if actions:
             self._changed_s, self._leaned = case.now_s, _lean(case.state.target, wanted.allocation)
@@ -196,6 +196,6 @@ class Autoscaler:
 
 
 def _lean(before: Allocation, after: Allocation) -> int:
-    """Return 1 for a change towards prefill, -1 for one towards generation, 0 for neither."""
+    """Return 1 for a change towards prefill, -1 for a change towards generation, 0 for neither."""
     change = (after.num_prefill - before.num_prefill) - (after.num_generate - before.num_generate)
     return (change > 0) - (change < 0)

@@ -1,7 +1,7 @@
-"""Demand on the groups from forecast traffic and work that waits already: seconds of prefill, tokens, rows.
+"""Demand on the groups, from forecast traffic and waiting work: seconds of prefill, tokens, and sequences.
 
-The seconds come from the production planner. Work that waits, un-pulled KV included, counts as further traffic over the
-seconds in which it should be gone. Pure.
+The durations are predicted by the planner that also plans requests. Waiting work, including KV that has not been
+pulled, is counted as additional traffic during the time in which it should be done. Pure.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,30 @@ from baton.types import TokenRange
 from orchestrator.autoscaling.traffic import TrafficForecast
 
 _SAMPLED = 8
-"""Prompt lengths of a class that are predicted."""
+"""Maximum number of prompt lengths per traffic class for which durations are predicted."""
 _BITS = 7
-"""Leading bits of prompt lengths that are distinguished: a precision of about one percent."""
+"""Number of significant bits to which prompt lengths are rounded, which is a precision of about one percent."""
 
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """Predictions of the production planner for one group of each role."""
+    """Predicted durations for one group of each role, from the planner that also plans requests."""
 
     planner: ChainPlanner
-    """Planner with step times, for chains of at least `num_ranks`."""
+    """Planner with step times, for chains of at least `num_ranks` ranks."""
     num_ranks: int
     num_slots: int
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
-    """Predictions for prompts, by their number of tokens, that hold for `_costs`."""
+    """Cached results of `prompt_s` by number of tokens. They are valid for the cost model in `_costs`."""
     _costs: list[CostModel] = field(default_factory=list, compare=False, repr=False)
-    """Costs for which predictions are cached, if any."""
+    """Cost model for which results are cached; empty if there is none."""
 
     def prompt_s(self, num_tokens: int) -> tuple[float, float]:
-        """Return the seconds for which a prompt keeps its group busy, and its seconds to a first token there alone,
-        transfer included; for a length of `_BITS` significant bits, so that predictions can be remembered."""
+        """Return two durations in seconds: how long a prompt keeps its prefill group busy, and the time to its first
+        token on an idle group, including the transfer of KV.
+
+        `num_tokens` is rounded to `_BITS` significant bits, so that results can be cached.
+        """
         if self._costs != [self.planner.cost]:
             self._costs[:] = [self.planner.cost]
             self._known.clear()
@@ -52,27 +55,28 @@ class ServiceModel:
         return busy_s, alone_s + self.planner.push_s(num_tokens, alone_s)
 
     def step_s(self, rows: float, context: float) -> float:
-        """Return the seconds of a step of `rows` rows, at least one, with a mean of `context` tokens."""
+        """Return the duration in seconds of a decode step with `rows` sequences (at least 1 is assumed) and a mean
+        context of `context` tokens."""
         return self.planner.step_s(max(rows, 1.0), context)
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """Work that waits already."""
+    """Work that is waiting already."""
 
     prefill_s: float = 0.0
-    """Seconds that one prefill group would take for all prompts that have arrived and are not computed."""
+    """Seconds that one prefill group would need for all prompts that have arrived and are not computed yet."""
     num_requests: int = 0
-    """Number of requests that have arrived and do not generate yet, including those with un-pulled KV."""
+    """Number of requests that have arrived and have no token yet, including those whose KV has not been pulled."""
     clear_s: float = 30.0
-    """Seconds in which this work should be gone."""
+    """Seconds in which the waiting work should be done."""
 
 
 NO_BACKLOG = Backlog()
 
 
 class Demand:
-    """The demand of a forecast and a backlog on groups of one kind."""
+    """Demand of a traffic forecast and a backlog on groups of each role."""
 
     def __init__(self, service: ServiceModel, traffic: TrafficForecast) -> None:
         self.service = service
@@ -82,7 +86,8 @@ class Demand:
         self._factor = 1.0
 
     def beside(self, backlog: Backlog, factor: float = 1.0) -> "Demand":
-        """Return the demand of `factor` times the traffic, plus this backlog. Predictions made already are reused."""
+        """Return the demand of `factor` times the traffic plus this backlog. Predictions that exist already are
+        reused."""
         made = Demand(self.service, self._traffic)
         made._backlog, made._factor = backlog, factor
         made._sampled, made._tokens = self._sampled, self._tokens
@@ -90,33 +95,33 @@ class Demand:
 
     @cached_property
     def rate(self) -> float:
-        """Return the requests a second."""
+        """Return the number of requests per second, with the backlog as additional traffic."""
         return self._traffic_rate + self._backlog.num_requests / self._backlog.clear_s
 
     @cached_property
     def prefill_work(self) -> float:
-        """Return the seconds of prefill per second that all groups together must do."""
+        """Return the seconds of prefill per second that all prefill groups together must compute."""
         return self.prompt_s * self._traffic_rate + self._backlog.prefill_s / self._backlog.clear_s
 
     @cached_property
     def prompt_s(self) -> float:
-        """Return the mean seconds for which a prompt keeps a prefill group busy."""
+        """Return the mean number of seconds for which a prompt keeps a prefill group busy."""
         return float(self.shares @ self._busy_s)
 
     @cached_property
     def prompt_scv(self) -> float:
-        """Return the squared coefficient of variation of these seconds."""
+        """Return the squared coefficient of variation of the seconds for which a prompt keeps a prefill group busy."""
         square = float(self.shares @ self._busy_s**2)
         return max(square / self.prompt_s**2 - 1, 0.0) if self.prompt_s else 0.0
 
     @cached_property
     def token_rate(self) -> float:
-        """Return the number of requested tokens a second, without first tokens."""
+        """Return the number of output tokens per second, without the first token of each request."""
         return self._tokens[0] * self.rate
 
     @cached_property
     def context(self) -> float:
-        """Return the mean tokens of a row."""
+        """Return the mean number of tokens in the context of a sequence."""
         return self._tokens[1]
 
     @property
@@ -125,12 +130,12 @@ class Demand:
 
     @property
     def shares(self) -> NDArray[np.float64]:
-        """Return the share of requests that each sample stands for, `[samples]`; they sum to 1."""
+        """Return the share of requests that each sample represents, `[samples]`. The shares sum to 1."""
         return self._sampled[0]
 
     @property
     def alone_s(self) -> NDArray[np.float64]:
-        """Return the seconds to the first token on idle groups, `[samples]`."""
+        """Return the predicted seconds to the first token on idle groups, `[samples]`."""
         return self._sampled[2]
 
     @property
@@ -152,8 +157,12 @@ class Demand:
 
     @cached_property
     def _tokens(self) -> tuple[float, float]:
-        """Return the tokens of a request after its first, and the mean context of a row; rows live as long as their
-        answers are, so long answers weigh more in the latter."""
+        """Return the mean number of output tokens per request without the first, and the mean context length of a
+        sequence.
+
+        The mean context length is weighted by the number of output tokens, because sequences with long answers are in
+        the batch for longer.
+        """
         tokens = keys = 0.0
         for each in self._traffic.classes:
             outputs = np.array(each.outputs, dtype=np.float64) - 1
@@ -165,13 +174,13 @@ class Demand:
 
 
 def _rounded(num_tokens: int) -> int:
-    """Return the number with all but its first `_BITS` bits rounded away."""
+    """Return the number rounded to `_BITS` significant bits."""
     shift = max(num_tokens.bit_length() - _BITS, 0)
     return (num_tokens + (1 << shift >> 1)) >> shift << shift
 
 
 def _spread(lengths: Sequence[int]) -> list[int]:
-    """Return at most `_SAMPLED` of the lengths, evenly spaced by rank."""
+    """Return at most `_SAMPLED` of the lengths, evenly spaced in their sorted order."""
     ordered = sorted(lengths)
     if len(ordered) <= _SAMPLED:
         return ordered

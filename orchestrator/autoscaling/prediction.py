@@ -1,13 +1,14 @@
-"""Predicts the latencies of an allocation of groups for a forecast of traffic, by the cost model and queueing theory.
+"""Predicts the latencies of an allocation of groups for forecast traffic, from the cost model and queueing theory.
 
-    first token    wait for a slot + wait for a prefill group + the prompt's own prefill + transfer + half a step
-    next tokens    the step time at the rows at which batches settle, and at the 95th percentile of their number
+    time to first token    wait for a slot + wait for a prefill group + the prompt's own prefill + transfer
+                           + half a step
+    inter-token latency    step time at the mean batch size, and at the 95th percentile of the batch size
 
-The waits are those of `baton.planning.queueing`, for the distributions in `orchestrator.autoscaling.demand`.
-Percentiles count the work that waits already. Beyond saturation percentiles do not exist. There the share of requests
-that meet their targets is a rule of thumb that falls with the overload, so that allocations can still be compared. That
-share is the mean of two, with the waiting work and without it, so that an allocation that clears a queue and then fails
-the traffic is not preferred. Pure.
+The waits are computed by `baton.planning.queueing` for the distributions in `orchestrator.autoscaling.demand`.
+Percentiles include the work that is waiting already. If groups are saturated, percentiles do not exist. The share of
+requests that meet the targets is then a heuristic that decreases with the overload, so that allocations can still be
+compared. That share is the mean of two values, one with the waiting work and one without it. So an allocation that
+clears a queue but cannot sustain the traffic is not preferred. Pure.
 """
 
 import copy
@@ -23,24 +24,25 @@ from orchestrator.autoscaling.traffic import TrafficForecast
 from orchestrator.requests.config import AutoscalingConfig
 
 _SATURATED = 0.98
-"""Utilisation up to which waits are predicted."""
+"""Maximum utilisation for which waits are predicted."""
 _OVERLOAD_POWER = 8.0
-"""Power of capacity by demand with which good requests become fewer in an overload."""
+"""Exponent of the factor (capacity / demand) by which the share of requests within the targets is reduced in an
+overload."""
 
 
 @dataclass(frozen=True, order=True)
 class Allocation:
-    """Numbers of groups of both roles."""
+    """Number of groups of each role."""
 
     num_prefill: int
     num_generate: int
     num_lent: int = 0
-    """Number of ranks of prefill groups that serve as generation groups, and count there, while their chains continue
-    without them."""
+    """Number of ranks that prefill groups have lent, each of which serves as a generation group and is counted in
+    `num_generate`. Their chains continue without them."""
 
     @property
     def total(self) -> int:
-        """Return the number of groups that are paid for."""
+        """Return the number of groups without lent ranks, i.e. the number that costs money."""
         return self.num_prefill + self.num_generate - self.num_lent
 
     def __str__(self) -> str:
@@ -50,7 +52,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The latencies that are predicted for an allocation. Infinite where its groups are saturated."""
+    """Predicted latencies of an allocation. They are infinite if its groups are saturated."""
 
     allocation: Allocation
     ttft_p95_s: float
@@ -58,12 +60,13 @@ class Prediction:
     good_share: float
     """Share of requests that meet both targets."""
     prefill_load: float
-    """Utilisation of the prefill groups; above 1, they fall behind."""
+    """Utilisation of the prefill groups. If it is above 1, their queues grow."""
     generation_load: float
-    """Slots in use, by prompts that are prefilled as well, as a part of all slots; above 1, requests pile up."""
+    """Ratio of used slots to all slots, including slots of prompts that are being prefilled. If it is above 1, requests
+    accumulate."""
 
     def meets(self, config: AutoscalingConfig) -> bool:
-        """Return whether both percentiles are within their targets."""
+        """Return True if both percentiles are within their targets."""
         return self.ttft_p95_s <= config.ttft_p95_s and self.itl_p95_s <= config.itl_p95_s
 
     def __str__(self) -> str:
@@ -75,18 +78,18 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Batches:
-    """The state at which the batches of generation groups settle."""
+    """Steady state of the batches of generation groups."""
 
     step_s: float
-    """Seconds of a step at the mean number of rows."""
+    """Duration in seconds of a step at the mean batch size."""
     late_step_s: float
-    """Seconds of a step at the 95th percentile of the number of rows."""
+    """Duration in seconds of a step at the 95th percentile of the batch size."""
     load: float
-    """Rows as a part of the slots; above 1, the tokens that are asked for exceed what full batches make."""
+    """Ratio of sequences to slots. If it is above 1, full batches generate fewer tokens than requested."""
 
 
 class Predictor:
-    """Predicts allocations for one forecast and one backlog; keeps what it has predicted."""
+    """Predicts allocations for one traffic forecast and one backlog. Caches its predictions."""
 
     def __init__(
         self, service: ServiceModel, traffic: TrafficForecast, config: AutoscalingConfig, backlog: Backlog = NO_BACKLOG
@@ -98,14 +101,14 @@ class Predictor:
         self._known: dict[Allocation, Prediction] = {}
 
     def busier(self, factor: float) -> "Predictor":
-        """Return a predictor for `factor` times as much traffic and the same backlog."""
+        """Return a predictor for `factor` times the traffic and the same backlog."""
         made = copy.copy(self)
         made._steady, made._known = self._steady.beside(NO_BACKLOG, factor), {}
         made._loaded = self._steady.beside(self._backlog, factor)
         return made
 
     def predict(self, allocation: Allocation) -> Prediction:
-        """Return the prediction for an allocation of at least one group of each role."""
+        """Return the prediction for an allocation with at least one group of each role."""
         if allocation not in self._known:
             made = _predict(self._loaded, allocation, self._config)
             if self._backlog.num_requests:
@@ -133,7 +136,8 @@ def _predict(demand: Demand, allocation: Allocation, config: AutoscalingConfig) 
 
 
 def _prefill_wait(demand: Demand, num_groups: int, load: float, slowness: float) -> Wait:
-    """Return the wait for one of the groups, which take `slowness` times as long as whole ones."""
+    """Return the wait for one of the prefill groups, whose prefills take `slowness` times as long as with all their
+    ranks."""
     if not demand.prompt_s:
         return NO_WAIT
     prompt_s = demand.prompt_s * slowness
@@ -158,8 +162,11 @@ def _batches(demand: Demand, num_groups: int) -> _Batches:
 
 
 def _slot_load(demand: Demand, num_groups: int, step_s: float) -> float:
-    """Return the part of all slots that is in use. A request holds a slot from its placement to its last token; while
-    it waits for its prefill a slot is held, but does not limit what is served."""
+    """Return the ratio of used slots to all slots.
+
+    A request holds a slot from its placement to its last token. The time for which it waits for a prefill group is not
+    counted, because it does not limit the throughput.
+    """
     num_held = demand.rate * float(demand.shares @ demand.alone_s) + demand.token_rate * step_s
     return num_held / (num_groups * demand.service.num_slots)
 
@@ -188,8 +195,8 @@ def _ttft_p95_s(demand: Demand, alone_s: NDArray[np.float64], prefill_wait: Wait
 def _share_within(
     seconds: float, demand: Demand, alone_s: NDArray[np.float64], prefill_wait: Wait, slot_wait: Wait
 ) -> float:
-    """Return the share of requests that wait for a slot and a prefill group, and are prefilled in `alone_s` [samples]
-    seconds, within `seconds`."""
+    """Return the share of requests whose time to first token is at most `seconds`: the wait for a slot, the wait for a
+    prefill group, and the prefill itself, which takes `alone_s` [samples] seconds."""
     if not len(alone_s):
         return 1.0
     left_s = seconds - alone_s

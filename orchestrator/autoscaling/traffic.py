@@ -1,10 +1,10 @@
-"""Forecasts traffic: how many requests of which lengths come a second, as distributions.
+"""Forecasts traffic: the rate of requests and the distributions of their lengths.
 
-Requests are sorted into classes by prompt length, each class twice as long as the one before it. The rate of a class is
-counted over a window. The window restarts when the last few seconds differ from it by more than chance, so a change is
-recognized within seconds, and scatter is averaged out. Output lengths are kept by class for a long time, so that they
-are known at once when traffic returns. If the rate of a class rises or falls steadily, its line is extrapolated to the
-forecast's instant. Pure; owned by one autoscaler.
+Requests are sorted into classes by prompt length. Each class covers lengths twice as long as the class before it. The
+rate of a class is counted over a time window. The window restarts when the last few seconds differ from it by more than
+chance, so that a change is recognized within seconds while random variation is averaged out. Output lengths are kept by
+class for a long time, so that they are known at once when traffic returns. If the rate of a class rises or falls
+steadily, it is extrapolated linearly to the time of the forecast. Pure; owned by one autoscaler.
 """
 
 import math
@@ -12,36 +12,36 @@ from collections import deque
 from dataclasses import dataclass
 
 SHORT_S = (2.0, 4.0, 8.0)
-"""Numbers of latest seconds that are compared with the window before them."""
+"""Lengths in seconds of the recent intervals that are compared with the window before them."""
 LONG_S = 60.0
-"""Longest window over which a rate is counted."""
+"""Maximum length in seconds of the window over which a rate is counted."""
 _SURPRISE = 3.5
-"""Standard deviations of a count beyond which a difference is a change of rate and not chance."""
+"""Number of standard deviations above which a difference between counts is treated as a change of rate."""
 _KEPT_LENGTHS = 256
-"""Latest lengths kept of each class."""
+"""Number of latest lengths that are kept per class."""
 _GUESSED_OUTPUT = 256
-"""Tokens of an answer that are assumed before any request has ended, unless fewer were asked for."""
+"""Assumed number of tokens of an answer before any request has ended, unless the request's limit is smaller."""
 _MOST_RISE = 2.0
-"""Largest factor by which a forecast may exceed the present rate."""
+"""Maximum ratio of a forecast rate to the present rate."""
 
 
 @dataclass(frozen=True)
 class TrafficClass:
-    """The forecast for requests of similar prompt length."""
+    """Forecast for requests of similar prompt length."""
 
     rate: float
-    """Requests of the class a second."""
+    """Number of requests of the class per second."""
     prompts: tuple[int, ...]
-    """Prompt lengths in tokens, each as likely as the others."""
+    """Prompt lengths in tokens, all equally likely."""
     outputs: tuple[int, ...]
-    """Lengths of answers in tokens, each as likely as the others."""
+    """Answer lengths in tokens, all equally likely."""
     cached_share: float = 0.0
-    """Part of a prompt's tokens whose KV is cached, on average."""
+    """Mean share of a prompt's tokens whose KV is cached."""
 
 
 @dataclass(frozen=True)
 class TrafficForecast:
-    """The traffic that is expected."""
+    """Forecast of the traffic of all classes."""
 
     classes: tuple[TrafficClass, ...] = ()
     gap_scv: float = 1.0
@@ -49,12 +49,12 @@ class TrafficForecast:
 
     @property
     def rate(self) -> float:
-        """Return the requests a second, of all classes."""
+        """Return the number of requests per second, over all classes."""
         return sum(each.rate for each in self.classes)
 
 
 class _ClassWindow:
-    """Arrivals and lengths of one class."""
+    """Arrivals and lengths of one traffic class."""
 
     def __init__(self, now_s: float) -> None:
         self.begin_s = now_s
@@ -63,15 +63,16 @@ class _ClassWindow:
         self.outputs: deque[int] = deque(maxlen=_KEPT_LENGTHS)
         self.cached_shares: deque[float] = deque(maxlen=_KEPT_LENGTHS)
         self.guesses: deque[int] = deque(maxlen=_KEPT_LENGTHS)
-        """Lengths of answers that are assumed as long as none is known."""
+        """Assumed answer lengths, used until an answer has ended."""
 
     def arrived(self, now_s: float) -> None:
-        """Record an arrival, and drop arrivals that are too old for any forecast."""
+        """Record an arrival, and drop arrivals that are older than the longest window."""
         self.arrivals_s.append(now_s)
         self._begin_at(now_s - LONG_S)
 
     def rate(self, now_s: float, ahead_s: float, scatter: float) -> float:
-        """Return the rate `ahead_s` from now; `scatter` is the variance of counts by their mean."""
+        """Return the rate predicted for `ahead_s` seconds from now. `scatter` is the ratio of the variance of counts to
+        their mean."""
         self._shorten(now_s, scatter)
         seconds = max(now_s - self.begin_s, 1.0)
         rate = len(self.arrivals_s) / seconds
@@ -80,7 +81,7 @@ class _ClassWindow:
         rise = 2 * num_late - len(self.arrivals_s)
         if seconds < LONG_S / 2 or abs(rise) < _SURPRISE * math.sqrt(scatter * len(self.arrivals_s)):
             return rate
-        slope = rise / (seconds / 2) ** 2  # the middles of the window's halves are half a window apart
+        slope = rise / (seconds / 2) ** 2  # the halves' middles are half a window apart
         return min(max(rate + slope * (seconds / 2 + ahead_s), 0.0), _MOST_RISE * rate)
 
     def _shorten(self, now_s: float, scatter: float) -> None:
@@ -98,14 +99,15 @@ class _ClassWindow:
         self._begin_at(now_s - LONG_S)
 
     def _begin_at(self, earliest_s: float) -> None:
-        """Let the window begin at that instant at the earliest."""
+        """Move the start of the window forward to `earliest_s` if it is earlier, and drop the arrivals before the
+        start."""
         self.begin_s = max(self.begin_s, earliest_s)
         while self.arrivals_s and self.arrivals_s[0] <= self.begin_s:
             self.arrivals_s.popleft()
 
 
 class TrafficWindow:
-    """Observes requests as they come and end, and forecasts those to come."""
+    """Observes arrivals and ends of requests, and forecasts traffic."""
 
     def __init__(self) -> None:
         self._classes: dict[int, _ClassWindow] = {}
@@ -115,12 +117,12 @@ class TrafficWindow:
         self._begun_s = 0.0
 
     def is_guess(self, now_s: float, patience_s: float) -> bool:
-        """Return whether no answer has ended yet, and the first request came less than `patience_s` seconds ago."""
+        """Return True if no answer has ended yet, and the first request arrived less than `patience_s` seconds ago."""
         is_known = any(window.outputs for window in self._classes.values())
         return not is_known and self.latest_s is not None and now_s - self._begun_s < patience_s
 
     def arrived(self, now_s: float, num_prompt_tokens: int, most_output_tokens: int = _GUESSED_OUTPUT) -> None:
-        """Record a request that has come; `most_output_tokens` bounds its answer."""
+        """Record the arrival of a request. `most_output_tokens` is the maximum length of its answer."""
         if self.latest_s is None:
             self._begun_s = now_s
         else:
@@ -132,14 +134,14 @@ class TrafficWindow:
         window.guesses.append(max(min(most_output_tokens, _GUESSED_OUTPUT), 1))
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int = 0) -> None:
-        """Record the length of an answer, and how much of its prompt was cached."""
+        """Record the length of an answer, and the number of cached tokens of its prompt."""
         window = self._class(num_prompt_tokens)
         window.outputs.append(num_output_tokens)
         window.cached_shares.append(min(num_cached_tokens / max(num_prompt_tokens, 1), 1.0))
 
     def longest_output(self, num_prompt_tokens: int) -> int:
-        """Return the longest of the latest output lengths for prompts of about that length, in tokens; an assumed
-        length before any is known."""
+        """Return the longest recent answer, in tokens, to prompts of similar length; an assumed length if none is
+        known."""
         window = self._class(num_prompt_tokens)
         return max(window.outputs or window.guesses, default=_GUESSED_OUTPUT)
 
@@ -161,7 +163,8 @@ class TrafficWindow:
         return self._classes.setdefault(max(num_tokens, 1).bit_length(), _ClassWindow(self._begun_s))
 
     def _gap_scv(self) -> float:
-        """Return the variation of gaps; that of Poisson arrivals until enough are known."""
+        """Return the squared coefficient of variation of the gaps between arrivals; 1, as for Poisson arrivals, until
+        enough gaps are known."""
         if len(self._gaps) < _KEPT_LENGTHS // 4:
             return 1.0
         mean = sum(self._gaps) / len(self._gaps)
