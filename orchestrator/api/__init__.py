@@ -1,1 +1,1 @@
-"""Answers clients and operators over gRPC."""
+"""Serves clients and operators over gRPC."""

@@ -1,9 +1,9 @@
-"""Decides who may call which method of the clients' port: any caller, callers with a key, processes of the cluster, or
-operators.
+"""Decides which callers may call a method on the clients' port: any caller, callers with a key, processes of the
+cluster, or operators.
 
-Called before each call, by the server's interceptor (`baton.transport.status_interceptor`), which
-`orchestrator.api.frontend` installs. Addresses do not count: a call from this machine may come from a proxy, on behalf
-of any client, or from another user of the machine. docs/security.md has the rules as a table. Pure.
+Called before each call by the server's interceptor (`baton.transport.status_interceptor`), which
+`orchestrator.api.frontend` installs. The caller's address is not checked, because a local call may come from a proxy
+for any client, or from another user of the machine. docs/security.md has the rules as a table. Pure.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from orchestrator.requests.tenants import AUTHORIZATION_KEY, Metadata, Tenants
 
 
 class AllowedCallers(Enum):
-    """The callers that may call a method."""
+    """Group of callers that may call a method."""
 
     ANYBODY = "anybody"
     """Every caller that reaches the port."""
@@ -49,15 +49,15 @@ METHODS: Mapping[str, AllowedCallers] = MappingProxyType(
         "/baton.v1.Admin/GetTrace": AllowedCallers.OPERATORS,
     }
 )
-"""Access to each method that is served; a method that is missing here is for operators."""
+"""Allowed callers of each served method. A method that is not listed is only for operators."""
 
 
 def check_access(tenants: Tenants, secret: ClusterSecret, method: str, metadata: Metadata) -> None:
-    """Return if the call is permitted; `method` is its full name. Without the first two arguments it is a
-    `baton.transport.status_interceptor.Check`.
+    """Return if the call is permitted, otherwise raise. `method` is the full name of the called method. With the first
+    two arguments bound, the function is a `baton.transport.status_interceptor.Check`.
 
-    Raises UnauthenticatedError without a required key or secret, and PermissionDeniedError for a tenant's key where
-    an operator's is required.
+    Raises UnauthenticatedError if a required key or secret is missing or unknown, and PermissionDeniedError for a
+    tenant's key if an operator's key is required.
     """
     access = METHODS.get(method, AllowedCallers.OPERATORS)
     if access is AllowedCallers.CALLERS and tenants.require_key:

@@ -1,8 +1,8 @@
-"""Serves operators' requests over gRPC: drain and undrain a group, start a stand-in, change a worker's role, and return
-the trace of a request that has ended.
+"""Serves operators over gRPC: drain and undrain a group, start a stand-in, change a worker's role, and get the trace of
+an ended request.
 
-The server's half of `baton drain`, `baton reload`, `baton flip` and `baton trace`; calls
-`orchestrator.actuation.operations`. On the process's asyncio loop.
+Server of `baton drain`, `baton reload`, `baton flip` and `baton trace`. Calls `orchestrator.actuation.operations`. A
+stand-in is a group that is started in addition to the configured ones. Runs on the process's event loop.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Serves baton.v1.Admin over the operations on groups."""
+    """Serves baton.v1.Admin, using the operations on groups."""
 
     def __init__(
         self, operations: GroupOperations, traces: Traces, model_folders: Sequence[Path] | None = None
     ) -> None:
-        """`model_folders`: folders below which a model named by a call must be; None: it may be anywhere."""
+        """`model_folders` are the folders that may contain models named by a call; None: models may be anywhere."""
         self._operations = operations
         self._traces = traces
         self._model_folders = model_folders
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
-        """Drain a group, and stream its state until it has no work left or, if it is to leave, has no workers.
+        """Drain a group, and stream its state until it has no work left or, if it is to leave, until it has no workers.
 
-        The group stays drained if the call is given up.
+        The group stays drained if the call is cancelled.
         """
         draining = self._operations.drain(request.group, leave=request.leave, returns=request.returns)
         async with aclosing(draining) as states:
@@ -51,9 +51,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 yield group_state_to_proto(state)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> orchestrator_pb2.GroupState:
-        """Let a group get work again, starting it first if it has left, and return its state.
+        """Allow new work for a group again, and return its state. If the group has left, it is started first.
 
-        Raises InvalidArgumentError for a model outside the allowed folders, before any file of it is read.
+        Raises InvalidArgumentError for a model outside the allowed folders, before any of its files is read.
         """
         if request.model and self._model_folders is not None:
             await asyncio.to_thread(_require_below, self._model_folders, request.model)
@@ -64,16 +64,16 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return group_state_to_proto(await self._operations.stand_in(request.group))
 
     async def Flip(self, request: pb.FlipRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
-        """Let the last worker of a group serve in the other role, or go back, and stream the states of the groups that
-        have to finish their work before, and at last that of the group that serves then."""
+        """Move the last worker of a group to the other role, or back. Stream the states of the groups that must finish
+        their work first, and finally the state of the group in which the worker then serves."""
         flipping = self._operations.unflip(request.group) if request.undo else self._operations.flip(request.group)
         async with aclosing(flipping) as states:
             async for state in states:
                 yield group_state_to_proto(state)
 
     async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.Trace:
-        """Return the trace of a request that has ended. Raises NotFoundError if it is not among the latest requests of
-        this orchestrator."""
+        """Return the trace of an ended request. Raises NotFoundError if this orchestrator does not store it (any
+        more)."""
         trace = self._traces.get(request.request_id)
         if trace is None:
             raise NotFoundError(
@@ -96,7 +96,7 @@ def trace_to_proto(trace: Trace) -> pb.Trace:
 
 
 def trace_from_proto(message: pb.Trace) -> Trace:
-    """Return the trace that the message holds. Raises InvalidArgumentError for a rank's reversed token range."""
+    """Return the trace in the message. Raises InvalidArgumentError if the token range of a rank is reversed."""
     reasons = (finish_from_proto(each) for each in message.reasons)
     return Trace(
         request_id=message.request_id,
@@ -109,11 +109,11 @@ def trace_from_proto(message: pb.Trace) -> Trace:
 
 
 def _require_below(folders: Sequence[Path], model: str) -> None:
-    """Raise InvalidArgumentError unless the model's folder, links followed, is in one of these folders. Blocks."""
+    """Raise InvalidArgumentError if the model's folder, after resolving links, is in none of these folders. Blocks."""
     try:
         resolved = Path(model).resolve()
         is_below = Path(model).is_absolute() and any(resolved.is_relative_to(each.resolve()) for each in folders)
-    except (OSError, RuntimeError, ValueError):  # links in a circle, or no path at all
+    except (OSError, RuntimeError, ValueError):  # circular links, or not a valid path
         is_below = False
     if not is_below:
         named = " or ".join(str(each) for each in folders) or "no folder at all"

@@ -1,7 +1,7 @@
-"""Checks every field of a client's request against the model's limits, and turns prompts into token ids.
+"""Checks every field of a client's request against the model's limits, and tokenizes prompts.
 
 Used by `orchestrator.api.request_reader`. Checks raise InvalidArgumentError that names the field, the value and the
-limit. Read-only after it is made; tokenizing a long prompt takes a while, so it is called in a thread.
+limit. Read-only after construction. Tokenizing a long prompt takes a while, so it is called in a thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class RequestValidator:
         self.eos_token_ids = eos_token_ids
 
     def check_names(self, request_id: str, model: str) -> None:
-        """Check the request's id and the model's name; either may be empty."""
+        """Check the request's id and the model's name. Either may be empty."""
         if len(request_id) > MAX_REQUEST_ID_CHARS or not (request_id.isascii() and request_id.isprintable()):
             raise InvalidArgumentError(
                 f"request_id = {request_id[:40]!r} is out of range: use at most {MAX_REQUEST_ID_CHARS} printable "
@@ -35,7 +35,8 @@ class RequestValidator:
             raise InvalidArgumentError(f"model = {model[:80]!r} is unknown: {self.model.name!r} is served here")
 
     def check_cache_salt(self, salt: str) -> None:
-        """Check what separates the request's cached prompt from those of others; it may be empty."""
+        """Check the length of the salt that separates the request's cached prompt from those of others. It may be
+        empty."""
         if len(salt) > MAX_CACHE_SALT_CHARS:
             raise InvalidArgumentError(
                 f"cache_salt has {len(salt)} characters: the limit is {MAX_CACHE_SALT_CHARS}; send a hash of it"
@@ -52,27 +53,30 @@ class RequestValidator:
         return self._checked_prompt("prompt", self.tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Return the token ids of a conversation, ready for the assistant's turn. Blocks for long conversations."""
+        """Return the token ids of a conversation, rendered so that the assistant's turn follows. Blocks for long
+        conversations."""
         self._check_bytes("chat", sum(len(text.encode()) for message in messages for text in message.values()))
         rendered = self.tokenizer.render_chat(messages)
         self._check_fits("chat", rendered)
         return self._checked_prompt("chat", self.tokenizer.encode_rendered(rendered))
 
     def check_num_messages(self, num_messages: int) -> None:
-        """Check the number of a chat's messages before their content is read: each takes at least one token."""
+        """Check the number of messages of a chat before their content is read. Each message takes at least one
+        token."""
         if num_messages > self.model.max_tokens:
             raise InvalidArgumentError(
                 f"chat has {num_messages} messages: the model's limit is {self.model.max_tokens} tokens; send fewer"
             )
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Check token ids that a client made, and return them. The ids of a list that is too long are not read."""
+        """Check token ids that a client sent, and return them. If the list is too long, its ids are not read."""
         checked = self._checked_prompt("token_ids", token_ids)
         self._check_ids("token_ids", checked)
         return checked
 
     def check_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Check sampling parameters against the model's vocabulary and the room that the prompt leaves."""
+        """Check sampling parameters against the model's vocabulary and against the number of tokens that the prompt
+        leaves."""
         self._check_ids("sampling.logit_bias", tuple(params.logit_bias))
         self._check_ids("sampling.stop_token_ids", params.stop_token_ids)
         room = self.model.max_tokens - num_prompt_tokens
@@ -83,12 +87,13 @@ class RequestValidator:
             )
 
     def check_num_outputs(self, num_outputs: int, params: SamplingParams) -> None:
-        """Check that a client sends lists of the tokens it has either for all choices or for none."""
+        """Check that a client which resumes a stream sends one list of tokens per choice; otherwise, no list."""
         if num_outputs not in (0, params.n):
             raise InvalidArgumentError(f"outputs has {num_outputs} lists: sampling.n is {params.n}, send one a choice")
 
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
-        """Check that the tokens a client says it has could be this request's. Ids of a list too long are not read."""
+        """Check that the output tokens sent by a client that resumes a stream could belong to this request. If a list
+        is too long, its ids are not read."""
         limits = ((params.max_tokens, "sampling.max_tokens"), (self.model.max_tokens, "the model's limit"))
         for output_ids in outputs:
             for limit, whose in limits:
@@ -101,7 +106,7 @@ class RequestValidator:
     def end_of(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
     ) -> FinishReason | None:
-        """Return why a choice with these output tokens is complete; None when more tokens may come."""
+        """Return the finish reason of a choice with these output tokens; None if the choice may get more tokens."""
         if not output_ids:
             return None
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
@@ -121,7 +126,8 @@ class RequestValidator:
             raise InvalidArgumentError(f"{field} has {num_bytes} bytes: the limit is {MAX_PROMPT_BYTES}; shorten it")
 
     def _check_fits(self, field: str, text: str) -> None:
-        """Refuse, before it is tokenized, a text whose least number of tokens is above the model's limit."""
+        """Raise an error if the minimum number of tokens of the text exceeds the model's limit. Called before
+        tokenizing."""
         least, limit = self.tokenizer.min_tokens(text), self.model.max_tokens - 1
         if least > limit:
             raise InvalidArgumentError(

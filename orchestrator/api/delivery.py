@@ -1,8 +1,8 @@
 """Writes a stream's messages to its client, and ends the call of a client that does not read.
 
-Used by `orchestrator.api.frontend` and `orchestrator.api.gateway`. gRPC holds a write back until the client has read
-enough of what was sent before, for ever if the client never reads. A client that reads slowly is never ended by this,
-as long as it lets each message go within `STALLED_S`. On the loop.
+Used by `orchestrator.api.frontend` and `orchestrator.api.gateway`. gRPC blocks a write until the client has read enough
+of the earlier messages, forever if the client never reads. A slow client is not affected as long as no single write
+blocks for `STALLED_S`. On the loop.
 """
 
 import asyncio
@@ -16,17 +16,18 @@ from baton.limits import DELIVERY_GRACE_S, STALLED_S
 
 
 class MessageWriter(Protocol):
-    """The side of a call's context that sends messages; grpc.aio's ServicerContext has it."""
+    """Interface for sending messages to a client. grpc.aio's ServicerContext implements it."""
 
     async def write(self, message: Any) -> None:
-        """Send a message, as soon as the client has room for it."""
+        """Send a message as soon as the client has room for it."""
 
 
 async def deliver(context: MessageWriter, messages: AsyncIterator[Any], left_s: float | None) -> None:
-    """Write each message to the client as it comes. `left_s`: seconds until the request's deadline; None without one.
+    """Write each message to the client when it arrives. `left_s` is the number of seconds until the request's deadline;
+    None for no deadline.
 
-    Raises ResourceExhaustedError once a write has taken `STALLED_S`, DeadlineExceededError when one still waits after
-    the deadline and `DELIVERY_GRACE_S`, and what `messages` raises.
+    Raises ResourceExhaustedError if a write has blocked for `STALLED_S`, DeadlineExceededError if a write still blocks
+    at `DELIVERY_GRACE_S` after the deadline, and the errors of `messages`.
     """
     watch = _Watch(left_s)
     try:
@@ -35,7 +36,7 @@ async def deliver(context: MessageWriter, messages: AsyncIterator[Any], left_s: 
             await context.write(message)
             watch.end()
     except grpc.aio.InternalError as error:
-        raise asyncio.CancelledError from error  # the client has left in the middle of a write
+        raise asyncio.CancelledError from error  # the client has disconnected during a write
     except asyncio.CancelledError:
         watch.raise_error()
         raise
@@ -44,7 +45,7 @@ async def deliver(context: MessageWriter, messages: AsyncIterator[Any], left_s: 
 
 
 class _Watch:
-    """Cancels the task that made it when one of its writes takes too long. Sets no timer for a message."""
+    """Cancels the task that made it if one of the task's writes takes too long. It does not set a timer per message."""
 
     def __init__(self, left_s: float | None) -> None:
         task = asyncio.current_task()
@@ -53,9 +54,9 @@ class _Watch:
         self._loop = asyncio.get_running_loop()
         self._end_s = None if left_s is None else self._loop.time() + left_s + DELIVERY_GRACE_S
         self._since_s: float | None = None
-        """Time on the loop's clock at which the present write began; None between two writes."""
+        """Time on the loop's clock at which the present write began; None between writes."""
         self._error: BatonError | None = None
-        """Why the task was cancelled; None if it was not."""
+        """Error for which the task was cancelled; None if this object has not cancelled it."""
         self._look()
 
     def begin(self) -> None:
@@ -68,7 +69,7 @@ class _Watch:
         self._timer.cancel()
 
     def raise_error(self) -> None:
-        """Raise the error for which the task was cancelled; return if anyone else has cancelled it."""
+        """Raise the error for which this object has cancelled the task. Return if the task was cancelled by others."""
         if self._error is not None and not self._task.uncancel():
             raise self._error
 

@@ -1,8 +1,8 @@
-"""Serves the orchestrator over gRPC: checks clients' requests, and sends the scheduler's events back.
+"""Serves the orchestrator over gRPC: checks the clients' requests, and sends the scheduler's events to the clients.
 
-`orchestrator.api.access` checks calls first; `orchestrator.api.admin` and `orchestrator.api.planning` are served on the
-same port. On the process's asyncio loop; long prompts are tokenized in threads. Errors become statuses, RetryInfo
-included, in the interceptor that `baton.transport.channel.make_server` installs.
+Calls are first checked by `orchestrator.api.access`. `orchestrator.api.admin` and `orchestrator.api.planning` are
+served on the same port. Runs on the process's event loop; long prompts are tokenized in threads. Errors are converted
+to gRPC statuses, with RetryInfo, by the interceptor that `baton.transport.channel.make_server` installs.
 """
 
 import asyncio
@@ -48,21 +48,21 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _HEALTH_SERVICES = ("", SERVICE)
 _TRACE_CONTEXT = ("traceparent", "tracestate")
-"""Metadata in which callers send their trace, as the W3C defines it."""
+"""Metadata keys of the caller's trace context, as defined by the W3C."""
 _HEALTH_POLL_S = 0.25
-"""Seconds between two looks at the health to be shown."""
+"""Seconds between two updates of the published health."""
 _HEALTH_PAUSES = Backoff(_HEALTH_POLL_S, 5.0)
 _STATUS_GRACE_S = 1.0
-"""Seconds that the last statuses have to leave, when no request runs any more."""
+"""Seconds for sending the last statuses when no request runs any more."""
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
-    """Serves baton.v1.Orchestrator over a running orchestrator."""
+    """Serves baton.v1.Orchestrator for a running orchestrator."""
 
     def __init__(
         self, orchestrator: Orchestrator, validator: RequestValidator, prover: FormProver, metrics_endpoint: str = ""
     ) -> None:
-        """`metrics_endpoint`: host:port of the metrics; empty without them."""
+        """`metrics_endpoint` is the host:port of the metrics; empty if metrics are not served."""
         self.orchestrator = orchestrator
         self._prover = prover
         self._validator = validator
@@ -71,10 +71,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         self._tenants = orchestrator.config.tenants
         self._metrics_endpoint = metrics_endpoint
 
-    async def Generate(  # type: ignore[override]  # writes to the context, which gRPC takes as well
+    async def Generate(  # type: ignore[override]  # writes to the context, which gRPC permits
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        """Stream a request's events up to its one end: Finished, or the status of its error; both at a deadline."""
+        """Stream a request's events. The stream ends with Finished or with an error status; at a deadline, with
+        both."""
         end_s = deadline_s(request, context, self._clock)
         left_s = None if end_s is None else end_s - self._clock.now_s()
         async with aclosing(self._messages(request, context, end_s)) as messages:
@@ -102,7 +103,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
                     raise error
 
     async def _proven(self, asked: Request) -> Request:
-        """Return the request, whose form was compiled if it has one. Raises what `FormProver.prove` raises."""
+        """Return the request with its structured output compiled, if it has any. Raises the errors of
+        `FormProver.prove`."""
         params = asked.params
         if params.structured_output is None:
             return asked
@@ -110,7 +112,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         return replace(asked, params=replace(params, structured_output=form))
 
     async def close(self) -> None:
-        """End what compiles forms."""
+        """Stop the compiler of structured outputs."""
         await self._prover.close()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
@@ -118,12 +120,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         return pb.Model(**vars(self._validator.model), tokenizer_fingerprint=self._validator.tokenizer.fingerprint)
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
-        """Get the status of all workers, and return the cluster's state within about a second."""
+        """Poll all workers, and return the cluster's state within about a second."""
         state = await self.orchestrator.overview.state()
         return cluster_state_to_proto(replace(state, metrics_endpoint=self._metrics_endpoint))
 
     async def GetRequests(self, request: pb.GetRequestsRequest, context: Context) -> pb.RequestList:
-        """Return the requests that wait or run, and the latest that have ended; ids of the caller's own alone."""
+        """Return all unfinished requests and the requests that ended last. Only the caller's own requests have their
+        ids."""
         viewer = self._tenants.viewer_of(context.invocation_metadata() or ())
         return requests_to_proto(self.orchestrator.journal.book.list(request.num_ended, viewer))
 
@@ -139,7 +142,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
 
 class OrchestratorServer:
-    """An orchestrator, and the gRPC server of its services. Make one with `start`, on the loop."""
+    """Orchestrator, and the gRPC server of its services. Make it with `start`, on the loop."""
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class OrchestratorServer:
 
     @property
     def metrics_port(self) -> int | None:
-        """Return the port of /metrics; None when metrics are not served."""
+        """Return the port of /metrics; None if metrics are not served."""
         return None if self._metrics is None else self._metrics.port
 
     @classmethod
@@ -171,11 +174,11 @@ class OrchestratorServer:
         calibration_path: Path | None = None,
         metrics_port: int | None = None,
     ) -> Self:
-        """Start the orchestrator and serve it at `address`, (host, port), and metrics on host:metrics_port, if that is
-        given; port 0 takes any free one.
+        """Start the orchestrator and serve it at `address`, which is (host, port). If `metrics_port` is given, serve
+        metrics on that port of the same host. Port 0 selects any free port.
 
-        `validator` checks the requests for the model that is served. Calibrations that the orchestrator is given later
-        are kept at `calibration_path`. Raises ConfigError when a server cannot listen there.
+        `validator` checks requests against the served model. Calibrations that the orchestrator receives later are
+        saved at `calibration_path`. Raises ConfigError if a server cannot listen on its port.
         """
         (host, port), config, overview = address, orchestrator.config, orchestrator.overview
         server = make_server(check=partial(check_access, config.tenants, orchestrator.secret))
@@ -203,7 +206,8 @@ class OrchestratorServer:
         return cls(server, servicer, bound, telling, metrics)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, then end them with UNAVAILABLE. Idempotent."""
+        """Refuse new requests, wait `grace_s` seconds for running requests, then end them with UNAVAILABLE.
+        Idempotent."""
         self._health.cancel()
         await asyncio.gather(self._health, return_exceptions=True)
         await self.orchestrator.close(grace_s)
@@ -214,7 +218,7 @@ class OrchestratorServer:
 
 
 async def _show_health(shown: health.HealthServicer, overview: Overview) -> None:
-    """Keep the server's health as `Overview.is_serving` says, until cancelled."""
+    """Publish the result of `Overview.is_serving` as the server's health, until cancelled."""
     told: bool | None = None
 
     async def look() -> None:

@@ -1,9 +1,9 @@
-"""Hosts the orchestrator: serves baton.v1.Keeping to its supervisor, which says what the cluster is, and where clients
-are to be served.
+"""Hosts the orchestrator: serves baton.v1.Keeping, by which the supervisor reports the groups of the cluster and starts
+the service for clients.
 
-The supervisor's half is `deploy.groups.keeper`; `deploy.groups.hosting` makes the host, in a child process or a Ray
-actor. Keeping has a port of its own, as what it says decides where prompts go. Starts `orchestrator.api.frontend`. Runs
-on its process's asyncio loop.
+The client of Keeping is `deploy.groups.keeper`. The host is made by `deploy.groups.hosting`, in a child process or a
+Ray actor. Keeping has a separate port, because its data decides where prompts are sent. Starts
+`orchestrator.api.frontend`. Runs on its process's event loop.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
     ) -> None:
         """Prepare a run of the orchestrator, which does not serve yet.
 
-        `folder` holds the tokenizer. It also decides whether there is a chat template, regardless of the model that a
-        supervisor sends. The supervisor, which has the cluster's secret, is served at `host`. The process is pinned to
-        `cores`; empty: not pinned.
+        `folder` contains the tokenizer. Its chat template is used, also if the supervisor sends a different model. The
+        supervisor, which must have the cluster's secret, is served at `host`. The process is pinned to the CPU cores
+        `cores`; if empty, it is not pinned.
         """
         self.port = 0
         """Port for the supervisor; 0 before the host has started."""
@@ -58,14 +58,14 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         self._members = Membership()
         self._keeping = make_server(check=secret.check)
         self._tokenizer: Tokenizer | None = None
-        """None before the host has started."""
+        """Tokenizer of the model; None before the host has started."""
         self._server: OrchestratorServer | None = None
         self._lock = asyncio.Lock()
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> Self:
-        """Load the tokenizer, then serve the supervisor on any free port. Raises ModelError for a bad tokenizer, and
-        ConfigError when the host cannot listen."""
+        """Load the tokenizer, then serve the supervisor on any free port. Raises ModelError if the tokenizer cannot be
+        loaded, and ConfigError if the host cannot listen on the port."""
         pin(self._cores)
         self._tokenizer = await asyncio.to_thread(
             Tokenizer.load, self._folder, control_tokens_in_text=self._config.control_tokens_in_text
@@ -76,7 +76,7 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         return self
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """End all requests and the servers, also those that are being started."""
+        """End all requests and stop the servers, also a server that is still starting."""
         await self._keeping.stop(grace_s)
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
@@ -84,7 +84,7 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
             await self._server.stop(grace_s)
 
     async def Update(self, request: pb.UpdateRequest, context: Context) -> pb.OrchestratorStatus:
-        """Replace the cluster view and the orders that the supervisor has recorded; return the orders in force."""
+        """Replace the cluster view and the orders that the supervisor has recorded. Return the orders in force."""
         self._members.update(view_from_proto(request.view))
         kept = orders_from_proto(request.kept)
         if self._server is None:
@@ -93,9 +93,10 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         return self._status()
 
     async def Serve(self, request: pb.ServeRequest, context: Context) -> pb.OrchestratorStatus:
-        """Start to serve clients, once. The start continues if the call is cancelled, so that it is never half done.
+        """Start to serve clients. Only the first call has an effect. The start continues if the call is cancelled, so
+        that it is never left incomplete.
 
-        Raises ConfigError when the server cannot listen.
+        Raises ConfigError if the server cannot listen on its port.
         """
         self._starting = asyncio.create_task(self._start(request))
         await asyncio.shield(self._starting)

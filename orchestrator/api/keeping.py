@@ -1,6 +1,6 @@
 """Converts the data that a supervisor and the orchestrator exchange to and from the messages of baton.v1.Keeping.
 
-Used by `orchestrator.api.host` and, on the supervisor's side, by `deploy.groups.keeper`. Pure.
+Used by `orchestrator.api.host` and, in the supervisor, by `deploy.groups.keeper`. Pure.
 """
 
 from dataclasses import asdict, fields
@@ -34,7 +34,8 @@ def view_to_proto(view: ClusterView) -> pb.ClusterView:
 
 
 def view_from_proto(message: pb.ClusterView) -> ClusterView:
-    """Return the view. Each group, and its `incarnation`, equals the one that was sent."""
+    """Return the cluster view in the message. Each group, including its `incarnation`, equals the group that was
+    sent."""
     return ClusterView(
         prefill=tuple(_of(PrefillGroup, group) for group in message.prefill),
         generation=tuple(_of(GenerationGroup, group) for group in message.generation),
@@ -56,7 +57,7 @@ def orders_to_proto(orders: Orders) -> pb.Orders:
 
 
 def orders_from_proto(message: pb.Orders) -> Orders:
-    """Return the orders that were sent."""
+    """Return the orders in the message."""
     return Orders(
         drained=frozenset(message.drained),
         leaving=frozenset(message.leaving),
@@ -73,7 +74,8 @@ def model_to_proto(model: ModelInfo) -> orchestrator_pb2.Model:
 
 
 def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predictions:
-    """Return what the planner predicts by as a message; `path` is the file for calibrations that are given later."""
+    """Return the planner's calibration, step times and tables as a message. `path` is the file in which calibrations
+    are saved that the orchestrator receives later; None: they are not saved."""
     return pb.Predictions(
         calibration=calibration.dumps(planner.calibration),
         calibration_path="" if path is None else str(path),
@@ -86,7 +88,8 @@ def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predict
 
 
 def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
-    """Return a planner that predicts as the sender's did when it was made. Raises ConfigError for damaged texts."""
+    """Return a planner that predicts like the sender's planner did when the message was made. Raises ConfigError if a
+    text in the message is damaged."""
     given = calibration.loads(message.calibration, "calibration")
     knots: dict[int, tuple[Knot, ...]] = {}
     for knot in message.knots:
@@ -102,7 +105,7 @@ def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
 
 
 def _of(kind: type[T], message: Message) -> T:
-    """Return a value whose fields have the names and values of the message's."""
+    """Return a value of type `kind` whose fields are read from the message's fields of the same names."""
     values: dict[str, Any] = {}
     for field in fields(kind):
         value = getattr(message, field.name)

@@ -1,7 +1,7 @@
-"""Serves the measurements that the planner predicts by, over gRPC, and replaces them while requests run.
+"""Serves over gRPC the measurements on which the planner bases its predictions, and replaces them while requests run.
 
-The server's half of `baton calibrate`: a calibration of chains, and a table of generation steps. On the process's
-asyncio loop; the search for knots and the writing of files run in a thread.
+Server of `baton calibrate`. The measurements are a calibration of chains, and a table of generation step times. Runs on
+the process's event loop; the search for chain partitions and the writing of files run in a thread.
 """
 
 import asyncio
@@ -31,24 +31,26 @@ logger = logging.getLogger(__name__)
 
 
 class PlanningServicer(planning_pb2_grpc.PlanningServicer):
-    """Serves baton.v1.Planning over the planner that the scheduler uses."""
+    """Serves baton.v1.Planning for the planner that the scheduler uses."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
-        """`path` is the file in which new calibrations are kept for later runs; new step times are kept in a file next
-        to it. None: neither is kept."""
+        """`path` is the file in which new calibrations are saved for later runs. New step times are saved in a file
+        next to it. None: neither is saved."""
         self._planner = planner
         self._path = path
         self._using = asyncio.Lock()
 
     async def GetCalibration(self, request: pb.GetCalibrationRequest, context: Context) -> pb.CalibrationInUse:
-        """Return the calibration in force."""
+        """Return the calibration that is in use."""
         return self._calibration_in_use()
 
     async def UseCalibration(self, request: pb.UseCalibrationRequest, context: Context) -> pb.CalibrationInUse:
-        """Predict by the given calibration from the answer on, and save it: both or, however the call ends, neither.
+        """Save the given calibration, and use it for predictions from now on. If it cannot be saved, it is not used,
+        also if the call is cancelled.
 
-        Raises ConfigError for a damaged text, or when it cannot be saved, and InvalidArgumentError for one of another
-        model or hardware, or that is far from the one in force and not forced; the former one stays in force then.
+        Raises ConfigError if the text is damaged or cannot be saved. Raises InvalidArgumentError if the calibration is
+        of another model or hardware, or differs too much from the one in use and `force` is not set. The previous
+        calibration then stays in use.
         """
         given = calibration.loads(request.calibration, "calibration")
         _require_same("calibration is", given, self._planner.calibration)
@@ -59,14 +61,16 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         return self._calibration_in_use()
 
     async def GetStepTimes(self, request: pb.GetStepTimesRequest, context: Context) -> pb.StepTimesInUse:
-        """Return the step times in force. Raises ConfigError when the planner has none."""
+        """Return the step times that are in use. Raises ConfigError if the planner has none."""
         return self._steps_in_use()
 
     async def UseStepTimes(self, request: pb.UseStepTimesRequest, context: Context) -> pb.StepTimesInUse:
-        """Predict by the given step times from the answer on, and save them: both or, however the call ends, neither.
+        """Save the given step times, and use them for predictions from now on. If they cannot be saved, they are not
+        used, also if the call is cancelled.
 
-        Raises ConfigError for a damaged text, when the planner has none to replace, or when they cannot be saved, and
-        InvalidArgumentError for those of another model or hardware, or that are far from those in force and not forced.
+        Raises ConfigError if the text is damaged or cannot be saved, or if the planner has no step times to replace.
+        Raises InvalidArgumentError if they are of another model or hardware, or differ too much from those in use and
+        `force` is not set.
         """
         given = step_times.loads(request.step_times, "step_times")
         _require_same("step_times are", given, self._steps())
@@ -77,7 +81,8 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         return self._steps_in_use()
 
     async def _take(self, path: Path | None, save: Callable[[Path], None], adopt: Callable[[], None]) -> None:
-        """Save a measurement, then predict by it, even if the call is cancelled: file and planner agree."""
+        """Save a measurement, then use it for predictions. This is completed even if the call is cancelled, so that the
+        file and the planner agree."""
 
         async def both() -> None:
             async with self._using:
@@ -85,7 +90,7 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
                     if path is not None:
                         await asyncio.to_thread(_keep, path, save)
                 except ConfigError as error:
-                    logger.warning("the former measurements stay in force: %s", error)  # the caller may have left
+                    logger.warning("the former measurements stay in force: %s", error)  # the caller may be gone
                     raise
                 adopt()
             logger.info("predicting by other measurements, kept in %s", path or "no file")

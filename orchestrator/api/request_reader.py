@@ -1,7 +1,7 @@
-"""Reads a client's message into a `Request`: checks every field, and turns the prompt into token ids.
+"""Converts a client's message into a `Request`: checks every field, and tokenizes the prompt.
 
-Used by `orchestrator.api.frontend` and `orchestrator.api.gateway`; `orchestrator.api.checks` has the checks. Tokenizing
-a long prompt takes a while, so long requests are read in threads (`off_the_loop`).
+Used by `orchestrator.api.frontend` and `orchestrator.api.gateway`. The checks are in `orchestrator.api.checks`.
+Tokenizing a long prompt takes a while, so long requests are read in threads (`off_the_loop`).
 """
 
 import secrets
@@ -27,17 +27,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 _SHORT_BYTES = 256
-"""Largest request, in bytes, that is read on the loop: that takes 0.2 ms, about as long as handing it to a thread."""
+"""Maximum size in bytes of a request that is read on the event loop. Reading it takes 0.2 ms, about as long as passing
+it to a thread."""
 _MARGIN_S = 0.1
-"""Most seconds by which a request ends before the client's deadline, so that its usage still arrives."""
+"""Maximum seconds by which a request is ended before the client's deadline, so that its usage still arrives in time."""
 
 
 class RequestReader:
-    """Reads requests for one model. `read` may be called in any thread; `off_the_loop` belongs to one loop."""
+    """Reads requests for one model. `read` may be called in any thread, `off_the_loop` only on one event loop."""
 
     def __init__(self, validator: RequestValidator, max_bytes: int | None = None) -> None:
-        """`max_bytes` bounds the requests that are read off the loop at a time; None: as many bytes as the free memory
-        allows."""
+        """`max_bytes` is the maximum total size of the requests that are read in threads at a time; None: as many bytes
+        as the free memory allows."""
         self._validator = validator
         self._reading = BoundedReading(max_bytes)
 
@@ -50,11 +51,11 @@ class RequestReader:
         by_chain: bool = False,
         trace_context: tuple[tuple[str, str], ...] = (),
     ) -> Request:
-        """Return the request, checked and tokenized, with an id and a seed where the client set none. Blocks for long
-        prompts.
+        """Return the checked and tokenized request. An id and a seed are generated if the client sent none. Blocks for
+        long prompts.
 
-        The tenant, the deadline `end_s`, `by_chain` and the `trace_context` are properties of the call. Raises
-        InvalidArgumentError that names the field, the value and the limit.
+        The tenant, the deadline `end_s`, `by_chain` and `trace_context` are properties of the call, not of the message.
+        Raises InvalidArgumentError that names the field, the value and the limit.
         """
         validator = self._validator
         validator.check_names(message.request_id, message.model)
@@ -88,8 +89,8 @@ class RequestReader:
         )
 
     async def off_the_loop(self, message: pb.GenerateRequest, read: Callable[[], T]) -> T:
-        """Return the result of `read`, called in a thread unless the request is short. Raises what it raises, and
-        ResourceExhaustedError at once when too many bytes are being read."""
+        """Return the result of `read`, which is called in a thread unless the request is short. Raises the errors of
+        `read`, and ResourceExhaustedError at once if too many bytes are being read."""
         num_bytes = message.ByteSize()
         return read() if num_bytes <= _SHORT_BYTES else await self._reading.run(num_bytes, read)
 
@@ -107,7 +108,8 @@ class RequestReader:
 
 
 def deadline_s(message: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:
-    """Return the earlier of the message's deadline and, with a margin, the call's, on the clock's now_s(), if any."""
+    """Return the deadline on the clock's now_s(): the earlier of the message's deadline and the call's deadline minus a
+    margin. Return None if neither is set."""
     left_s = [message.deadline_ms / 1000] if message.deadline_ms else []
     if (call_s := context.time_remaining()) is not None:
         left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))
