@@ -91,7 +91,7 @@ class Correction:
     @property
     def cautious_factor(self) -> float:
         """Return the factor by which a prediction must be multiplied so that only one request in forty takes longer."""
-        # twice the sum of squares, because only the late half of the requests adds to it
+        # times 2, because only the late half of the requests contributes to the sum
         return self.factor + _ONE_IN_FORTY * math.sqrt(2 * self._square_delays / self._squares)
 
     def observe(self, predicted_s: float, measured_s: float) -> None:

@@ -170,7 +170,7 @@ class Admission:
         self._admit()
         if entry.started_s is None and (why := self._why_tenant_full(entry) or self._make_room(entry)):
             self._remove(entry)
-            self._admit()  # entries behind the removed one no longer wait for it
+            self._admit()  # later entries no longer wait for the removed one
             raise self._full(entry, why)
         return entry
 
@@ -259,7 +259,7 @@ class Admission:
         while why := self._why_full(entry):
             last = self._queue.last(entry)
             if (last.tenant.name, last.priority) == (entry.tenant.name, entry.priority):
-                for each in displaced:  # a tenant's requests do not displace each other: the earlier ones waited
+                for each in displaced:  # requests of one tenant and class do not displace each other
                     self._add(each)
                 return why
             self._remove(last)
