@@ -1,1 +1,1 @@
-"""Chooses the groups of a request by predicted time."""
+"""Selects the groups that serve a request, by predicted time."""

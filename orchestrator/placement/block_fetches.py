@@ -1,9 +1,9 @@
-"""Cached KV that an attempt may fetch from another node's prefix store instead of computing it: from where, at what
-cost.
+"""Fetches of cached KV from another node's prefix store as an alternative to computing it: the source and the cost.
 
-The prefix index says which store has most of a prompt's first blocks; the planner predicts what fetching the missing
-ones takes. `orchestrator.placement.predictions` weighs that against computing them; `orchestrator.dispatch.fetching`
-fetches. After a fetch that failed, a pair of stores gets a growing pause. On the loop.
+The prefix index shows which store has the most leading blocks of a prompt. The planner predicts the duration of
+fetching the missing blocks. `orchestrator.placement.predictions` compares it with computing them, and
+`orchestrator.dispatch.fetching` runs the fetch. After a failed fetch, fetches between the same two stores pause, longer
+with each failure. On the loop.
 """
 
 import heapq
@@ -19,16 +19,16 @@ from orchestrator.membership.view import Group, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _LEAST_BOUND_S = 0.05
-"""Least time that a fetch is given, in seconds: calls of busy processes may take as long."""
+"""Minimum time limit of a fetch in seconds. Calls to busy processes may take that long."""
 _MOST_HOLDERS = 8
-"""Stores that are compared as sources of one prompt's blocks: those with the most of them."""
+"""Maximum number of stores that are compared as sources of a prompt's blocks: those with the most leading blocks."""
 _PAUSES = Backoff(1.0, 60.0)
-"""Pauses of a pair of stores after fetches that failed."""
+"""Pauses of fetches between two stores after failed fetches."""
 
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """A prefix store, and the worker that the orchestrator asks to read or fill it."""
+    """Prefix store, and the worker that is called to read or fill it."""
 
     store: str
     """Name of the store."""
@@ -45,84 +45,86 @@ class StoreAccess:
 
 @dataclass(frozen=True)
 class BlockFetch:
-    """A prompt's first blocks, which are to be copied from one node's store to another's."""
+    """Planned copy of a prompt's leading blocks from one node's store to another node's store."""
 
     source: StoreAccess
     target: StoreAccess
     names: tuple[str, ...]
-    """Names of the prompt's first blocks, those that the target has included."""
+    """Names of the prompt's leading blocks, including those that the target already has."""
     num_held: int
-    """How many of them the target has, as far as the index knows."""
+    """Number of these blocks that the target already has, according to the prefix index."""
     block_tokens: int
     predicted_s: float
     saved_s: float = 0.0
-    """Predicted seconds of computing that the fetch saves."""
+    """Predicted seconds of computation that the fetch saves."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of first tokens whose KV the target has after the fetch."""
+        """Return the number of leading tokens whose KV the target has after the fetch."""
         return len(self.names) * self.block_tokens
 
     @property
     def is_far(self) -> bool:
-        """Return whether the stores' workers have different hosts."""
+        """Return True if the two stores' workers have different hosts."""
         return self.source.node != self.target.node
 
     @property
     def within_s(self) -> float:
-        """Return the seconds after which the fetch is given up: as long as computing would take, so that a fetch which
-        comes too late costs no more than that."""
+        """Return the time limit of the fetch in seconds: the time that computing would take, with a minimum."""
         return max(self.saved_s, _LEAST_BOUND_S)
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Return the names of both stores, by which pauses are kept."""
+        """Return the names of the source store and the target store, by which pauses are recorded."""
         return self.source.store, self.target.store
 
 
 class BlockSources:
-    """Finds the stores from which blocks may be fetched. Owned by the chooser; dispatch says how fetches end."""
+    """Finds the stores from which blocks may be fetched. Owned by the chooser. Dispatch reports the results of fetches
+    to it."""
 
     def __init__(self, members: Membership, index: PrefixIndex, planner: ChainPlanner, clock: Clock) -> None:
         self._pauses = Breakers(clock, 1, _PAUSES)
-        """Pauses of pairs of stores after failed fetches."""
+        """Circuit breakers of pairs (source store, target store), which pause fetches after a failure."""
         self._failed: set[tuple[str, str]] = set()
-        """Pairs that have a breaker."""
+        """Pairs of stores that have a circuit breaker."""
         self._members = members
         self._index = index
         self._planner = planner
 
     def of(self, names: Sequence[str], block_tokens: int) -> "PromptSources":
-        """Return the stores that have the most of a prompt's first blocks at present."""
+        """Return the stores that have the most leading blocks of a prompt at present."""
         held = self._index.holders(names[0]) if names else ()
         return PromptSources(self._accesses() if held else {}, self._index, self, tuple(names), block_tokens)
 
     def admits(self, source: str, target: str) -> bool:
-        """Return whether blocks may be fetched now from the one store into the other: no pause is in force."""
+        """Return True if blocks may be fetched from `source` to `target` now, i.e. no pause is in force."""
         return self._pauses.admits((source, target))
 
     def began(self, fetch: BlockFetch) -> bool:
-        """Record that a fetch begins; return whether it is the first one after a pause, which no other may join."""
+        """Record that a fetch begins. Return True if it is the first fetch after a pause; no other fetch may begin
+        until it ends."""
         return self._pauses.of(fetch.pair).began()
 
     def succeeded(self, fetch: BlockFetch, *, is_probe: bool) -> None:
-        """Record that a fetch went well; `is_probe` is what `began` returned."""
+        """Record that a fetch succeeded. `is_probe` is the result of `began`."""
         self._pauses.of(fetch.pair).succeeded(is_probe=is_probe)
 
     def failed(self, fetch: BlockFetch) -> None:
-        """Record that a fetch failed, so that its pair of stores gets a pause. Forgets pairs whose stores are gone."""
+        """Record that a fetch failed, and start a pause for its two stores. Removes pairs of stores that no longer
+        exist."""
         stores = {group.prefix_store for group in self._members.present.groups}
         self._failed = {pair for pair in self._failed | {fetch.pair} if stores.issuperset(pair)}
         self._pauses.keep(self._failed)
         self._pauses.failed(fetch.pair)
 
     def fetch_s(self, num_tokens: int, source: StoreAccess, target: StoreAccess) -> float:
-        """Return the predicted seconds of fetching the KV of so many tokens."""
+        """Return the predicted seconds of fetching the KV of `num_tokens` tokens."""
         return self._planner.fetch_s(num_tokens, is_far=source.node != target.node)
 
     def _accesses(self) -> dict[str, StoreAccess]:
-        """Return each store with the worker that is asked for it: always the same one while the groups stay, so that it
-        notices when the same blocks are asked for twice. Stores of drained groups are among them."""
+        """Return each store with the worker that is called for it. The worker stays the same while the groups stay, so
+        that it notices duplicate requests for the same blocks. Stores of drained groups are included."""
         found: dict[str, StoreAccess] = {}
         for group in self._members.present.groups:
             if group.prefix_store and group.ready and self._members.breakers.admits(group.incarnation):
@@ -131,7 +133,7 @@ class BlockSources:
 
 
 class PromptSources:
-    """The stores that have a prompt's first blocks, as the index knew when this was made."""
+    """Stores that had a prompt's leading blocks, according to the prefix index, when this object was made."""
 
     def __init__(
         self,
@@ -148,12 +150,13 @@ class PromptSources:
         self._block_tokens = block_tokens
         held = ((index.num_held(store, names), access) for store, access in accesses.items())
         self._holders = heapq.nlargest(_MOST_HOLDERS, (each for each in held if each[0]), key=lambda each: each[0])
-        """The stores with the most blocks, and how many of the prompt's first blocks each has."""
+        """Number of the prompt's leading blocks in each source store, and the store, for the stores with the most
+        blocks."""
         self._found: dict[str, BlockFetch | None] = {}
 
     def into(self, store: str) -> BlockFetch | None:
-        """Return the fetch into `store` of as many of the blocks as any other store has; None where none has more of
-        them than this one, or only stores from which fetching has just failed."""
+        """Return the fetch into `store` from the store with the most leading blocks; None if no usable store has more
+        of them than `store`. A store is not usable while fetches from it to `store` pause."""
         if store not in self._found:
             self._found[store] = self._best(store)
         return self._found[store]
@@ -172,10 +175,10 @@ class PromptSources:
 
 
 def endpoint_of(group: Group) -> str:
-    """Return the endpoint of the group's worker that is asked for the group's prefix store."""
+    """Return the endpoint of the worker that is called for the group's prefix store."""
     return group.endpoints[0] if isinstance(group, PrefillGroup) else group.endpoint
 
 
 def node_of(endpoint: str) -> str:
-    """Return the host part of an endpoint, which identifies a node as far as addresses do."""
+    """Return the host part of an endpoint. It identifies the node, as far as addresses do."""
     return endpoint.rpartition(":")[0]

@@ -1,19 +1,23 @@
-"""Plans a prompt's chain in a prefill group: which ranks, how the prompt is divided among them, and when its turn is.
+"""Plans a prompt's chain in a prefill group: its ranks, the prompt's division among them, and its position in the
+queue.
 
-Compares several widths (all of them while they are few, then some of each size, and each width beyond which the next
-rank has more to do) and takes the one of least cost, in seconds of predicted time to first token over all prompts:
+The width of a chain is its number of ranks. Several widths are compared: all widths if there are few, otherwise some
+evenly spaced ones, and each width beyond which the next rank has more work. The width with the least cost is selected.
+The cost is the sum of two terms, in seconds of predicted time to first token:
 
-    own      the jobs that its ranks serve first, and then the prompt's own time on a chain of that width
-    others   how much later the jobs that they serve after it are done; and, for as many more prompts as there are jobs
-             in flight, what this width computes beyond the most economical one, spread over the group
+    own      Time of the jobs that the chain's ranks serve before it, plus the time of the chain itself.
+    others   Delay of all jobs served after the chain, plus a charge for the additional work of this width. The charge
+             is J * W / R, where J is the number of unfinished jobs of the group, W the rank-seconds of this width
+             beyond those of the cheapest width, and R the number of ranks of the group.
 
-A job's turn is `due_s`: its arrival plus the time that it would take alone. Overtaking is bounded: a job is promised,
-when it comes, to be done within (1 + overtaking) times its predicted time, and a job that would break a promise goes
-behind the job that has it. Whatever is due or promised, a job gives way to a job of another tenant that has less in
-flight, for its weight, than this job's own tenant has before it. docs/kv_runahead.md derives these rules.
+Jobs are served by `due_s`, which is the arrival time plus the predicted time on idle ranks. Overtaking is limited. When
+a job arrives, it gets a latest end: (1 + overtaking) times its predicted time. A later job that would make it miss this
+end is served after it. In addition, for fairness, a job yields to a job of another tenant if its own tenant has more
+work before it, relative to the tenant's weight, than the other tenant has unfinished. This rule overrides the other
+two. docs/kv_runahead.md derives these rules.
 
-Called by `orchestrator.placement.predictions`. `baton.planning.planner` predicts, and
-`orchestrator.membership.prefill_queues` holds the jobs in flight. Pure.
+Called by `orchestrator.placement.predictions`. Durations are predicted by `baton.planning.planner`. The unfinished jobs
+are listed in `orchestrator.membership.prefill_queues`. Pure.
 """
 
 import math
@@ -31,35 +35,35 @@ from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """The plan of one prompt's chain: ranks, chunks, turn and predictions."""
+    """Plan of one prompt's chain: ranks, chunks, position in the queue, and predictions."""
 
     ranks: tuple[Rank, ...]
-    """Ranks of the group that compute the chain, ascending."""
+    """Ranks of the group that run the chain, ascending."""
     chunks: tuple[TokenRange, ...]
-    """Token ranges of the prompt, one per rank."""
+    """Token range of the prompt for each rank."""
     layer_s: float
-    """Predicted seconds of the longest layer of any rank."""
+    """Predicted seconds of the longest layer over all ranks."""
     job: Pending
-    """The entry for the book of jobs: the chain's turn and its predicted work on each rank."""
+    """Entry for the list of unfinished jobs: the chain's due time and its predicted work on each rank."""
     choice: WidthChoice
-    """The predictions for this width and for the other widths compared."""
+    """Predictions for the selected width and for the other widths compared."""
     ttft_s: float
-    """Predicted seconds of the chain on idle ranks."""
+    """Predicted duration of the chain on idle ranks, in seconds."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Return the number of tokens before the chain's first token; their KV is cached."""
+        """Return the number of cached tokens before the chain's first token."""
         return self.chunks[0].start
 
     @property
     def cost_s(self) -> float:
-        """Return the predicted seconds of the chain and of its delay to other prompts together."""
+        """Return the predicted duration of the chain plus the delay that it causes to other prompts, in seconds."""
         return min(option.cost_s for option in self.choice.options)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The shape of a prompt's chain of one width, and the planner's predictions for it on idle ranks."""
+    """Division of a prompt into a chain of one width, and the planner's predictions for it on idle ranks."""
 
     chunks: tuple[TokenRange, ...]
     rank_s: tuple[float, ...]
@@ -68,7 +72,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _PlacedChain:
-    """A chain at a place among the jobs of a group."""
+    """Chain at a position in the queue of a group."""
 
     shape: _Shape
     ranks: tuple[Rank, ...]
@@ -80,14 +84,15 @@ class _PlacedChain:
 
 @dataclass(frozen=True)
 class WidthPolicy:
-    """Plans chains under one policy."""
+    """Settings by which chains are planned."""
 
     planner: ChainPlanner
     _: KW_ONLY
     elastic: bool
-    """Whether ranks and turns go by cost; False gives every prompt all ranks, first come first served."""
+    """True if widths and positions are selected by cost. False: every prompt uses all ranks, first come, first
+    served."""
     overtaking: float
-    """Extra time that a job may take for the sake of later jobs, as a part of its predicted time."""
+    """Maximum additional time that a job may take because of later jobs, as a fraction of its predicted time."""
 
     def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
         """Return the chains of a tenant's prompt, to be planned for any groups."""
@@ -95,18 +100,19 @@ class WidthPolicy:
 
 
 class PromptChains:
-    """One prompt's chains of any width, each predicted once, as that takes longer than all the rest."""
+    """Chains of all widths for one prompt. Each width is predicted once, because the prediction takes most of the
+    time."""
 
     def __init__(self, policy: WidthPolicy, tokens: TokenRange, tenant: Tenant) -> None:
         self._policy, self._planner, self._tokens, self._tenant = policy, policy.planner, tokens, tenant
         self._shapes: dict[int, _Shape] = {}
         """Shapes predicted so far, by width."""
         self._layers_s: dict[int, float] = {}
-        """Predicted seconds of the longest layer of any rank, by width, as far as chains were planned."""
+        """Predicted seconds of the longest layer over all ranks, by width, for the widths planned so far."""
 
     def plan(self, num_ranks: int, pending: Sequence[Pending], now_s: float) -> ChainPlan:
-        """Return the chain for a group of `num_ranks` with these jobs in flight, in serving order. `now_s` is on the
-        orchestrator's monotonic clock. Deterministic."""
+        """Return the best chain in a group of `num_ranks` ranks. `pending` are the group's unfinished jobs, in the
+        order of service. `now_s` is the time on the orchestrator's monotonic clock. Deterministic."""
         elastic = self._policy.elastic
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
         spaced = spaced_widths(most) if elastic else {most}
@@ -151,7 +157,8 @@ class PromptChains:
 
 
 class _Group:
-    """A group's jobs in flight at one moment, some of them `yielding`, and the places for a new job due at `due_s`."""
+    """Unfinished jobs of a group at one moment, and the possible positions of a new job with due time `due_s`.
+    `yielding` tells for each job whether it yields to the new job."""
 
     def __init__(
         self, num_ranks: int, pending: Sequence[Pending], yielding: Sequence[bool], now_s: float, due_s: float
@@ -164,16 +171,18 @@ class _Group:
         earlier_s = busy_s(job.left_s for job in pending[: self._num_earlier])
         all_s = busy_s(job.left_s for job in pending)
         self._ranks = sorted(map(Rank, range(num_ranks)), key=lambda rank: (earlier_s[rank], all_s[rank], rank))
-        """All ranks, the one that is free first leading; of equals, the one with least to do."""
+        """All ranks, the rank that is free first at the beginning. On ties the rank with less work precedes."""
         self._busy_s = [(earlier_s[rank], all_s[rank]) for rank in self._ranks]
 
     def edges(self, most: int) -> set[int]:
-        """Return the widths, up to `most`, beyond which the next rank has more to do, so that costs jump there."""
+        """Return the widths, up to `most`, beyond which the next rank has more work. The cost changes abruptly
+        there."""
         steps = enumerate(pairwise(self._busy_s), start=1)
         return {width for width, (last, following) in steps if width <= most and last != following}
 
     def place(self, shape: _Shape, extra_s: float) -> _PlacedChain:
-        """Return the chain's place and costs; `extra_s` are its rank-seconds beyond the most economical chain's."""
+        """Return the chain with its position and costs. `extra_s` is the number of rank-seconds beyond the cheapest
+        chain's."""
         pending, ranks = self._pending, tuple(sorted(self._ranks[: len(shape.chunks)]))
         own_left_s = dict(zip(ranks, shape.rank_s, strict=True))
         num_ahead = self._num_earlier
@@ -193,27 +202,27 @@ class _Group:
         )
 
     def _num_before(self, num_ahead: int) -> int:
-        """Return how many jobs are served before a new job that would come after the first `num_ahead`.
+        """Return how many jobs are served before a new job that should follow the first `num_ahead` jobs.
 
-        Jobs at the end of these that give way are passed, and every job due no later than the last of the others
-        counts.
+        Jobs at the end of the first `num_ahead` are skipped if they yield. Then every job that is due no later than the
+        last remaining one is counted.
         """
         while num_ahead and self._yielding[num_ahead - 1]:
             num_ahead -= 1
         return sum(job.due_s <= self._pending[num_ahead - 1].due_s for job in self._pending) if num_ahead else 0
 
     def _delays_s(self, own_left_s: Mapping[Rank, float], num_ahead: int) -> list[float]:
-        """Return how much later each job behind the first `num_ahead` is done because of the new job, in seconds."""
+        """Return the delay in seconds that the new job causes to each job after the first `num_ahead` jobs."""
         lefts_s = [job.left_s for job in self._pending]
         after_s = finishes_s([*lefts_s[:num_ahead], own_left_s, *lefts_s[num_ahead:]])[num_ahead + 1 :]
         return [after - before for after, before in zip(after_s, self._finish_s[num_ahead:], strict=True)]
 
 
 def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
-    """Return for each job whether it lets a new job of `tenant` pass, whenever either is due.
+    """Return for each job whether it yields to a new job of `tenant`, regardless of their due times.
 
-    A job does so when its own tenant has more work before it than `tenant` has in flight, both in predicted seconds
-    divided by the tenant's weight.
+    A job yields if its own tenant has more work before it than `tenant` has unfinished work. Both are measured in
+    predicted seconds divided by the tenant's weight.
     """
     own_s = sum(sum(job.left_s.values()) for job in pending if job.tenant.name == tenant.name) / tenant.weight
     before_s: defaultdict[str, float] = defaultdict(float)
@@ -226,13 +235,13 @@ def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
 
 
 def spaced_widths(most: int) -> set[int]:
-    """Return the widths to compare on an idle group: all while they are few, then four from a power of two to the next,
-    where costs hardly change in between, and `most`."""
+    """Return the widths to compare on an idle group: all small widths, then four widths from each power of two to the
+    next, and `most`. Costs change little between these widths."""
     return {width for width in range(1, most) if width % (1 << max(width.bit_length() - 3, 0)) == 0} | {most}
 
 
 def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> list[float]:
-    """Return the seconds until each job is done, when every rank works through its parts in this order."""
+    """Return the seconds until each job ends, if every rank does its work in the order of the jobs."""
     busy: defaultdict[Rank, float] = defaultdict(float)
     finishes = []
     for left_s in lefts_s:
@@ -243,7 +252,7 @@ def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> list[float]:
 
 
 def busy_s(lefts_s: Iterable[Mapping[Rank, float]]) -> Mapping[Rank, float]:
-    """Return the seconds of work that each rank has; 0 for a rank without any."""
+    """Return the total seconds of work of each rank; 0 for ranks without work."""
     busy: defaultdict[Rank, float] = defaultdict(float)
     for left_s in lefts_s:
         for rank, seconds in left_s.items():

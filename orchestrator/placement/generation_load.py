@@ -1,8 +1,8 @@
-"""The book of attempts at generation groups: the rows that each group decodes, and the prompts that it still prefills.
+"""List of the attempts on each generation group: the sequences that it decodes, and the prompts that it still prefills.
 
-It reads the records of the requests: an entry counts for as long as its attempt runs, and as waiting for its prefill
-until it has a token, so no caller removes entries. The time that a local prefill took is reported to the planner, once,
-when it is seen. On the loop.
+The list reads the requests' records: an entry is valid as long as its attempt runs, and is waiting for its prefill
+until it has a token. So no caller removes entries. The duration of a local prefill, i.e. one by the generation group
+itself, is reported once to the planner, when its end is noticed. On the loop.
 """
 
 from collections.abc import Hashable
@@ -14,53 +14,55 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.states import RequestState
 
 _LEAST_LEFT = 0.25
-"""Part of a local prefill that is taken to be left for as long as it has no token: one that is overdue is not done."""
+"""Minimum fraction of a local prefill that is assumed to remain as long as it has no token, even if it is overdue."""
 
 
 @dataclass(frozen=True)
 class _Guest:
-    """One attempt at a generation group."""
+    """One attempt on a generation group."""
 
     record: RequestRecord
     attempt: int
     ends_s: float | None = None
-    """Time on the clock's now_s() when the attempt's local prefill is predicted to be done; None when a chain
-    prefills."""
+    """Predicted time, on Clock.now_s(), at which the attempt's local prefill ends; None if a chain prefills."""
     nominal_s: float = 0.0
-    """Predicted seconds of the attempt's local prefill alone, not scaled by the durations of earlier ones."""
+    """Predicted duration of the attempt's local prefill alone, in seconds, not scaled by measured durations."""
     queued_s: float | None = None
-    """Predicted, unscaled seconds of the local prefills before it; None when it also waits for slots or memory."""
+    """Predicted seconds of earlier local prefills in the group, not scaled by measured durations; None if the attempt
+    also waits for slots or memory."""
 
     @property
     def is_there(self) -> bool:
-        """Return whether this attempt is still its request's present one."""
+        """Return True if this attempt is still the present attempt of its request."""
         return self.attempt == self.record.attempt.number and self.record.state is not RequestState.FINISHED
 
     @property
     def took_s(self) -> float | None:
-        """Return the seconds from slots to first token, by one clock; None if another attempt brought it."""
+        """Return the seconds from the slots to the first token, on one clock; None if there is none or another attempt
+        made it."""
         leased_s, seen_s = self.record.attempt.leased_s, self.record.first_seen_s
         return None if leased_s is None or seen_s is None or seen_s < leased_s else seen_s - leased_s
 
     @property
     def has_token(self) -> bool:
-        """Return whether this attempt has brought a token."""
+        """Return True if this attempt has produced a token."""
         return self.record.state is RequestState.STREAMING or self.took_s is not None
 
 
 class GenerationLoad:
-    """The attempts at all generation groups, by the groups' incarnations."""
+    """Attempts on all generation groups, by incarnation of the group (a group that is replaced is a new
+    incarnation)."""
 
     def __init__(self, planner: ChainPlanner) -> None:
         self._planner = planner
         self._guests: dict[Hashable, dict[int, _Guest]] = {}
-        """Attempts at each incarnation of a group, by the identity of their records, which they keep alive. The
-        incarnation that `place` looked through least recently is the first."""
+        """Attempts on each incarnation of a group, by `id(record)`. Entries keep their records alive. The incarnation
+        that was checked least recently by `place` is the first."""
         self._incarnation_of: dict[int, Hashable] = {}
-        """Incarnation at which a record's latest attempt is, by the identity of the record."""
+        """Incarnation of the group of a record's latest attempt, by `id(record)`."""
 
     def __len__(self) -> int:
-        """Return the number of attempts that run."""
+        """Return the number of running attempts."""
         return sum(len(self._present(incarnation)) for incarnation in list(self._guests))
 
     def place(
@@ -72,10 +74,11 @@ class GenerationLoad:
         now_s: float = 0.0,
         has_room: bool = False,
     ) -> None:
-        """Record that the request's attempt is at that group, which prefills it as `local` has just predicted; None for
-        a prefill by a chain, and for one without a prediction.
+        """Record that the request's attempt runs on that incarnation of a group. `local` is the prediction for a
+        prefill by the group itself; None if a chain prefills or if there is no prediction.
 
-        With `has_room` a local prefill waits only for others, and its duration will be reported to the planner.
+        `has_room` is True if a local prefill waits only for other prefills, not for slots or memory. Its duration is
+        then reported to the planner.
         """
         guest = _Guest(record, record.attempt.number)
         if local is not None:
@@ -89,16 +92,16 @@ class GenerationLoad:
         self._look_through_one()
 
     def context_tokens(self, incarnation: Hashable) -> float | None:
-        """Return the mean number of tokens of a row of the group; None when it has no row."""
+        """Return the mean number of tokens of the group's sequences; None if it has none."""
         held = [guest.record.num_tokens for guest in self._present(incarnation)]
         return sum(held) / len(held) if held else None
 
     def records(self, incarnation: Hashable) -> list[RequestRecord]:
-        """Return the requests whose present attempts are at the group."""
+        """Return the records of the requests whose present attempts run on the group."""
         return [guest.record for guest in self._present(incarnation)]
 
     def queue_s(self, incarnation: Hashable, now_s: float) -> float:
-        """Return the predicted seconds until the group has done all local prefills that it has before it."""
+        """Return the predicted seconds until the group has finished all its pending local prefills."""
         waiting = [guest for guest in self._present(incarnation) if guest.ends_s is not None and not guest.has_token]
         if not waiting:
             return 0.0
@@ -109,15 +112,15 @@ class GenerationLoad:
         return left_s
 
     def _look_through_one(self) -> None:
-        """Look through the attempts of one incarnation after another, because no other call asks for groups that are
-        gone."""
+        """Remove ended attempts of one incarnation per call. Otherwise the entries of groups that no longer exist would
+        remain."""
         incarnation = next(iter(self._guests))
         self._present(incarnation)
         if guests := self._guests.pop(incarnation, None):
             self._guests[incarnation] = guests
 
     def _present(self, incarnation: Hashable) -> list[_Guest]:
-        """Return the attempts that run at the incarnation of a group. Forget the others, and report finished local
+        """Return the running attempts on that incarnation of a group. Remove the others, and report finished local
         prefills to the planner."""
         present = []
         for key, guest in list(self._guests.get(incarnation, {}).items()):
@@ -132,7 +135,7 @@ class GenerationLoad:
         return present
 
     def _forget(self, key: int) -> None:
-        """Forget the attempt of the record of that identity, if there is one."""
+        """Remove the entry of the record with that id, if there is one."""
         incarnation = self._incarnation_of.pop(key, None)
         if incarnation is not None:
             del self._guests[incarnation][key]
