@@ -1,1 +1,2 @@
-"""Serves between clients and workers: accepts requests, queues and places them, and runs each to its one end."""
+"""Orchestrator, between clients and workers: accepts requests, queues and places them, and runs each of them to its
+end."""

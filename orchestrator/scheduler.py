@@ -330,12 +330,13 @@ class RequestScheduler:
 
 
 def _end(branch: RequestRecord, task: asyncio.Task[None]) -> None:
-    """Finish a branch's record, however its task ended, so that no book counts it as running."""
+    """Advance a branch's record to its final state after its task has ended for any reason, so that it no longer counts
+    as running."""
     branch.advance(RequestMove.FINISH)
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait until they have ended, in any way."""
+    """Cancel tasks and wait until all of them have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

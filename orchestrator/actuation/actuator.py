@@ -44,7 +44,7 @@ _FLIPS = {
 
 
 class Actuator:
-    """Changes the groups of one cluster. `carry_out` and `resume` return at once."""
+    """Changes the groups of one cluster. `carry_out` and `resume` return without waiting for the changes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Reads an attempt's stream of tokens while the chain prefills for it.
+"""Reads an attempt's stream of tokens, and monitors the chain's prefill until the first token arrives.
 
 Used by `orchestrator.dispatch.attempt`; events come from `orchestrator.workers.client`. On the loop.
 """

@@ -39,7 +39,7 @@ class StoreAccess:
 
     @property
     def node(self) -> str:
-        """Return the host part of the endpoint, which identifies a node as far as addresses do."""
+        """Return the host part of the endpoint. It identifies the node, as far as addresses do."""
         return node_of(self.endpoint)
 
 

@@ -123,7 +123,7 @@ class PromptChains:
         shapes = [self._shape(width) for width in widths]
         least_s = min(sum(shape.rank_s) for shape in shapes)
         places = [group.place(shape, sum(shape.rank_s) - least_s) for shape in shapes]
-        best = min(places, key=lambda place: place.own_s + place.others_s)  # of equals the narrowest
+        best = min(places, key=lambda place: place.own_s + place.others_s)  # on ties the narrowest
         due_s = max([due_s, *(job.due_s for job in pending[: best.num_ahead])])
         if best.num_ahead < len(pending):  # jobs that give way may be due earlier
             due_s = min(due_s, math.nextafter(pending[best.num_ahead].due_s, -math.inf))
@@ -157,8 +157,8 @@ class PromptChains:
 
 
 class _Group:
-    """Unfinished jobs of a group at one moment, and the possible positions of a new job with due time `due_s`.
-    `yielding` tells for each job whether it yields to the new job."""
+    """Unfinished jobs of a group at one moment, and the possible positions of a new job with due time `due_s`. For each
+    job, `yielding` is True if it yields to the new job."""
 
     def __init__(
         self, num_ranks: int, pending: Sequence[Pending], yielding: Sequence[bool], now_s: float, due_s: float

@@ -1,8 +1,8 @@
-"""Decides where an attempt is served: one `Plan`, for which it waits a while where no group can take the request.
+"""Decides where an attempt is served, as one `Plan`. Waits for a limited time if no group can serve the request.
 
-Called by `orchestrator.dispatch.attempt`, which does what the plan says, by `orchestrator.admission.forecast`, and,
+Called by `orchestrator.dispatch.attempt`, which carries out the plan, by `orchestrator.admission.forecast`, and,
 without waiting, by the traffic simulator. Only this module waits for groups. `orchestrator.placement.predictions`
-predicts, `comparison` compares, and `chain_width` plans chains. On the loop.
+predicts costs, `comparison` compares them, and `chain_width` plans chains. On the loop.
 """
 
 import logging
@@ -41,45 +41,46 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _ASKED_LAST_S = 1e6
-"""Cost of a request at a group that lacks memory for it: all other groups are asked before."""
+"""Cost assigned to a group that lacks memory for the request, so that all other groups are preferred."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where one attempt is served, decided before anything is done for it; only its chain may be replanned."""
+    """Decision where one attempt is served. It is made before any call to a worker. Only its chain may be replanned."""
 
     generation: GenerationGroup
     way: ChainWay | None
-    """The chain that prefills, with its group and its terms; None when the generation group prefills by itself."""
+    """Chain that prefills, with its group and its terms; None if the generation group prefills by itself."""
     placement: Placement
-    """Which workers prefill, and why, with the predicted terms of both ways."""
+    """Selection of the workers that prefill, with its reason and the predicted terms of both options."""
     blocks: PromptBlocks
-    """Blocks of all tokens whose KV the attempt has to make."""
+    """Blocks of all tokens whose KV the attempt needs."""
     slot_blocks: tuple[str, ...]
-    """Names of the first blocks, with which a slot of the generation group begins if its node has them."""
+    """Names of the leading blocks that a slot of the generation group loads from its node's prefix store, if it has
+    them."""
     reserves: bool
-    """Whether a slot is leased before the stream is opened: for the KV of a chain, or for cached blocks."""
+    """True if slots are leased before the stream is opened, to receive the KV of a chain or to load cached blocks."""
     uses_cached: bool
-    """Whether the plan relies on the prefix index."""
+    """True if the plan relies on the prefix index."""
     fetch: BlockFetch | None = None
-    """Cached KV that is fetched from another node before all else; None if none is."""
+    """Cached KV that is first fetched from another node; None if there is no fetch."""
 
 
 class Chooser:
-    """Chooses groups for requests. Changes only its counts and its book of which request is at which group."""
+    """Selects groups for requests. Changes only its counter and its list of attempts on generation groups."""
 
     def __init__(self, members: Membership, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self.num_degraded = 0
-        """Number of attempts whose generation group prefilled because no prefill group was ready in time."""
+        """Number of attempts for which the generation group prefilled because no prefill group was ready in time."""
         self.prefixes = PrefixIndex()
-        """Index of the blocks in prefix stores, as workers report; written by dispatch and prefix discovery."""
+        """Index of the blocks in prefix stores, as reported by workers. Written by dispatch and prefix discovery."""
         self._members = members
         self._planner = planner
         self.generation_load = GenerationLoad(planner)
-        """The book of which request is at which generation group."""
+        """List of the attempts on each generation group."""
         policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
         self.sources = BlockSources(members, self.prefixes, planner, clock)
-        """Stores from which cached KV may be fetched; dispatch says which fetches have failed."""
+        """Stores from which cached KV may be fetched. Dispatch reports failed fetches to it."""
         self._outlook = Outlook(
             *(members, planner, policy, self.prefixes, self.sources, self.generation_load, clock),
             block_tokens=config.block_tokens,
@@ -97,10 +98,11 @@ class Chooser:
     ) -> Plan:
         """Return where the attempt is served. Waits for groups if necessary.
 
-        Holds the generation group in `held` from the moment it is found, so that no other request is given its slots
-        while this one waits for a chain. Groups whose incarnation is in `full` have refused the attempt and are tried
-        last. If `uses_cached`, a chain starts after the cached blocks. If `fetches` is set too, missing blocks may be
-        fetched from another node first. Raises NoGroupError when no group has room in time.
+        When a generation group is found, the attempt is added to its load in the context stack `held`, so that its
+        slots are not given to others while this request waits for a chain. Groups whose incarnation is in `full` have
+        refused the attempt and are tried last. If `uses_cached`, a chain starts after the cached blocks. If `fetches`
+        is True too, missing blocks may be fetched from another node first. Raises NoGroupError if no group has room in
+        time.
         """
         look = partial(Prospects, self._outlook, AttemptPrompt(self._outlook, record), fetches=fetches)
         generation, prospects = await self._find_generation(record, look, record.avoid | {*full})
@@ -110,8 +112,8 @@ class Chooser:
         return await self._decide(generation, record, prospects if uses_cached else look(), look)
 
     def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
-        """Return where the attempt is served, and hold the generation group in `held`; None where `plan` would wait,
-        for a generation group with room or for a prefill group."""
+        """Return where the attempt is served, and add it to the generation group's load in `held`. Return None if
+        `plan` would wait for a generation group or for a prefill group."""
         prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
         generation = self._choose_generation(record, prospects, record.avoid)
         if generation is None:
@@ -134,7 +136,7 @@ class Chooser:
         way: ChainWay | None,
         placement: Placement,
     ) -> Plan:
-        """Enter the attempt, whose generation group is held, in the book, and return its plan."""
+        """Add the attempt to the list of attempts on its generation group, and return its plan."""
         local = prospects.local(generation) if way is None else None
         fetch = _fetch_of(way or local)
         if fetch is None and prospects.passes_over_fetch(generation, by_chain=placement.chain is not None):
@@ -158,8 +160,8 @@ class Chooser:
         return Plan(generation, way, placement, blocks, names, reserves=reserves, uses_cached=uses_cached, fetch=fetch)
 
     def replan(self, plan: Plan, record: RequestRecord) -> Plan:
-        """Return the plan with the chain that costs least now, without another fetch; unchanged without a chain or a
-        ready prefill group."""
+        """Return the plan with the cheapest chain at present, without another fetch. The plan is returned unchanged if
+        it has no chain or if no prefill group is ready."""
         if plan.way is None:
             return plan
         prompt = AttemptPrompt(self._outlook, record, {plan.generation.layout_fingerprint: plan.blocks})
@@ -168,13 +170,13 @@ class Chooser:
         return replace(plan, way=prospects.best_chain(plan.generation, record.avoid) or plan.way)
 
     def has_room(self, record: RequestRecord, avoid: Collection[Hashable]) -> bool:
-        """Return whether a generation group outside `avoid` has room for the request now."""
+        """Return True if a generation group whose incarnation is not in `avoid` has room for the request now."""
         groups = able_groups(self._members.view, record, avoid)
         return bool(groups_with_room(groups, self._members.load, record.request.num_slots))
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Return the predicted seconds to the first token of a request placed now, at the best ready group, with room
-        if any has; 0 where nothing is known."""
+        """Return the predicted seconds to the first token if the request is placed now on the best ready group. Groups
+        with room are preferred. Returns 0 if no prediction is possible."""
         groups = able_groups(self._members.view, record)
         roomy = groups_with_room(groups, self._members.load, record.request.num_slots)
         prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
@@ -192,7 +194,8 @@ class Chooser:
     def _choose_generation(
         self, record: RequestRecord, prospects: Prospects, avoid: Collection[Hashable]
     ) -> GenerationGroup | None:
-        """Return the group with room, outside `avoid`, where the request costs least; None when none has room."""
+        """Return the generation group with room on which the request costs least; None if none has room. Groups whose
+        incarnation is in `avoid` are excluded."""
 
         def cost_s(group: GenerationGroup) -> float:
             return _ASKED_LAST_S if prospects.lacks_memory(group) else prospects.least_s(group)
@@ -204,10 +207,13 @@ class Chooser:
     async def _find_generation(
         self, record: RequestRecord, look: Callable[[], Prospects], avoid: Collection[Hashable]
     ) -> tuple[GenerationGroup, Prospects]:
-        """Return the group with room where the request costs least, and the predictions by which it was chosen. Waits
-        for one if need be; where there is no group at all, for as long as one is being started. Raises DrainedError
-        once operators have held all groups for a whole wait."""
-        is_withdrawn = True  # whether operators have held all groups since this wait began: `choose` sees each change
+        """Return the generation group with room on which the request costs least, and the predictions used. Waits if
+        necessary.
+
+        If no group has workers, waits as long as one is being started. Raises DrainedError if operators have kept all
+        groups drained for the whole waiting time, and NoGroupError if no group has room in time.
+        """
+        is_withdrawn = True  # all groups drained since this wait began: `choose` sees each change
 
         def choose(avoid: Collection[Hashable]) -> tuple[GenerationGroup, Prospects] | None:
             nonlocal is_withdrawn
@@ -239,8 +245,8 @@ class Chooser:
     async def _decide(
         self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects, look: Callable[[], Prospects]
     ) -> Plan:
-        """Return the plan at this generation group, which is held, by the present predictions; waits for a prefill
-        group, looking anew, if need be."""
+        """Return the plan for this generation group, to whose load the attempt was added. If no prefill group is ready,
+        waits for one and then uses new predictions."""
         placement = self._without_chain(generation, record, prospects)
         if placement is not None:
             return self._planned(generation, record, prospects, None, placement)
@@ -261,8 +267,8 @@ class Chooser:
     def _without_chain(
         self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects
     ) -> Placement | None:
-        """Return the placement where no chain is asked for, or there is none; None where a chain may prefill."""
-        if record.wants_prompt_scores:  # a chain's ranks compute no logits but the last
+        """Return the placement if no chain is wanted or no prefill group exists; None if a chain may prefill."""
+        if record.wants_prompt_scores:  # a chain computes only the last logits
             return Placement("prompt_scores", local=_terms_of(prospects.local(generation)))
         if self._policy(record) == "never":
             return Placement("never", local=_terms_of(prospects.local(generation)))
@@ -271,13 +277,15 @@ class Chooser:
         return None
 
     def _local(self, generation: GenerationGroup, prospects: Prospects) -> PlacementTerms | None:
-        """Return the terms of a prefill by the group itself; None where it is unknown when memory will be free."""
+        """Return the terms of a prefill by the group itself; None if it lacks memory, because the wait for memory is
+        unknown."""
         return None if prospects.lacks_memory(generation) else _terms_of(prospects.local(generation))
 
     def _compared(
         self, way: ChainWay, local: PlacementTerms | None, record: RequestRecord
     ) -> tuple[ChainWay | None, Placement]:
-        """Return the chain, or None where the generation group is predicted to be sooner, and why."""
+        """Return the chain and the reason for the decision. The chain is None if the generation group is predicted to
+        be faster."""
         policy = self._policy(record)
         placement = compare(way.terms, local) if policy == "auto" else Placement("always", way.terms, local)
         if placement.reason == "chain_faster":
@@ -290,8 +298,8 @@ class Chooser:
     async def _find(
         self, choose: Callable[[Collection[Hashable]], T | None], avoid: Collection[Hashable], wait_s: float
     ) -> T | None:
-        """Return a choice. Waits `avoid_s` seconds for one outside the incarnations in `avoid`, then `wait_s` seconds
-        for any; None when there is none in time."""
+        """Return the first result of `choose` that is not None. Waits `avoid_s` seconds for a group that is not in
+        `avoid`, then `wait_s` seconds for any group; None if none is found in time."""
         if avoid:
             found = await self._members.until(partial(choose, avoid), self._config.avoid_s)
             if found is not None:
@@ -302,7 +310,7 @@ class Chooser:
 def _chain_of(
     prospects: Prospects, generation: GenerationGroup, avoid: Collection[Hashable]
 ) -> tuple[ChainWay, Prospects] | None:
-    """Return the cheapest chain for the group by these predictions, and the predictions; None without a chain."""
+    """Return the cheapest chain for the group by these predictions, and the predictions; None if there is no chain."""
     way = prospects.best_chain(generation, avoid)
     return None if way is None else (way, prospects)
 
@@ -318,7 +326,7 @@ def _fetch_of(way: ChainWay | LocalWay | None) -> BlockFetch | None:
 def _slot_blocks(
     generation: GenerationGroup, blocks: PromptBlocks, way: ChainWay | None, wants_prompt_scores: bool
 ) -> tuple[str, ...]:
-    """Return the names of the blocks with which a slot of the group may begin, if its node has them."""
+    """Return the names of the blocks that a slot of the group may load from its node's prefix store."""
     if not generation.prefix_store or (way is None and wants_prompt_scores):
         return ()
     return blocks.names if way is not None else blocks.cached(blocks.cached_tokens(len(blocks.names)))

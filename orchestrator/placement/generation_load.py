@@ -107,7 +107,7 @@ class GenerationLoad:
             return 0.0
         left_s, factor = 0.0, self._planner.local_factor
         for ends_s, nominal_s in sorted((guest.ends_s or 0.0, guest.nominal_s) for guest in waiting):
-            share = 1.0 if left_s else _LEAST_LEFT  # an attempt behind another has not begun
+            share = 1.0 if left_s else _LEAST_LEFT  # only the first attempt has begun
             left_s = max(ends_s - now_s, left_s + share * factor * nominal_s)
         return left_s
 

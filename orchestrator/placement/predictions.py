@@ -1,4 +1,4 @@
-"""Predicts each way to serve one request at present: the terms that `orchestrator.placement.comparison` compares.
+"""Predicts the cost of each option to serve one request: the terms that `orchestrator.placement.comparison` compares.
 
 Made by `orchestrator.placement.chooser` for one moment. The chains of all prefill groups are planned once, and
 `orchestrator.placement.chain_ranking` finds the cheapest of them for each generation group. Changes nothing; on the
@@ -47,20 +47,20 @@ class Outlook:
 
 
 class AttemptPrompt:
-    """What is known of the prompt of one attempt, however long the attempt waits: its blocks, and its chains on idle
-    ranks. Each is made when it is first asked for, because naming and predicting a long prompt takes a while."""
+    """Prompt of one attempt: its blocks, and its chains on idle ranks. They do not change while the attempt waits. Each
+    is computed at first use, because hashing and predicting a long prompt takes a while."""
 
     def __init__(
         self, outlook: Outlook, record: RequestRecord, blocks: Mapping[str, PromptBlocks] | None = None
     ) -> None:
-        """`blocks`: the prompt's blocks as far as they are known, by the fingerprint of their layout."""
+        """`blocks` are the prompt's blocks that are known already, by the fingerprint of their KV layout."""
         self.record = record
         self._outlook = outlook
         self._blocks = dict(blocks or {})
         self._chains: dict[int, PromptChains] = {}
 
     def blocks(self, layout_fingerprint: str) -> PromptBlocks:
-        """Return the blocks of all tokens whose KV the attempt has to make, in KV of that layout."""
+        """Return the blocks of all tokens whose KV the attempt needs, in the KV layout with this fingerprint."""
         if layout_fingerprint not in self._blocks:
             request = self.record.request
             token_ids = (*request.prompt_ids, *self.record.output_ids)
@@ -279,5 +279,5 @@ def _is_cheaper(way: LocalWay, other: LocalWay) -> bool:
 
 
 def _saving(fetch: BlockFetch, plain: PlacementTerms, fetching: PlacementTerms) -> BlockFetch:
-    """Return the fetch with the predicted seconds of computing that it saves."""
+    """Return the fetch with `saved_s` set to the predicted seconds of computation that it saves."""
     return replace(fetch, saved_s=plain.cost_s - fetching.cost_s + fetch.predicted_s)

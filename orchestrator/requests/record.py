@@ -187,7 +187,7 @@ class RequestRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all choices have ended."""
+        """Return True if all choices have ended."""
         return all(choice.finish is not None for choice in self.choices)
 
     @property

@@ -56,7 +56,7 @@ class StreamPart:
         return self._events.popleft()
 
     def cancel(self) -> None:
-        """Notify the group that this stream is no longer read. Idempotent; does nothing once the stream has ended."""
+        """Stop reading this stream, and notify the group. Idempotent; has no effect after the end of the stream."""
         if not self._ended:
             self._leave(self.number)
             self.end(UnavailableError(f"stream {self.number} was left by its reader"))
