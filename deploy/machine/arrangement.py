@@ -27,15 +27,16 @@ _TOGETHER_STEPS = {
     "burst_step_s": 1.0,
 }
 """Settings of an engine that does all prefills. Prompts that arrive together and exceed one step are prefilled a few
-per step, which is nearly as fast. While other requests generate, a step leaves each of them three tokens a second, and
-decoding takes at most a third of the step."""
+per step, which is nearly as fast. While other requests generate, a step is kept so short that each of them still gets
+three tokens a second, and decoding takes at most a third of the step."""
 _CUDA_STEP_TOKENS = 2048
-"""Maximum number of prompt tokens in a step on a GPU, which computes thousands while a CPU computes a few hundred."""
+"""Maximum number of prompt tokens in a step on a GPU. A GPU computes thousands of tokens in the time in which a CPU
+computes a few hundred."""
 
 
 def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> ClusterPlan:
-    """Return the plan of a cluster that serves `model`, with open fields chosen for `machine`. Raises ConfigError, and
-    ModelError for a bad model."""
+    """Return the plan of a cluster that serves `model`, with the fields that the configuration does not set chosen for
+    `machine`. Raises ConfigError, and ModelError for a bad model."""
     config, why = written.config, ""
     if _is_open(written):
         chosen, why = _choose(config, model, machine)
@@ -47,8 +48,7 @@ def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> C
 
 
 def _is_open(written: WrittenConfig) -> bool:
-    """Return whether the pools are to be chosen for the machine: the configuration permits it and sets no field of
-    them."""
+    """Return whether `arrange` may choose the pools: the configuration permits it and sets no field of `_POOLS`."""
     config = written.config
     asks_for_chains = config.autoscaling.mode != "off" or config.orchestrator.disaggregation == "always"
     if config.arrangement == "configured" or config.ray.address or asks_for_chains:
@@ -57,8 +57,8 @@ def _is_open(written: WrittenConfig) -> bool:
 
 
 def _choose(config: ClusterConfig, model: ResolvedModel, machine: Machine) -> tuple[CorePlan, str]:
-    """Return the best plan for this machine, and one line comparing it with the best of the other kind (chain or
-    engine alone)."""
+    """Return the best plan for this machine, and one line of text. The line compares it with the best plan of the other
+    kind (prefill chain, or one engine that also prefills)."""
     dtype, quantization, residency = config.model.dtype, config.model.quantization, config.generate.residency
     costs = Costs(
         prefill=lambda threads: nominal_calibration(model, dtype, threads, quantization),
@@ -74,7 +74,8 @@ def _choose(config: ClusterConfig, model: ResolvedModel, machine: Machine) -> tu
 
 
 def _settings_of(plan: CorePlan, cores: list[int]) -> dict[str, dict[str, Any]]:
-    """Return the settings of the pools for a plan. Ranks of a chain and their engine are pinned to separate cores."""
+    """Return the settings of the pools for a plan. The ranks of a chain and the generation engine are pinned to
+    separate cores."""
     if not plan.num_ranks:
         return {"prefill": {"num_groups": 0}, "generate": {"num_threads": plan.engine_threads}}
     engine, ranks = cores[: plan.engine_threads], cores[plan.engine_threads :]

@@ -1,11 +1,12 @@
-"""Finds the calibration and step times from which a cluster predicts.
+"""Finds the files from which a cluster predicts durations: the calibration (costs of prefill) and the step times of
+generation.
 
 The first of these that exists is used: the configured file, the file kept for this model and hardware, or estimates
-from the model's shape and nominal rates. Nominal rates are those of one core measured here (`core_rates`), or assumed.
-Step times are kept next to the calibration.
+from the model's shape and nominal rates. Nominal rates are the rates of one core that were measured on this machine
+(`core_rates`), or else assumed rates. Step times are kept next to the calibration.
 
-The hardware is that of the machine which runs this code; all ranks are assumed to run on equal machines. Blocks on the
-disk.
+The hardware is the hardware of the machine that runs this code. All ranks are assumed to run on equal machines. Blocks
+on the disk.
 """
 
 import logging
@@ -27,7 +28,7 @@ from deploy.machine.resolved_model import ResolvedModel
 logger = logging.getLogger(__name__)
 
 _WEIGHT_BYTES = {"int8": 1}
-"""Bytes of a weight whose format is not the dtype, by quantization."""
+"""Bytes per weight of quantizations whose weights are not stored in the dtype of the model."""
 
 
 def nominal_calibration(model: ResolvedModel, dtype: str, num_threads: int, quantization: str = "none") -> Calibration:
@@ -51,9 +52,9 @@ def calibration_path(assumed: Calibration, given: str) -> Path:
 
 
 def find_calibration(assumed: Calibration, given: str) -> Calibration:
-    """Return the calibration in the file `given`, or the kept one; `assumed` when there is neither. A kept one that is
-    damaged or of another version is logged and ignored. Raises ConfigError for a given one that is damaged, missing, or
-    of another model or hardware."""
+    """Return the calibration in the file `given`. If `given` is empty, return the kept calibration, or `assumed` if
+    none is kept. A kept calibration that is damaged or of another version is logged and ignored. Raises ConfigError if
+    the file `given` is damaged, missing, or of another model or hardware."""
     path = calibration_path(assumed, given)
     if given:
         return _of_same(assumed, path)
@@ -68,7 +69,7 @@ def nominal_step_times(
     model: ResolvedModel, dtype: str, num_threads: int, *, residency: str, quantization: str = "none"
 ) -> StepTimes:
     """Return the nominal step times of `model` on generation engines of `num_threads` threads on this machine, with KV
-    where `residency` keeps it. Raises ModelError."""
+    in the memory that the policy `residency` uses. Raises ModelError."""
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
     hardware = _machine(f"{threads}, residency {residency}", quantization)
     shape, weight_bytes = model.shape(dtype), _WEIGHT_BYTES.get(quantization)
@@ -103,7 +104,8 @@ def served_calibration(plan: ClusterPlan) -> Calibration:
 
 
 def served_calibration_path(plan: ClusterPlan) -> Path:
-    """Return the path at which a cluster keeps the calibrations that it is given. Raises ModelError."""
+    """Return the path at which a cluster saves the calibrations that `baton calibrate` sends to it. Raises
+    ModelError."""
     return calibration_path(_assumed(plan), plan.config.prefill.calibration)
 
 
@@ -114,8 +116,8 @@ def served_step_times_path(plan: ClusterPlan) -> Path:
 
 
 def engine_step_times(plan: ClusterPlan) -> str:
-    """Return the path of the step times with which the engines of a cluster plan drafts; the file may not exist. Empty
-    without speculation. Raises ModelError."""
+    """Return the path of the step times by which the engines of a cluster decide how many tokens to draft; the file may
+    not exist. Return an empty string without speculation. Raises ModelError."""
     return "" if plan.config.generate.speculation == "off" else str(served_step_times_path(plan))
 
 
@@ -136,8 +138,9 @@ def _assumed(plan: ClusterPlan) -> Calibration:
 
 
 def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> ChainPlanner:
-    """Return the planner of a cluster that starts. Reuses `former`, made for the same cluster, if the calibration has
-    not changed; else takes as long as making a ChainPlanner does. Raises ModelError and ConfigError."""
+    """Return the planner of a cluster that starts. Reuses `former`, a planner that was made for the same cluster, if
+    the calibration has not changed. Otherwise makes a new ChainPlanner, which takes time. Raises ModelError and
+    ConfigError."""
     calibration = served_calibration(plan)
     steps = find_step_times(_assumed_steps(plan), served_calibration_path(plan))
     if former is not None and former.calibration == calibration:

@@ -12,7 +12,8 @@ from deploy.config.cluster import ClusterConfig
 from deploy.machine.resolved_model import ResolvedModel
 
 WORKER_BYTES = 2**29
-"""Bytes that a worker takes in addition to weights and KV: an upper estimate for torch and the process itself."""
+"""Bytes of memory that a worker uses in addition to weights and KV: an upper estimate for torch and the process
+itself."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,12 @@ class ClusterPlan:
     """Complete configuration, in which `generate.draft_model` is a folder if it is set."""
     model: ResolvedModel
     why: str = ""
-    """Line that explains the arrangement; empty if the pools were not chosen for the machine."""
+    """One line of text that explains why these pools were chosen; empty if the pools were not chosen for the
+    machine."""
 
     @cached_property
     def draft(self) -> ResolvedModel | None:
-        """The model that drafts; None without one."""
+        """The draft model; None if none is configured."""
         folder = self.config.generate.draft_model
         return ResolvedModel(Path(folder)) if folder else None
 
@@ -37,10 +39,11 @@ class ClusterPlan:
         return self.model.max_tokens(self.config.generate.max_slot_tokens)
 
     def worker_bytes(self) -> dict[str, int]:
-        """Return the bytes of memory that a worker of each role takes, so that Ray can find a node for it: its process,
-        all weights, and KV. A prefill rank holds the KV of one prompt of the greatest length. A generation engine holds
-        `generate.kv_memory_bytes`, or if that is 0 (it follows the node's memory), at least the KV of one slot. Raises
-        ModelError, and ConfigError for a bad file."""
+        """Return the bytes of memory that a worker of each role needs, by role, so that Ray can find a node for it.
+        They are the sum of the process itself, all weights, and KV. A prefill rank holds the KV of one prompt of the
+        greatest length. A generation engine holds `generate.kv_memory_bytes` of KV. If that is 0 (the engine then
+        chooses by its node's memory), the KV of one slot is counted, the least that it holds. Raises ModelError, and
+        ConfigError for a bad file."""
         dtype, shape = self.config.model.dtype, self.model.shape(self.config.model.dtype)
         slot = shape.num_layers * shape.kv_bytes * self.max_tokens
         weights = WORKER_BYTES + self.model.weight_bytes(dtype)

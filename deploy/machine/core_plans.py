@@ -1,9 +1,9 @@
 """Finds the best use of one machine's cores: an engine that also prefills, or a chain of ranks and a separate engine.
 
-The cost model predicts two numbers for each plan, with a nominal request: the requests a second that it can serve, and
-the time to first token on an idle machine. Cores that alternate between prefill and generation are never idle. Separate
-cores keep long prompts from delaying running streams, and cost nothing if steps are bound by the memory that all cores
-share. Pure.
+The cost model predicts two numbers for each plan, with a nominal request: the requests per second that the plan can
+serve, and the time to first token on an idle machine. Cores that alternate between prefill and generation are never
+idle. Separate cores for prefill and generation keep long prompts from delaying running streams. They cost nothing if
+the duration of a step is bound by the memory that all cores share. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,8 @@ OUTPUT_TOKENS = 128
 MOST_RANKS = 8
 """Longest chain that is considered."""
 _ALIKE = 0.05
-"""Fraction of the highest request rate that a plan may lose for a shorter time to first token."""
+"""Fraction by which the request rate of a plan may be below the highest one, in exchange for a shorter time to first
+token."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,22 @@ class CorePlan:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one model on one machine, by the threads of a worker."""
+    """Costs of one model on one machine, as functions of the number of threads of a worker."""
 
     prefill: Callable[[int], Calibration]
     steps: Callable[[int], StepTimes]
     num_slots: int
-    """Rows of the generation engine's batch."""
+    """Number of sequences in the generation engine's batch."""
 
     def together(self, num_cores: int) -> CorePlan:
-        """Predict an engine that has all cores and prefills by itself."""
+        """Return the plan, with its predictions, of one engine that has all cores and also prefills."""
         prefill_s = float(chain_ttft([PROMPT_TOKENS], self.prefill(num_cores).cost, BATON))
         request_s = prefill_s + self._generation_s(num_cores)
         return CorePlan(0, num_cores, 1 / request_s, prefill_s)
 
     def apart(self, num_cores: int, num_ranks: int) -> CorePlan:
-        """Predict a chain of ranks with one core each, and an engine with the remaining cores."""
+        """Return the plan, with its predictions, of a chain of ranks with one core each, and an engine with the
+        remaining cores."""
         cost, num_threads = self.prefill(1).cost, num_cores - num_ranks
         chunks = np.array([analytic_seed(PROMPT_TOKENS, num_ranks, cost, BATON.kernel)], dtype=np.float64)
         is_last = np.arange(num_ranks) == num_ranks - 1
@@ -69,20 +71,21 @@ class Costs:
         return CorePlan(num_ranks, num_threads, 1 / request_s, float(chain_ttft(chunks, cost, BATON)[0]))
 
     def _generation_s(self, num_threads: int) -> float:
-        """Return the seconds of an engine's time that the nominal answer takes in a full batch."""
+        """Return the seconds of an engine's time that one nominal answer costs, if it is generated in a full batch."""
         step_s = self.steps(num_threads).step_s(self.num_slots, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
         return OUTPUT_TOKENS * step_s / self.num_slots
 
 
 def core_plans(costs: Costs, num_cores: int, most_workers: int) -> list[CorePlan]:
-    """Return all plans to divide `num_cores` among at most `most_workers` workers, the one without a chain first."""
+    """Return all plans to divide `num_cores` among at most `most_workers` workers. The first is the plan without a
+    chain."""
     most_ranks = min(num_cores - 1, most_workers - 1, MOST_RANKS)
     return [costs.together(num_cores), *(costs.apart(num_cores, each) for each in range(1, most_ranks + 1))]
 
 
 def best_core_plan(found: Sequence[CorePlan]) -> CorePlan:
-    """Return the plan with the shortest time to first token among those that serve nearly the most requests a second.
-    Of equal plans, return the first."""
+    """Return the plan with the shortest time to first token among the plans whose request rate is within `_ALIKE` of
+    the highest. Of equal plans, return the first."""
     most = max(plan.requests_per_s for plan in found)
     near = [plan for plan in found if plan.requests_per_s >= (1 - _ALIKE) * most]
     return min(near, key=lambda plan: plan.first_token_s)

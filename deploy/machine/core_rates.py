@@ -4,10 +4,10 @@
 kernels, once for each kind of processor. `deploy.machine.this_machine` runs it before the first use. Reading the file
 needs no torch. The rates are used until a model's own costs have been measured (`baton calibrate`).
 
-Matrices and attention are timed twice. On one core, the processor time of the thread is measured, which other processes
-disturb little. On all cores, the elapsed time is measured, because each core is slower when all compute. The rate of a
-core is its part of the rate of all cores, but at least half of the rate on one core, since a busy machine does not
-lower the latter.
+Matrices and attention are timed twice. On one core, the processor time of the thread is measured, because other
+processes disturb it little. On all cores, the elapsed time is measured, because each core is slower when all compute.
+The rate of a core is the rate of all cores divided by their number, but at least half of the rate measured on one core,
+which a busy machine does not lower.
 """
 
 import json
@@ -28,24 +28,25 @@ logger = logging.getLogger(__name__)
 
 _SHAPE = SHAPES["smollm2-135m"]
 _DTYPES = {"bfloat16": 2, "float32": 4}
-"""Dtypes that are measured, with the bytes of a number."""
+"""Dtypes that are measured, with the number of bytes of one value."""
 _TOKENS = 256
-"""Tokens of the chunk that is measured."""
+"""Number of tokens of the prefill chunk that is measured."""
 _KEYS = 2048
-"""Keys that the chunk attends to."""
+"""Number of keys that the chunk attends to."""
 _SECONDS = 0.25
-"""Seconds for which each rate is measured, at least."""
+"""Minimum duration in seconds of the measurement of each rate."""
 
 
 def kept_rates_path() -> Path:
-    """Return the path of the file of rates. It differs by processor, torch version and source of the kernels."""
+    """Return the path of the file of rates. The path depends on the processor, the torch version and the kernels'
+    source code."""
     choice = native.choice_path()
     return choice.with_name(choice.name.replace("choice-", "rates-"))
 
 
 def kept_rates(dtype_bytes: int) -> CoreRates | None:
-    """Return the rates measured here with numbers of `dtype_bytes` bytes; None if there are none, or the file cannot be
-    read."""
+    """Return the rates that were measured on this machine for values of `dtype_bytes` bytes; None if they were not
+    measured, or the file cannot be read."""
     path = kept_rates_path()
     try:
         return CoreRates(**json.loads(path.read_text())[str(dtype_bytes)])
@@ -57,7 +58,8 @@ def kept_rates(dtype_bytes: int) -> CoreRates | None:
 
 
 def measure_core_rates() -> dict[str, CoreRates]:
-    """Measure one core with each dtype, and return the rates by the bytes of a number. Blocks for some seconds."""
+    """Measure one core with each dtype, and return the rates by the number of bytes of one value. Blocks for some
+    seconds."""
     import torch
 
     from baton.modeling.forward.attention import default_kernel
@@ -98,7 +100,7 @@ def keep_rates(rates: dict[str, CoreRates]) -> None:
 
 
 def main() -> int:
-    """Measure the rates, keep and print them; return the exit status."""
+    """Measure the rates, write them to the file, and print them; return the exit status."""
     rates = measure_core_rates()
     keep_rates(rates)
     for num_bytes, each in rates.items():

@@ -1,7 +1,7 @@
-"""Checks this machine before anything is started: whether the configured cluster can run here, and what would help.
+"""Checks before anything is started whether the configured cluster can run on this machine, and suggests remedies.
 
 Each check is a function from the configuration to a finding, and changes nothing. `baton doctor` shows all findings;
-`baton serve` refuses to start on a failed one. Runs on the launcher's main thread.
+`baton serve` refuses to start if a check has failed. Runs on the launcher's main thread.
 """
 
 import enum
@@ -23,7 +23,7 @@ from generate_workers.residency.traits import POLICIES
 
 GIB = 2**30
 _GPU_FILES = ("nvidia*", "kfd", "dxg")
-"""Files that the drivers of NVIDIA, of AMD and of Windows make in /dev."""
+"""Patterns of the files in /dev that the drivers of NVIDIA GPUs, AMD GPUs and Windows (WSL) create."""
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
 
 
@@ -32,9 +32,9 @@ class Verdict(enum.Enum):
 
     OK = "ok"
     WARNING = "warning"
-    """The cluster runs, and could run better."""
+    """The cluster can run, but it could run better."""
     FAILED = "failed"
-    """The cluster cannot run like this."""
+    """The cluster cannot run with this configuration."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Finding:
 
 
 def examine(plan: ClusterPlan, machine: Machine) -> list[Finding]:
-    """Run all checks of the plan's model and, unless the cluster runs on another Ray, of this machine's size."""
+    """Check the versions, the model's files, the native kernels and the ports. Unless the cluster runs on an existing
+    Ray, also check this machine's devices, cores and memory, and the file of a key selection."""
     config = plan.config
     findings = [versions(), check_model(plan)]
     if not config.ray.address:
@@ -71,7 +72,7 @@ def versions() -> Finding:
 
 
 def check_model(plan: ClusterPlan) -> Finding:
-    """Check that the model's folder, and that of a model that drafts, hold the files that are needed, and weights in a
+    """Check that the folders of the model and of the draft model, if any, hold the necessary files, and weights in a
     format that can be read."""
     dtype, found = plan.config.model.dtype, []
     for field, model in (("model.name", plan.model), ("generate.draft_model", plan.draft)):
@@ -125,12 +126,13 @@ def check_devices(config: ClusterConfig) -> Finding:
 
 
 def _may_have_gpus() -> bool:
-    """Return whether a driver shows a GPU here; torch sees none without."""
+    """Return whether the files of a GPU driver exist on this machine. Without a driver torch finds no GPU."""
     return any(True for pattern in _GPU_FILES for _ in Path("/dev").glob(pattern))
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """Check that generation that chooses keys has a file from `baton prepare`; workers check that it fits."""
+    """If the configured residency policy chooses keys, check that a file from `baton prepare` exists. Workers check
+    that it fits the model."""
     section = config.generate
     chooser = f"residency {section.residency}"
     if not POLICIES[section.residency].chooses_keys:
@@ -196,7 +198,8 @@ def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_instruction_set(machine: Machine) -> Finding:
-    """Warn when no native kernels are built for this processor: they speed Baton up, but are not needed."""
+    """Warn when no native kernels are built for this processor. They are not needed, but Baton is slower without
+    them."""
     if machine.instruction_set is None:
         text = "native kernels are not built: torch's operators are used, several times slower; install a C++ compiler"
         return Finding("instruction set", Verdict.WARNING, f"{text}, and install Baton again")
@@ -204,8 +207,8 @@ def check_instruction_set(machine: Machine) -> Finding:
 
 
 def check_port(config: ClusterConfig) -> Finding:
-    """Check that the ports on this machine are free: those of the orchestrator, for clients and metrics, and the one of
-    OpenAI's API over HTTP; of the latter two, those that are configured."""
+    """Check that the configured ports on this machine are free: the orchestrator's port for clients and, if they are
+    configured, its port for metrics and the port of the OpenAI API over HTTP."""
     fields = [("orchestrator", "port")]
     fields += [("orchestrator", "metrics_port")] if config.orchestrator.metrics_port > 0 else []
     fields += [("http", "port")] if config.http.port >= 0 else []
@@ -221,7 +224,7 @@ def check_port(config: ClusterConfig) -> Finding:
 
 
 def _why_taken(host: str, port: int) -> str | None:
-    """Return why the address cannot be listened on; None when it can."""
+    """Return the reason why no process can listen on the address; None if it is free."""
     try:
         address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(address[0], socket.SOCK_STREAM) as probe:
@@ -233,8 +236,8 @@ def _why_taken(host: str, port: int) -> str | None:
 
 
 def measure_rates(plan: ClusterPlan, machine: Machine) -> Finding:
-    """Measure the rates that bound generation here, those of `baton plan --hardware here`. `baton serve` does not run
-    this check, because it takes seconds and all configured threads."""
+    """Measure the rates of this machine that bound generation, as `baton plan --hardware here` does. `baton serve` does
+    not run this check, because it takes some seconds and uses all configured threads."""
     from deploy.machine.probe import measure  # imports torch
 
     num_threads = use_threads(plan.config.generate.num_threads)
@@ -251,7 +254,8 @@ def measure_rates(plan: ClusterPlan, machine: Machine) -> Finding:
 
 
 def measure_kernels() -> Finding:
-    """Measure the ways in which linear layers can multiply bf16 here, and say which are in use. Takes some seconds."""
+    """Measure the kernels with which linear layers can multiply bf16 on this machine, and report which kernels are in
+    use. Takes some seconds."""
     from baton.modeling.kernels.choosing import RATED_ROWS, linear_rates  # imports torch, as the next import does
     from baton.modeling.kernels.process_kernels import KERNELS
 

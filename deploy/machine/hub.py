@@ -19,7 +19,7 @@ from baton.errors import ModelError
 from deploy.options.screen import late_progress
 
 _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
-"""ORGANISATION/NAME, and perhaps a branch, tag or commit behind an at sign."""
+"""ORGANISATION/NAME, optionally followed by an at sign and a branch, tag or commit."""
 _TEXT_FILES = [
     "config.json",
     "generation_config.json",
@@ -33,19 +33,22 @@ _TEXT_FILES = [
     "chat_template.jinja",
 ]
 _WEIGHT_FILES = ["model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
-"""Patterns of the weight files that are downloaded. Files of other formats, and further copies in folders, are not."""
+"""Patterns of the weight files that are downloaded. Files of other formats, and copies of the weights in subfolders,
+are not downloaded."""
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether `model` can only be the name of a model on a hub: it has its form, and no such path exists."""
+    """Return whether `model` is the name of a model on a hub: it has the form ORGANISATION/NAME, and no such path
+    exists."""
     return _ID.fullmatch(model) is not None and not Path(model).expanduser().exists()
 
 
 def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
-    """Return the folder of `model` in the hub's cache, with all files that Baton reads; without `weights`, the weights
-    may be missing. Missing files are downloaded, with progress on the console. Small files are downloaded first, and a
-    model that Baton cannot serve is refused before its weights are downloaded. Raises ModelError of one line when a hub
-    is needed and cannot be reached, does not have the model, or denies this user access to it."""
+    """Return the folder of `model` in the hub's cache, with all files that Baton reads; if `weights` is false, the
+    weights may be missing. Missing files are downloaded, with progress on the console. Small files are downloaded
+    first, and a model that Baton cannot serve is refused before its weights are downloaded. Raises ModelError, with a
+    text of one line, if files must be downloaded and the hub cannot be reached, does not have the model, or denies this
+    user access to it."""
     from httpx2 import HTTPError  # huggingface_hub uses httpx2, and raises its errors
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -63,7 +66,7 @@ def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
             if not _has_weights(folder):
                 _require_servable(folder)
             patterns = _TEXT_FILES + _WEIGHT_FILES
-            # The commit of the first call, not the name again: both calls are of one state of the repository.
+            # The commit of the first call, not the name, so that both calls read the same state of the repository.
             folder = Path(snapshot_download(repository, revision=folder.name, allow_patterns=patterns, tqdm_class=bars))
     except HFValidationError as error:
         raise ModelError(f"model {model!r} is not the name of a model ({_one_line(error)}): correct it") from error
@@ -76,7 +79,8 @@ def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
 
 
 def _bars(show: Callable[[int, int], None]) -> type[Any]:
-    """Return the class of the client's progress bars: those of bytes call `show`, and none draws anything itself."""
+    """Return the class of progress bars for `huggingface_hub`. Bars that count bytes call `show`; no bar draws anything
+    itself."""
     from huggingface_hub.utils.tqdm import tqdm
 
     lock = threading.Lock()
@@ -108,8 +112,8 @@ def _require(model: str, folder: Path, *names: str) -> None:
 
 
 def _require_servable(folder: Path) -> None:
-    """Raise ModelError for a model whose small files show that no family can read it."""
-    from baton.modeling.checkpoints.weights import load_config  # imports torch: seconds, where weights may take hours
+    """Raise ModelError for a model whose configuration files show that none of Baton's model families can read it."""
+    from baton.modeling.checkpoints.weights import load_config  # imports torch: short, compared with the download
 
     load_config(folder)
 

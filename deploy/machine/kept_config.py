@@ -1,8 +1,9 @@
-"""Keeps the configurations of models, so that a process that loads no weights needs no torch to know a model's shape.
+"""Caches the configurations of models on the disk, so that a process that loads no weights knows a model's shape
+without torch.
 
 A model's config.json is read by its family (`baton.modeling.checkpoints.weights`), whose layers import torch, which
-takes seconds. The result is kept in the cache folder, in a file named by a hash of the files that were read and of the
-code that read them, so that no change of either goes unseen. Blocks on the disk.
+takes seconds. The result is kept in the cache folder, in a file whose name is a hash of the files that were read and of
+the code that read them. So a change of either one is always noticed. Blocks on the disk.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 _READ_FILES = ("generation_config.json", *FORMAT_FILES)
 """Files of a model's folder that determine its configuration."""
 _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
-"""Code of `baton.modeling` that reads them."""
+"""Files of `baton.modeling` whose code reads the files of `_READ_FILES`."""
 
 
 def model_config(folder: Path) -> ModelConfig:

@@ -23,9 +23,9 @@ _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def resolve_folder(model: str, cache: Path, console: Console, *, weights: bool = True) -> Path:
-    """Find, make or download the folder of `model`, showing progress on the console: a folder, a GGUF file, a known
-    name, or the name of a model on a Hugging Face hub. Without `weights` a hub's are not downloaded. Blocks. Raises
-    ModelError of one line."""
+    """Find, make or download the folder of `model`, and show progress on the console. `model` is a folder, a GGUF file,
+    a name that Baton knows, or the name of a model on a Hugging Face hub. If `weights` is false, weights are not
+    downloaded from a hub. Blocks. Raises ModelError with a text of one line."""
     if is_hub_name(model):
         return fetch_model(model, console, weights=weights)
     with late_progress(console, "converting the model", MofNCompleteColumn(), TextColumn("tensors")) as show:
@@ -41,9 +41,10 @@ def _write_tokenizer(gguf_path: Path, folder: Path) -> None:
 
 
 def folder_on_node(place: WorkerPlace) -> Path:
-    """Return the folder of a worker's model on this node: the launcher's path if it exists here, or the same name below
-    `model_search`, or a folder found or made by the model's name. Workers of a cluster compare the models that they
-    have loaded. Blocks. Raises ModelError of one line."""
+    """Return the folder of a worker's model on this node. It is the launcher's path if that exists here, else the
+    folder of the same name below `model_search`, else a folder that is found or made from the model's name. The
+    supervisor checks later that all workers have loaded the same model. Blocks. Raises ModelError with a text of one
+    line."""
     for folder in (place.model_folder, *(each / place.model_folder.name for each in place.model_search)):
         if folder.is_dir():
             return folder
@@ -56,8 +57,8 @@ def folder_on_node(place: WorkerPlace) -> Path:
 
 def path_on_node(path: Path, place: WorkerPlace, field: str) -> Path:
     """Return the path on this node of a file or folder that the configuration names by the launcher's path: the same
-    path, or the same name below `model_search`. Raises ConfigError, which names the configuration's `field`, if neither
-    exists."""
+    path, or the same name below `model_search`. If neither exists, raises ConfigError, whose text names the
+    configuration's `field`."""
     for each in (path, *(folder / path.name for folder in place.model_search)):
         if each.exists():
             return each
@@ -82,7 +83,7 @@ def section_on_node(section: S, place: WorkerPlace) -> S:
 
 def resolve_drafts(plan: ClusterPlan, console: Console) -> ClusterPlan:
     """Return the plan with the folder of `generate.draft_model` in place of its name, found or made as `resolve_folder`
-    does; the same one without a draft model. Blocks. Raises ModelError of one line."""
+    does. Return `plan` itself if it has no draft model. Blocks. Raises ModelError with a text of one line."""
     config = plan.config
     if not config.generate.draft_model:
         return plan
@@ -92,8 +93,8 @@ def resolve_drafts(plan: ClusterPlan, console: Console) -> ClusterPlan:
 
 def require_alike(model: ResolvedModel, before: ResolvedModel) -> None:
     """Raise ConfigError unless the models are equal except for their weights. Configuration and tokenizer must be
-    equal, so that requests, and streams that continue, have the same meaning for both. Raises ModelError when a folder
-    has no model."""
+    equal, so that new requests and running streams have the same meaning for both models. Raises ModelError when a
+    folder has no model."""
     differing = [name for name in _TEXT_FILES if _content(model.folder / name) != _content(before.folder / name)]
     if model.config != before.config:
         differing.insert(0, "config.json")

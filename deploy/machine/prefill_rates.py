@@ -1,7 +1,9 @@
-"""Measures the rates of the parts of prefill on random data: a layer's matrices, attention, and reading memory.
+"""Measures the rates of the operations of prefill on random data: a layer's matrix products, attention, and reading
+memory.
 
-FLOPs count a multiply-add as two, and of causal attention only the visible pairs. `core_rates` keeps what one core
-reaches; benchmarks compare kernels by the same functions. Measurements block for `seconds` or a little more.
+A multiply-add counts as two FLOPs. In causal attention only the visible query-key pairs count. `core_rates` keeps the
+rates of one core; benchmarks compare kernels with the same functions. Measurements block for `seconds` or a little
+more.
 
 T tokens, N heads, G kv heads, H head dim.
 """
@@ -19,16 +21,18 @@ from baton.modeling.kv.buffers import KvRows
 from baton.planning.model_shape import ModelShape
 
 Clock = Callable[[], float]
-"""Clock in seconds: elapsed time, or time.thread_time, which counts only the work of the calling thread."""
+"""Function that returns seconds: elapsed time, or time.thread_time, which counts only the work of the calling
+thread."""
 WALL: Clock = time.perf_counter
 Work = tuple[Callable[[], object], float]
-"""A call, and its FLOPs."""
+"""Function to be timed, and the number of FLOPs of one call."""
 _LEAST_REPEATS = 3
 _READ_BYTES = 2**28
 
 
 def layer_work(shape: ModelShape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Work:
-    """Return the linears of a layer, as the decoder runs them here, over a chunk of `num_tokens`."""
+    """Return the work of all linear layers of one decoder layer over a chunk of `num_tokens`, with the kernels that the
+    decoder uses on this machine."""
     width, heads = shape.hidden, shape.num_heads * shape.head_dim
     qkv = heads + 2 * shape.num_kv_heads * shape.head_dim
     up = (2 if shape.gated else 1) * shape.active_ffn
@@ -48,7 +52,8 @@ def layer_work(shape: ModelShape, num_tokens: int, dtype: torch.dtype = torch.bf
 def attention_work(
     kernel: Kernel, shape: ModelShape, size: tuple[int, int], dtype: torch.dtype = torch.bfloat16
 ) -> Work:
-    """Return a call of a kernel with (queries, keys): a causal square when the two are equal, else dense."""
+    """Return the work of an attention kernel for `size`, a pair (number of queries, number of keys). Attention is
+    causal if the two numbers are equal, else every query sees every key."""
     num_queries, num_keys = size
     q_TNH = random_numbers(num_queries, shape.num_heads, shape.head_dim, dtype=dtype)
     kv = random_numbers(num_keys, 2, shape.num_kv_heads, shape.head_dim, dtype=dtype)
@@ -58,7 +63,7 @@ def attention_work(
 
 
 def rate_of(work: Work, seconds: float, clock: Clock = WALL) -> float:
-    """Return FLOP/s of the work."""
+    """Return the rate of the work in FLOP/s."""
     call, flops = work
     return flops / median_s(call, seconds, clock)
 
@@ -70,7 +75,7 @@ def read_rate(seconds: float) -> float:
 
 
 def median_s(call: Callable[[], object], seconds: float, clock: Clock = WALL) -> float:
-    """Return the median of a call's seconds by `clock`, after one that is not counted."""
+    """Return the median duration of a call in seconds by `clock`. The first call is not counted."""
     times: list[float] = []
     with torch.inference_mode():
         call()
@@ -83,5 +88,5 @@ def median_s(call: Callable[[], object], seconds: float, clock: Clock = WALL) ->
 
 
 def random_numbers(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return random numbers of about 1."""
+    """Return a tensor of normally distributed random numbers."""
     return torch.randn(*size, dtype=torch.float32).to(dtype)

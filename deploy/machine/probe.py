@@ -1,8 +1,9 @@
 """Measures the rates of this machine that bound a generation step (`baton plan --hardware here`, `baton doctor`).
 
-It measures the decoder itself: one of the model's shape with random weights, and just enough layers to exceed the
-caches. The rates that `baton_lab.study.roofline` predicts other steps from follow from a few of its steps; no rate is
-fitted to a step that is to be predicted. Blocks, and uses all configured threads; the machine should be idle.
+The probe is a decoder of the model's shape, with random weights and just enough layers to exceed the processor's
+caches. A few of its steps are timed. From these times follow the rates from which `baton_lab.study.roofline` predicts
+other steps. No rate is fitted to a step that is to be predicted. Blocks, and uses all configured threads; the machine
+should be idle.
 """
 
 import json
@@ -33,10 +34,11 @@ _ROUNDS = 7
 _ENOUGH_S = 4.0
 """Seconds after which no further round of measurements starts."""
 _ROWS = (1, 40, 80)
-"""Rows of the steps with next to no KV, from bound by reading to bound by computing; more are tried if necessary."""
+"""Numbers of sequences of the steps with almost no KV. Steps with few sequences are bound by reading weights, steps
+with many by computing. Larger numbers are tried if necessary."""
 _MOST_ROWS = 640
 _COMPUTING = 0.75
-"""Fraction of a step that must grow with rows for computing to count as its bound."""
+"""A step counts as bound by computing if at least this fraction of its time grows with the number of sequences."""
 _KV_BYTES = 2**28
 _KV_ROWS = 8
 _BUSY_SPREAD = 1.3
@@ -50,13 +52,14 @@ class MeasuredRates:
 
     chip: Chip
     spread: float
-    """Ratio of median to fastest repeat, the largest of all measurements."""
+    """Largest ratio, over all measurements, of the median repeat to the fastest repeat."""
     is_bound: bool = True
-    """True if computing, not memory, bounded some step. If false, FLOP/s are only a lower bound."""
+    """True if computing, not memory, bounded at least one step. If false, the measured FLOP/s are only a lower
+    bound."""
 
     @property
     def doubt(self) -> str:
-        """Why the rates may be too low, and what to do; empty when there is no reason to doubt them."""
+        """Reason why the rates may be too low, and the remedy; empty if there is no reason to doubt them."""
         doubts = []
         if not self.is_bound:
             doubts.append(f"FLOP/s are at least that: steps of {_MOST_ROWS} rows are still bound by reading")
@@ -72,11 +75,11 @@ class Steps:
     """Median seconds of steps of the probe's model, and its sizes."""
 
     by_rows: dict[int, float]
-    """Seconds of steps by number of rows; each row has one token of context."""
+    """Seconds of steps by number of sequences; each sequence has one token of context."""
     long_s: float
-    """Seconds of a step of _KV_ROWS rows that read `long_bytes` of KV."""
+    """Seconds of a step of _KV_ROWS sequences that reads `long_bytes` of KV."""
     short_s: float
-    """Seconds of a step of _KV_ROWS rows that read next to no KV."""
+    """Seconds of a step of _KV_ROWS sequences that reads almost no KV."""
     long_bytes: float
     num_layers: int
     num_params: float
@@ -85,7 +88,7 @@ class Steps:
 
     @property
     def is_bound(self) -> bool:
-        """True if computing bounds the step with the most rows."""
+        """True if computing bounds the step with the most sequences."""
         return computing_share(self.by_rows) >= _COMPUTING
 
 
@@ -93,7 +96,7 @@ def measure(
     shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, quantization: str = "none"
 ) -> MeasuredRates:
     """Measure this machine as it generates with `num_threads` threads and `memory_bytes` for weights and KV. Raises
-    ConfigError when memory or disk does not hold the probe's model, and what `load_decoder` raises."""
+    ConfigError if the probe's model does not fit in memory or on the disk, and the errors of `load_decoder`."""
     probe_bytes = (_num_layers(shape) * shape.layer_weights + shape.hidden * shape.vocab) * shape.dtype_bytes
     if _COPIES * probe_bytes + _KV_BYTES > memory_bytes:
         needed, there = _COPIES * probe_bytes + _KV_BYTES, memory_bytes
@@ -113,9 +116,10 @@ def measure(
 def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
     """Return the rates of a machine on which the probe's steps took this long.
 
-    FLOP/s follow from the time of a further row where many are computed, or are a bound where reading hides that time.
-    What a step of one row takes beyond reading is its layers' own time. How much of the reading shows in a step of many
-    rows says how well it overlaps with computing.
+    FLOP/s follow from the time that one further sequence adds to a step of many sequences. If reading hides that time,
+    FLOP/s are only a bound. The time of a step of one sequence, less the time to read its weights, is the overhead of
+    the layers. The part of the reading time that remains visible in a step of many sequences shows how well reading
+    overlaps with computing.
     """
     one, *_, some, many = sorted(steps.by_rows)
     row_s = steps.by_rows[many] / many
@@ -138,15 +142,15 @@ def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
 
 
 def computing_share(by_rows: dict[int, float]) -> float:
-    """Return the fraction of the step with the most rows that grows with rows, by the difference to the next smaller
-    step; next to nothing where reading hides computing."""
+    """Return the fraction of the time of the largest step that grows with the number of sequences, computed from the
+    difference to the next smaller step. It is almost 0 where reading hides computing."""
     *_, some, many = sorted(by_rows)
     return (by_rows[many] - by_rows[some]) / (many - some) * many / by_rows[many]
 
 
 def with_more_rows(by_rows: dict[int, float], times: Callable[[Sequence[int]], Sequence[float]]) -> dict[int, float]:
-    """Measure with twice the rows, until computing bounds the largest step or it has _MOST_ROWS rows. `times` returns
-    the median seconds of steps with these rows."""
+    """Double the number of sequences and measure, until computing bounds the largest step or it has _MOST_ROWS
+    sequences. `times` returns the median seconds of steps with the given numbers of sequences."""
     while computing_share(by_rows) < _COMPUTING and max(by_rows) < _MOST_ROWS:
         pair = max(by_rows), 2 * max(by_rows)  # measured together, so that a passing disturbance hits both
         by_rows = by_rows | dict(zip(pair, times(pair), strict=True))
@@ -161,8 +165,9 @@ class Stopwatch:
         self._now_s = now_s
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-        """Return the seconds that each call took in several rounds, ascending. In a round each call is made twice, and
-        the second is timed, with its own data in the caches; a passing disturbance hits all calls."""
+        """Return for each call its seconds in several rounds, ascending. In a round each function is called twice and
+        the second call is timed, so that its own data is in the caches. Rounds alternate between the calls, so that a
+        short disturbance affects all of them."""
         times: list[list[float]] = [[] for _ in calls]
         began_s = self._now_s()
         while len(times[0]) < _ROUNDS and (not times[0] or self._now_s() < began_s + _ENOUGH_S):
@@ -178,7 +183,7 @@ class Stopwatch:
 
 
 def read_rate(clock: Stopwatch) -> float:
-    """Return the bytes a second that all threads together read from memory: the best of several rounds."""
+    """Return the bytes per second that all threads together read from memory, in the fastest of several rounds."""
     data = torch.ones(_READ_BYTES // 4)
     return _READ_BYTES / clock.times([data.sum])[0][0]
 
@@ -213,7 +218,7 @@ def _num_layers(shape: ModelShape) -> int:
 
 
 def _step(decoder: Decoder, rows: int, context: int) -> Callable[[], object]:
-    """Return a function that runs a step of `rows` rows, each with `context` tokens before it."""
+    """Return a function that runs a step of `rows` sequences, each of which has `context` earlier tokens."""
     buffers = [KvBuffer(decoder.layout, TokenRange(0, context + 1)) for _ in range(rows)]
     for buffer in buffers:
         buffer.data.fill_(0.5)  # memory that was never written may be one page of zeros
@@ -269,5 +274,5 @@ def _tensors(shape: ModelShape, ffn: int, num_layers: int, dtype: torch.dtype) -
 
 
 def _noise(size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return random numbers that keep the sums of a matrix product at about 1."""
+    """Return random numbers that are small enough for the sums of a matrix product to be about 1."""
     return torch.randn(size).mul_(size[1] ** -0.5).to(dtype)

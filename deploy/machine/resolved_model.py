@@ -1,4 +1,5 @@
-"""A model whose folder was found, and what its files say: configuration, shape, and bytes of the weights.
+"""A model in a folder that was found, and the facts that its files contain: configuration, shape, and bytes of the
+weights.
 
 Blocks on the disk.
 """
@@ -19,15 +20,15 @@ from deploy.machine.kept_config import model_config
 from generate_workers.engine.model_shape import model_shape
 
 _PACKED_NAMES = (".qweight", ".weight_packed")
-"""Endings of tensors that hold several weights in a word."""
+"""Suffixes of the names of tensors that hold several weights in one word."""
 _QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
-"""Files in which early tools described quantised weights."""
+"""Files in which older tools described quantised weights."""
 _BITS = re.compile(r'"(?:bits|w_bit|num_bits)"\s*:\s*(4|8)\b')
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model in a folder. Each file is read at most once, when something that it says is needed."""
+    """A model in a folder. Each file is read at most once, when its content is first needed."""
 
     folder: Path
     """Hugging Face folder, found, downloaded or converted (`deploy.machine.model_folder`)."""
@@ -42,12 +43,13 @@ class ResolvedModel:
         return model_shape(self.config, DTYPE_BYTES[dtype])
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of the weights as `dtype`. Raises ConfigError for a file that is not a safetensors file."""
+        """Return the number of bytes of the weights when they are loaded as `dtype`. Raises ConfigError for a file that
+        is not a safetensors file."""
         return self._num_weights * DTYPE_BYTES[dtype]
 
     def max_tokens(self, max_slot_tokens: int) -> int:
         """Return the number of tokens, prompt and output, that a request may have: limited by a slot's size and the
-        model's positions. Raises ModelError."""
+        model's number of positions. Raises ModelError."""
         return min(max_slot_tokens, self.config.max_position)
 
     @cached_property
@@ -73,8 +75,8 @@ def _num_weights(path: Path, weights_a_word: int) -> int:
 
 
 def _weights_a_word(config: Path) -> int:
-    """Return the number of packed weights in a 32-bit word. It follows from the smallest number of bits named in
-    config.json or in an early tool's file next to it; 8 if none is named."""
+    """Return the number of packed weights in a 32-bit word. It follows from the smallest number of bits in config.json
+    or in an older tool's file (_QUANTIZE_FILES) next to it. Return 8 if the files do not specify the number of bits."""
     files = [path for path in (config, *map(config.with_name, _QUANTIZE_FILES)) if path.is_file()]
     named = [int(bits) for path in files for bits in _BITS.findall(path.read_text(encoding="utf-8", errors="replace"))]
     return 32 // min(named, default=4)

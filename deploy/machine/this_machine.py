@@ -1,4 +1,5 @@
-"""This machine: its cores and memory, and measurements that are made before its first use, with progress. Blocks."""
+"""Properties of this machine: its cores and memory, and measurements that are made before its first use. Shows
+progress. Blocks."""
 
 import os
 import shutil
@@ -29,18 +30,19 @@ class Machine:
     instruction_set: str | None
     """Instruction set of the native kernels that this processor uses; None if none are built for it."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Kernels that were measured as the fastest for its kind of processor; empty: workers choose for themselves."""
+    """Kernels that were measured as the fastest for its kind of processor. If empty, each worker chooses its own."""
 
 
 def prepare_machine(console: Console) -> Machine:
-    """Measure the kernels and a core's rates unless that was done before, and return the properties of this machine."""
+    """Measure the kernels and the rates of one core unless they were measured before, and return the properties of this
+    machine."""
     kernels = prepare_kernels(console)
     _prepare_rates(console)
     return replace(inspect_machine(), kernels=kernels)
 
 
 def inspect_machine() -> Machine:
-    """Return the properties of this machine that need no measurement, as they are now."""
+    """Return the current properties of this machine that need no measurement."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -48,9 +50,9 @@ def inspect_machine() -> Machine:
 
 
 def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
-    """Measure which of the CPU's kernels are the fastest, unless that was done before. Runs in a process of its own,
-    because a launcher does not import torch. Return the choice for this machine's kind of processor; empty when there
-    is none, and then workers choose for themselves."""
+    """Measure which of the CPU's kernels are the fastest, unless they were measured before. Runs in a separate process,
+    because a launcher does not import torch. Return the choice for this machine's kind of processor. It is empty if
+    none was made; each worker then chooses its own."""
     if native.may_need_measuring():
         with _doing("measuring the kernels on this processor", console):
             if reason := _failure_of("baton.modeling.kernels"):
@@ -60,8 +62,8 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
 
 
 def _prepare_rates(console: Console) -> None:
-    """Measure the rates of a core with the kernels, the basis of the first predictions, unless that was done before.
-    Runs in a separate process. Call it once the kernels are prepared."""
+    """Measure the rates of one core, the basis of the first predictions, unless they were measured before. Runs in a
+    separate process. Must be called after `prepare_kernels`, because the chosen kernels are measured."""
     if not kept_rates_path().exists():
         with _doing("measuring what a core of this processor reaches", console):
             if reason := _failure_of("deploy.machine.core_rates"):
@@ -69,7 +71,7 @@ def _prepare_rates(console: Console) -> None:
 
 
 def _doing(text: str, console: Console) -> AbstractContextManager[object]:
-    """Show what is being done while the block runs: on a terminal with a spinner, elsewhere as a line."""
+    """Show `text` while the `with` block runs: on a terminal with a spinner, elsewhere as a line."""
     if console.is_terminal:
         return console.status(text)
     console.print(text, markup=False, soft_wrap=True)
@@ -77,14 +79,15 @@ def _doing(text: str, console: Console) -> AbstractContextManager[object]:
 
 
 def _failure_of(module: str) -> str:
-    """Run a module as a program; return the last line that it printed about its failure, empty when it ended well."""
+    """Run a module as a program. Return the last line of its error output if it failed, or an empty string if it
+    succeeded."""
     command = [sys.executable, "-m", module]
     run = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     return (run.stderr.strip().splitlines() or ["no message"])[-1] if run.returncode else ""
 
 
 def _available_bytes() -> int:
-    """Return MemAvailable in bytes, which includes memory that caches would release; 0 where there is no /proc."""
+    """Return MemAvailable in bytes, which includes memory that caches would release; 0 if /proc does not exist."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
