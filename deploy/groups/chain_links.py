@@ -1,6 +1,7 @@
-"""The epochs of one chain's links: in each, all ranks meet at a store in the supervisor.
+"""Links between the ranks of one prefill chain, made again in each epoch. An epoch is a set of connections: it starts
+when all ranks connect to a store in the supervisor, and a broken link ends it.
 
-Torch's store serves any caller. So it listens on the workers' interface only, and only while ranks meet.
+Torch's store serves any caller. So it listens only on the workers' interface, and only while the ranks connect.
 """
 
 import asyncio
@@ -19,24 +20,25 @@ if TYPE_CHECKING:
 
 
 class ChainLinks:
-    """Gives the ranks of one group new links. Owned by the group; used on its loop."""
+    """Makes new links for the ranks of one group. Owned by the group; used on its loop."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self.epoch = Epoch(0)
-        """Number of the present epoch; 0 before the first."""
+        """Number of the current epoch; 0 before the first."""
         self._host = host
         self._timeout_s = timeout_s
 
     def skip_to(self, epoch: int) -> None:
-        """Let the next epoch come after `epoch`, which a rank has reached under an earlier supervisor or by a foreign
-        StartEpoch call. Raises UnavailableError when no epoch comes after it: that rank can only be replaced."""
+        """Make the number of the next epoch greater than `epoch`, the number of an epoch that a rank joined under an
+        earlier supervisor or by a foreign StartEpoch call. Raises UnavailableError if `epoch` is the greatest possible
+        number: that rank can only be replaced."""
         if epoch >= MAX_EPOCH:
             raise UnavailableError(f"a rank is in epoch {epoch}, and {MAX_EPOCH} is the last: its process must end")
         self.epoch = Epoch(max(self.epoch, epoch))
 
     async def renew(self, ranks: Sequence[Worker]) -> None:
-        """Start the next epoch; return when all ranks have met. Raises the first grpc.aio.AioRpcError of a rank that
-        has not joined."""
+        """Start the next epoch; return when all ranks have joined it. If ranks have not joined, raises the first
+        grpc.aio.AioRpcError."""
         store = await asyncio.to_thread(_make_store, self._host)
         port = store.port
         self.epoch = Epoch(self.epoch + 1)
@@ -61,10 +63,11 @@ class ChainLinks:
 
 
 def _make_store(host: str) -> "TCPStore":
-    """Make a store where ranks meet, which listens on this host's interface until the last reference to it goes.
+    """Make a store to which ranks connect. It listens on this host's interface until the last reference to it is
+    deleted.
 
-    torch, which alone would listen on all interfaces, is imported here, in a thread, because only the store needs it in
-    this process.
+    By default torch would listen on all interfaces. torch is imported in this function, in a thread, because only the
+    store needs it in this process.
     """
     from torch.distributed import TCPStore
 

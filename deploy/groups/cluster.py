@@ -1,8 +1,9 @@
-"""Clusters of supervised groups: any number of groups over any spawner, and the local cluster over child processes.
+"""Clusters of supervised groups: `Cluster` has any number of groups and uses any spawner, `LocalCluster` uses child
+processes.
 
-A cluster starts its groups together, describes them to the orchestrator as a view, and ends chains before the engines
-that they push to. Groups may join and leave while it serves (`deploy.groups.roster` decides which). Runs on the
-supervisor's asyncio loop; leaves no worker behind.
+A cluster starts its groups at the same time, and describes them to the orchestrator as a view. When it ends, it closes
+chains before the engines to which they push KV. Groups may join and leave while it serves (`deploy.groups.roster`
+decides which). Runs on the supervisor's asyncio loop. After `close`, no worker process is left.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ NO_ORDERS = Orders()
 
 
 class Cluster:
-    """Prefill and generation groups that are started, viewed and ended together. Used once."""
+    """Prefill and generation groups that are started, described and ended at the same time. Used once."""
 
     def __init__(self, prefill: Sequence[WorkerGroup], generation: Sequence[WorkerGroup], around: Surroundings) -> None:
         self.prefill = tuple(prefill)
@@ -58,8 +59,8 @@ class Cluster:
             raise
 
     async def close(self) -> None:
-        """End all workers, ranks before the engines, to which they hold connections. Raises the first failure once all
-        groups have been closed as far as they can be. Idempotent."""
+        """End all workers. Ranks end before the engines, because ranks hold connections to engines. A failure does not
+        stop the closing of the other groups; the first one is raised at the end. Idempotent."""
         outcomes: list[BaseException | None] = []
         for groups in (self.prefill, self.generation):
             outcomes += await asyncio.gather(*(group.close() for group in groups), return_exceptions=True)
@@ -89,12 +90,12 @@ class Cluster:
             raise UnavailableError(f"the workers have not been ready for {timeout_s:g} s: see their output") from error
 
     def suspect(self) -> None:
-        """Look at all workers now, not at the next heartbeat, because something failed."""
+        """Check all workers immediately instead of at the next heartbeat, because something failed."""
         for group in self.groups:
             group.suspect()
 
     def view(self, num_slots: int, max_slot_tokens: int) -> ClusterView:
-        """Return the view of the groups for the orchestrator; the arguments hold for each generation group."""
+        """Return the view of the groups for the orchestrator. The arguments are the same for every generation group."""
         return ClusterView(
             prefill=tuple(
                 PrefillGroup(
@@ -133,10 +134,11 @@ def group_of(
     around: Surroundings,
     orders: Orders = NO_ORDERS,
 ) -> WorkerGroup:
-    """Make the group of that name, which is not started yet; a chain gets links.
+    """Make the group of that name without starting it. A prefill chain also gets its links.
 
-    `workers_of` returns the configurations of all workers of a group, in rank order. Of these the group has those that
-    the orders leave to it: not those that are lent. A group that has borrowed a worker has one, in that one's place.
+    `workers_of` returns the configurations of all workers of a group, in rank order. The group gets those workers that
+    the orders do not lend to another group. A group that has borrowed a worker has exactly one worker, which runs in
+    the place of the borrowed one.
     """
     workers = workers_of(name)
     links = ChainLinks(around.host, around.heartbeat.dead_after_s) if workers[0].role == "prefill" else None
@@ -149,7 +151,7 @@ def group_of(
 
 
 def _by_number(group: WorkerGroup) -> tuple[int, str]:
-    """Return a sort key by which generate-10 comes after generate-9."""
+    """Return a key that sorts generate-10 after generate-9."""
     return len(group.name), group.name
 
 
@@ -164,18 +166,18 @@ class LocalCluster(Cluster):
         *,
         kernels: tuple[KernelChoice, ...] = (),
     ) -> None:
-        """Make a cluster that is not started yet. `kernels` is the launcher's choice."""
+        """Make a cluster that is not started yet. `kernels` are the kernels that the launcher chose."""
         config, supervision = plan.config, plan.config.supervision
         heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         spawner, host = ProcessSpawner(supervision.start_timeout_s), config.worker_host or LOOPBACK
         super().__init__([], [], Surroundings(spawner, heartbeat, clock, report, self._tell_members, host=host))
         self.plan = plan
         self.max_tokens = plan.max_tokens
-        """Tokens that one request may have, prompt and output."""
+        """Maximum number of tokens, prompt and output, of one request."""
         self.members = Membership(on_failure=self.suspect)
         """The groups as the orchestrator sees them; kept up to date."""
         self.secret = ClusterSecret.new()
-        """The secret of this cluster, which calls to its workers carry."""
+        """The secret of this cluster, which every call to its workers must contain."""
         place = WorkerPlace(
             model_folder=plan.model.folder,
             kernels=kernels,

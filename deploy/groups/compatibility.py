@@ -1,4 +1,4 @@
-"""Checks at the start of each worker that it matches the other workers of its cluster.
+"""Checks when a worker starts that it matches the other workers of its cluster.
 
 Pure. Owned by the cluster's supervisor.
 """
@@ -18,8 +18,8 @@ from deploy.groups.worker import WorkerStatus
 @dataclass
 class CompatibilityCheck:
     """Properties that workers of a cluster must share. All workers have the supervisor's version. Workers with the same
-    model folder have one KV layout, and workers on the same kind of processor have the same kernels. The first worker
-    that is checked sets layout and kernels."""
+    model folder have the same KV layout, and workers on the same kind of processor have the same kernels. The first
+    worker that is checked determines the layout and the kernels."""
 
     layouts: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """KV layout by model folder: its fingerprint, and the worker that reported it."""
@@ -27,7 +27,7 @@ class CompatibilityCheck:
     """Kernels by kind of processor, with the worker that reported them."""
 
     def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
-        """Raise VersionMismatchError for a worker that differs from those checked before."""
+        """Raise VersionMismatchError if the worker differs from the workers that were checked before."""
         if status.version != __version__:
             raise VersionMismatchError(
                 f"{config.name} has Baton {status.version}, its supervisor {__version__}: run one version everywhere"

@@ -1,12 +1,12 @@
-"""How long a process has left heartbeats unanswered, as far as the process that sends them can know."""
+"""Measures how long a process has not answered heartbeats, from the viewpoint of the process that sends them."""
 
 _MOST_INTERVALS = 3
-"""Intervals between heartbeats that an unanswered one counts for at most: the pause before it and the wait for its
-answer take two, unless the process that sends them does not run itself."""
+"""Maximum number of heartbeat intervals that one unanswered heartbeat adds to the silence. The pause before a heartbeat
+and the wait for its answer together take at most two intervals, unless the sending process itself was stopped."""
 
 
 class FailureDetector:
-    """The time since the first heartbeat that a process left unanswered after its last answer."""
+    """Time since the first heartbeat that a process did not answer after its last answer."""
 
     def __init__(self) -> None:
         self._seconds, self._looked_s = 0.0, 0.0
@@ -21,9 +21,10 @@ class FailureDetector:
         self._seconds = 0.0
 
     def go_on(self, asked_s: float, now_s: float, interval_s: float) -> float:
-        """Record that a heartbeat sent at `asked_s` is found unanswered at `now_s`, both of a monotonic clock, where
-        one is sent every `interval_s` seconds. Return how many seconds of silence are known: time in which no heartbeat
-        was out is none, nor is time in which this process itself was stopped."""
+        """Record that at `now_s` a heartbeat that was sent at `asked_s` is still unanswered. Both times are of a
+        monotonic clock; a heartbeat is sent every `interval_s` seconds. Return the seconds of silence so far. The
+        silence begins when the first unanswered heartbeat was sent. One call adds at most `_MOST_INTERVALS` intervals,
+        because this process itself may have been stopped for a longer time."""
         since_s = self._looked_s if self.has_begun else asked_s
         self._seconds += min(now_s - since_s, _MOST_INTERVALS * interval_s)
         self._looked_s = now_s

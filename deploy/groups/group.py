@@ -1,11 +1,12 @@
-"""One group's supervisor: starts its workers, watches them, replaces dead ones, and gives a chain new links.
+"""Supervision of one group: starts its workers, watches them, replaces dead ones, and makes new links between the ranks
+of a prefill chain.
 
-A worker whose process has ended is replaced at once; one that ends again and again, after a pause that grows. Two kinds
-of worker are killed first: one that leaves heartbeats unanswered for `dead_after_s` (a stopped process holds its
-neighbours' links until it dies), and one that answers that its engine hangs. When a rank was replaced, or reports that
-its links broke, all ranks join a new epoch, once all answer. Groups do not wait for each other. No exception ends a
-group's supervision: what was not foreseen is logged with its traceback and reported, and the workers are looked at
-again after a pause (baton.process.endless).
+A worker whose process has ended is replaced at once. If it ends repeatedly, it is replaced after a pause that grows.
+Two kinds of worker are killed and then replaced: a worker that does not answer heartbeats for `dead_after_s` (a stopped
+process blocks its neighbours' links until it dies), and a worker that answers that its engine hangs. When a rank was
+replaced, or reports that its links broke, all ranks join a new epoch (a new set of links) as soon as all of them
+answer. Groups do not wait for each other. No exception ends a group's supervision: an unexpected one is logged with its
+traceback and reported, and the workers are checked again after a pause (baton.process.endless).
 
 Runs on the supervisor's asyncio loop, in one task for each group.
 """
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """Workers that serve together or not at all: a chain's ranks, or one generation engine. Used once."""
+    """Workers that can serve only if all of them run: the ranks of a prefill chain, or one generation engine. Used
+    once."""
 
     def __init__(
         self,
@@ -45,11 +47,12 @@ class WorkerGroup:
         *,
         room: tuple[str, int] | None = None,
     ) -> None:
-        """Make a group that is not started yet. Only a chain has `links`. `room`: the group in whose room the workers
-        run, and the number of places there; None: the group's own, with a place for each of these workers."""
+        """Make a group that is not started yet. Only a chain has `links`. `room`: name of the group whose reserved room
+        the workers use, and the number of workers that the room holds. None: the group has its own room, which holds
+        exactly these workers."""
         self.name = name
         self.room, self.num_places = room or (name, len(configs))
-        """The group in whose room the workers run, and the number of places there."""
+        """Name of the group whose reserved room the workers use, and the number of workers that the room holds."""
         self.links = links
         self.workers: dict[int, Worker] = {}
         """Current workers by rank; empty before the group has started."""
@@ -58,18 +61,20 @@ class WorkerGroup:
         self.residency = ""
         """Residency policy of a generation engine, as it was reported at the engine's start; empty for a chain."""
         self.is_approximate = False
-        """True if the residency policy attends to less than all tokens."""
+        """True if the residency policy does not attend to all tokens."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
         self._stores: dict[int, str] = {}
-        """Prefix stores of the workers' nodes, by rank, as reported at their start; empty strings if there are none."""
+        """Names of the prefix stores of the workers' nodes, by rank, as the workers reported them at their start. An
+        empty string: no store."""
         self._missing: dict[int, WorkerConfig] = {}
         """Configurations of workers whose process has ended and has not been replaced yet, by rank."""
         self._ready = asyncio.Event()
         self._look = asyncio.Event()
         self._changing = asyncio.Lock()
-        """Held while workers are sent heartbeats, replaced, given or received."""
+        """Held while heartbeats are sent and while workers are replaced, moved to another group or received from
+        one."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -80,8 +85,8 @@ class WorkerGroup:
 
     @property
     def prefix_store(self) -> str:
-        """Prefix store that all workers share with others of their node; empty if there is none, and for a chain whose
-        ranks are on several nodes: each would have to have the same blocks."""
+        """Name of the prefix store that all workers share with other workers of their node. Empty if the node has no
+        store, or if the ranks of a chain are on several nodes, whose stores may have different blocks."""
         stores = {*self._stores.values()}
         return stores.pop() if len(stores) == 1 else ""
 
@@ -92,7 +97,7 @@ class WorkerGroup:
 
     @property
     def configs(self) -> Mapping[int, WorkerConfig]:
-        """Configurations of the workers that the group is to have, by rank."""
+        """Configurations of the workers that the group should have, by rank."""
         return {config.rank: config for config in self._configs}
 
     async def until_ready(self) -> None:
@@ -100,14 +105,15 @@ class WorkerGroup:
         await self._ready.wait()
 
     def suspect(self) -> None:
-        """Look at the workers now, not at the next heartbeat, because something failed. The group is not ready until
-        that is done."""
+        """Check the workers immediately instead of at the next heartbeat, because something failed. The group is not
+        ready until they have been checked."""
         self._set_ready(False)
         self._look.set()
 
     async def start(self, given: Mapping[int, WorkerHandle] = MappingProxyType({})) -> None:
-        """Start the workers and return when the group is ready; after that the group is supervised. The processes
-        `given`, by rank, come from other groups and become its workers. Raises the first failure; `close` cleans up."""
+        """Start the workers and return when the group is ready; after that the group is supervised. `given` has
+        processes of other groups by the rank that they take in this group. Raises the first failure; the caller must
+        then call `close` to clean up."""
         if self._around.room is not None:
             await self._around.room.reserve(self.room, self.num_places)
         spawns = (self._spawn(config, given.get(config.rank)) for config in self._configs)
@@ -123,8 +129,8 @@ class WorkerGroup:
         self._keep(supervising)
 
     async def give(self, rank: int) -> WorkerHandle | None:
-        """Remove the place of this rank and return its worker, which serves in another group next; None when its
-        process has ended. The other ranks of a chain are linked again."""
+        """Remove the worker of this rank from the group and return its process, which another group uses next. Return
+        None if the process has ended. The other ranks of a chain are linked again."""
         async with self._changing:
             worker = self.workers.get(rank)
             if worker is not None:
@@ -136,8 +142,9 @@ class WorkerGroup:
             return None if worker is None or worker.handle.ended else worker.handle
 
     async def receive(self, config: WorkerConfig, given: WorkerHandle | None) -> None:
-        """Add a worker, and link a chain again with it. The worker runs in the process `given`, or in a new one. If it
-        does not start, it is retried like a worker that has ended."""
+        """Add a worker to the group; a chain is linked again, with the new rank. The worker runs in the process
+        `given`, or in a new process if `given` is None. If the worker does not start, the start is retried like the
+        replacement of a worker that ended."""
         async with self._changing:
             self._set_ready(False)
             self._configs = tuple(sorted((*self._configs, config), key=lambda each: each.rank))
@@ -153,8 +160,8 @@ class WorkerGroup:
         self._look.set()
 
     async def close(self) -> None:
-        """End the supervision, then the workers. Their room, in which other groups may have workers, stays reserved.
-        Idempotent."""
+        """End the supervision, then the workers. Their room stays reserved, because other groups may have workers in
+        it. Idempotent."""
         self._closing = True
         for task in tuple(self._tasks):
             task.cancel()
@@ -176,13 +183,14 @@ class WorkerGroup:
         try:
             await self._check(worker)
         except BaseException:
-            handle.kill()  # it then counts as ended, and is replaced
+            handle.kill()  # the supervision then replaces it
             raise
         self._restarts[config.rank].began()
         self._around.report(f"{worker.name} serves on {handle.endpoint}")
 
     async def _check(self, worker: Worker) -> None:
-        """Check that the new worker answers and agrees with the others, and keep what it reports."""
+        """Check that the new worker answers and is compatible with the other workers, and store the properties that it
+        reports."""
         try:
             status = await worker.status(self._around.heartbeat.dead_after_s)
         except grpc.aio.AioRpcError as error:
@@ -197,8 +205,9 @@ class WorkerGroup:
         self._stores[worker.handle.config.rank] = status.prefix_store.identity
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
-        """Wake the supervisor when the worker's process has ended, and report the work that it did if it crashed. A
-        wait that fails wakes the supervisor, too; the heartbeats then detect the end."""
+        """Wait for the end of the worker's process, then wake the supervision. If the process crashed, report the
+        requests that it was computing. If the wait itself fails, the supervision is woken, too, and heartbeats detect
+        the end of the process."""
         try:
             await handle.wait()
         except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
@@ -236,14 +245,15 @@ class WorkerGroup:
         self._around.changed()
 
     async def _supervise(self) -> None:
-        """Look after the workers until this task is cancelled. A pause is never longer than a worker may be silent."""
+        """Supervise the workers until this task is cancelled. After errors it pauses, for at most `dead_after_s`
+        seconds."""
         heartbeat = self._around.heartbeat
         pauses = Backoff(heartbeat.interval_s, heartbeat.dead_after_s)
         await repeat(f"the supervision of {self.name}", self._turn, pauses, self._around.report)
 
     async def _turn(self) -> None:
-        """Wait until a heartbeat is due or something failed, then repair what is wrong. What a worker refuses or leaves
-        unanswered is tried again at the next heartbeat."""
+        """Wait until the next heartbeat must be sent or something has failed, then repair the group. Calls that a
+        worker refuses or does not answer are retried at the next heartbeat."""
         with contextlib.suppress(TimeoutError):  # not woken: the regular heartbeat is due
             async with asyncio.timeout(self._around.heartbeat.interval_s):  # wait_for may swallow a cancellation
                 await self._look.wait()
@@ -261,7 +271,8 @@ class WorkerGroup:
     async def _repair(self) -> None:
         """Send all workers a heartbeat, replace those that ended, and link a chain again if necessary. A chain that is
         not ready is always linked again, because an earlier attempt may have failed and ranks may have changed. The
-        group is ready afterwards, unless a worker is missing, or is silent when its chain must be linked."""
+        group is ready afterwards, unless a worker is missing, or a worker does not answer heartbeats while the chain
+        must be linked."""
         broken = await send_heartbeats(self.workers.values(), self.links, self._around)
         replaced = await self._replace_ended()
         if self._missing:
@@ -269,12 +280,13 @@ class WorkerGroup:
         if self.links is not None and (broken or replaced or not self.ready):
             self._set_ready(False)
             if any(worker.failure_detector.has_begun for worker in self.workers.values()):
-                return  # the others would wait in vain: the silent worker answers soon, or is killed
+                return  # linking would fail: wait until the silent worker answers or is killed
             await self._link(self.links)
         self._set_ready(True)
 
     async def _replace_ended(self) -> bool:
-        """Replace each worker whose process has ended, if its pause is over. Return whether a worker was replaced."""
+        """Replace each worker whose process has ended and whose pause before a restart is over. Return whether at least
+        one worker was replaced."""
         for rank, worker in self.workers.items():
             if worker.handle.ended and rank not in self._missing:
                 self._set_ready(False)
@@ -285,7 +297,8 @@ class WorkerGroup:
         return any(replaced)
 
     async def _how_it_ended(self, worker: Worker) -> str:
-        """Return how a worker's process ended, for the report, even if waiting for it fails."""
+        """Return a text for the report that describes how a worker's process ended. Raises nothing: if the wait for the
+        process fails, the text describes that error."""
         try:
             return await worker.handle.wait()
         except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
@@ -293,8 +306,8 @@ class WorkerGroup:
             return describe(error)
 
     async def _replace(self, config: WorkerConfig) -> bool:
-        """Close the ended worker, and start its replacement. Return whether that succeeded. A failure is reported, and
-        retried after the worker's pause."""
+        """Close the ended worker, and start its replacement. Return whether the replacement started. A failure is
+        reported, and the start is retried after a pause."""
         try:
             if config.rank in self.workers:
                 await self.workers[config.rank].close()

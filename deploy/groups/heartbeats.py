@@ -1,4 +1,5 @@
-"""Heartbeats of one group: the status of every worker is requested, and workers that are silent or hang are killed."""
+"""Heartbeats of one group: requests the status of every worker, and kills workers that do not answer or whose engine
+hangs."""
 
 import asyncio
 import logging
@@ -16,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 async def send_heartbeats(workers: Iterable[Worker], links: ChainLinks | None, around: Surroundings) -> bool:
-    """Send one heartbeat to every worker of a group, of which only a chain has `links`; kill those that are silent or
-    hang. Return whether a rank's links are broken. Raises the first failure once the heartbeats of all workers are
-    done."""
+    """Send one heartbeat to every worker of a group. Kill workers that have not answered for too long or whose engine
+    hangs. Return whether the links of at least one rank are broken. `links` is None unless the group is a prefill
+    chain. If heartbeats fail, raises the first failure after the heartbeats of all workers are done."""
     heard = await asyncio.gather(*(_hear(worker, links, around) for worker in workers), return_exceptions=True)
     for outcome in heard:
         if isinstance(outcome, BaseException):
@@ -49,8 +50,8 @@ async def _hear(worker: Worker, links: ChainLinks | None, around: Surroundings) 
 
 
 async def _has_moved(worker: Worker, epoch: int, links: ChainLinks) -> bool:
-    """Return whether a rank is in another epoch than its group, as a foreign StartEpoch call makes it; the next epoch
-    comes after both. A rank in the last possible epoch is killed."""
+    """Return whether a rank is in another epoch than its group, which happens after a foreign StartEpoch call. If so,
+    the number of the next epoch will be greater than both. A rank in the last possible epoch is killed."""
     if epoch == links.epoch:
         return False
     try:
@@ -62,7 +63,7 @@ async def _has_moved(worker: Worker, epoch: int, links: ChainLinks) -> bool:
 
 
 async def _kill(worker: Worker, why: str) -> None:
-    """Kill the worker; return when its process has ended."""
+    """Kill the worker, and wait until its process has ended."""
     if not worker.handle.ended:
         logger.warning("%s %s: killing it", worker.name, why)
         worker.handle.kill()

@@ -1,7 +1,7 @@
-"""Hosts the server of a worker, made from its WorkerConfig: the one place that knows which host belongs to which role.
+"""Starts the server of a worker from its WorkerConfig. Only this module knows which server class belongs to which role.
 
-A process may serve as one worker after another: the model stays loaded while they have the same. Runs in the worker's
-process, on its asyncio loop.
+A process may serve as several workers, one after another. The model stays loaded if the next worker has the same model.
+Runs in the worker's process, on its asyncio loop.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from baton.modeling.hosting import LoadedModel
 
 _GRACE_S = 2.0
-"""Seconds that running calls have to end when a process takes another role: heartbeats, and fetches by other nodes."""
+"""Seconds that running calls (heartbeats, and fetches by other nodes) have to end when a process takes another role."""
 
 
 class Server(Protocol):
-    """The server of a worker of any role."""
+    """Server of a worker of any role."""
 
     port: int
 
@@ -31,13 +31,13 @@ class Server(Protocol):
 
 
 StartServer = Callable[[WorkerConfig, "LoadedModel | None"], Awaitable[Server]]
-"""Starts the server of a worker, with the model that its process has loaded, if any. Raises a BatonError of one
-line."""
+"""Function that starts the server of a worker. The second argument is the model that the process has already loaded, or
+None. Raises BatonError with a text of one line."""
 
 
 async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None) -> Server:
-    """Load the worker's model unless `model` has it, and start to serve. Raises a BatonError of one line when that
-    fails."""
+    """Start to serve. Load the worker's model first, unless `model` is the same model. Raises BatonError with a text of
+    one line if that fails."""
     secret = ClusterSecret(config.place.secret)  # refused here, before a model is loaded
     match config.section:
         case PrefillConfig() as section:
@@ -57,19 +57,21 @@ async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None)
 
 
 class WorkerHost:
-    """The server that a process has now. Used by one task at a time."""
+    """The current server of a process. Used by one task at a time."""
 
     def __init__(self, start: StartServer = start_server, note: str = "") -> None:
-        """Make a host that does not serve yet. `start` makes its servers; `note` is the process's crash note."""
+        """Make a host that does not serve yet. `start` makes its servers; `note` is the path of the process's crash
+        note."""
         self._start = start
         self._note = note
         self._model: LoadedModel | None = None
-        """The model of the process; None in an orchestrator's, which needs no torch."""
+        """The model that the process has loaded; None in an orchestrator's process, which needs no torch."""
         self._server: Server | None = None
 
     async def serve(self, config: WorkerConfig) -> int:
-        """Stop the present server, if any, and free all that it holds except the model. Then start a server with this
-        configuration and return its port. Raises a BatonError of one line when that fails; then nothing is served."""
+        """Stop the current server, if any, and free everything that it holds except the model. Then start a server with
+        this configuration and return its port. If that fails, raises BatonError with a text of one line; then no server
+        runs."""
         if self._server is not None:
             await self._server.stop(_GRACE_S)
             self._server = None

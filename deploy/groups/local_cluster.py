@@ -1,4 +1,4 @@
-"""A cluster in one process tree: an orchestrator's orchestrator in this process, over workers that are its children."""
+"""A cluster in one process tree: the orchestrator runs in this process, and its workers are child processes."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from orchestrator.scheduler import RequestScheduler
 
 @contextlib.asynccontextmanager
 async def running_scheduler(cluster: LocalCluster, clock: Clock) -> AsyncIterator[RequestScheduler]:
-    """Run an orchestrator over the running cluster until the end of the `with` block; then close it with all its
+    """Run an orchestrator that uses the running cluster until the end of the `with` block; then close it and all its
     requests."""
     config = cluster.plan.config.orchestrator_config(cluster.plan.model.folder)
     planner = await asyncio.to_thread(served_planner, cluster.plan)

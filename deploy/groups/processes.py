@@ -1,9 +1,9 @@
-"""Workers as child processes: started, awaited, killed, and never left behind.
+"""Workers as child processes: starts them, waits for their end, and kills them.
 
-Parent and child speak in lines: the parent writes a WorkerConfig as JSON to the child's standard input and keeps the
-pipe open; the child answers with one line of JSON on standard output, `{"port": ...}` or `{"error": ...}`. A further
-WorkerConfig gives the child another role. The child exits at the end of its input, so no child outlives a killed
-parent.
+Parent and child exchange lines of text. The parent writes a WorkerConfig as one line of JSON to the child's standard
+input and keeps the pipe open. The child answers with one line of JSON on standard output, `{"port": ...}` or `{"error":
+...}`. A further WorkerConfig gives the child another role. The child exits at the end of its input, so no child
+outlives a killed parent.
 
 Runs on the parent's asyncio loop.
 """
@@ -27,7 +27,7 @@ CLOSE_GRACE_S = 5.0
 
 
 class WorkerStartError(BatonError):
-    """A worker refused to start; the text is the worker's own one line."""
+    """A worker refused to start. The text is the one line of error text that the worker sent."""
 
 
 @dataclass
@@ -39,9 +39,9 @@ class WorkerProcess:
     """Address of the worker's gRPC server, host:port."""
     process: asyncio.subprocess.Process
     start_timeout_s: float
-    """Seconds in which the child must serve in another role."""
+    """Timeout in seconds for the child to start to serve in another role."""
     crash_note: str = ""
-    """File of the child's crash note; empty: it has none."""
+    """Path of the file in which the child leaves a note when it crashes; empty if it has none."""
 
     @property
     def pid(self) -> int:
@@ -58,19 +58,19 @@ class WorkerProcess:
         return read_crash(self.crash_note)
 
     async def serve_as(self, config: WorkerConfig) -> None:
-        """Serve with this configuration from now on. Raises WorkerStartError or UnavailableError; then the process has
-        ended."""
+        """Make the child serve with this configuration. Raises WorkerStartError or UnavailableError; then the process
+        has ended."""
         answer = await _served(self.process, config, self.start_timeout_s)
         self.config, self.endpoint = config, join_address(config.place.host, answer["port"])
 
     def kill(self) -> None:
-        """Send SIGKILL, which also ends a stopped process; harmless when the process has ended."""
+        """Send SIGKILL, which also ends a stopped process. Does nothing if the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """End the worker's input, on which it exits. Kill it if it runs after CLOSE_GRACE_S. Returns when the process
-        has ended."""
+        """Close the worker's standard input, which makes the worker exit. Kill it if it still runs after CLOSE_GRACE_S
+        seconds. Returns when the process has ended."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -83,7 +83,8 @@ class WorkerProcess:
 class ProcessSpawner:
     """Makes workers that are children of this process. Implements Spawner.
 
-    `start_timeout_s`: seconds in which a worker must serve. `module`: the module that a worker's process runs.
+    `start_timeout_s`: timeout in seconds for a worker to start to serve. `module`: the module that a worker's process
+    runs.
     """
 
     def __init__(self, start_timeout_s: float, module: str = "deploy.groups.worker_process") -> None:
@@ -91,8 +92,8 @@ class ProcessSpawner:
         self._module = module
 
     async def start(self, config: WorkerConfig) -> WorkerProcess:
-        """Start `python -m deploy.groups.worker_process` and wait until it serves. Raises WorkerStartError or
-        UnavailableError."""
+        """Start a worker's process, by default `python -m deploy.groups.worker_process`, and wait until it serves.
+        Raises WorkerStartError or UnavailableError."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
@@ -102,7 +103,8 @@ class ProcessSpawner:
 
 
 async def _served(process: asyncio.subprocess.Process, config: WorkerConfig, timeout_s: float) -> dict[str, Any]:
-    """Return the answer of the process that serves with this configuration. After a failure the process has ended."""
+    """Send the configuration to the process and return its answer once it serves. After a failure the process has
+    ended."""
     try:
         return await asyncio.wait_for(_greet(process, config), timeout_s)
     except BaseException as error:

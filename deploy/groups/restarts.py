@@ -1,19 +1,21 @@
-"""Decides when an ended worker is restarted: at once after a long run, after growing pauses if its runs are short."""
+"""Decides when a worker that ended is restarted: at once if it had run for a long time, after growing pauses if its
+runs are short."""
 
 from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 
 RESTART_PAUSES = Backoff(1.0, 30.0)
-"""Pauses before the second and later starts in a row. The first restart is made at once."""
+"""Pauses before the second and later restarts in a row. The first restart is made at once."""
 _HEALTHY_S = 60.0
-"""Seconds that a worker must run before its earlier ends no longer count."""
+"""Seconds that a worker must run for its earlier failures to be forgotten."""
 
 
 class Restarts:
-    """Counts the short runs of one worker, and says when it may be restarted. Owned by the worker's group."""
+    """Counts the short runs of one worker, and decides when it may be restarted. Owned by the worker's group."""
 
     def __init__(self, backoff: Backoff, clock: Clock, num_at_once: int = 1) -> None:
-        """Make the count of a worker that has not run yet; `num_at_once` starts in a row are made without a pause."""
+        """Make the counter of a worker that has not run yet. The first `num_at_once` restarts in a row are made without
+        a pause."""
         self.num_ends = 0
         """Number of successive runs that were short, or failed to start."""
         self._backoff = backoff

@@ -1,8 +1,9 @@
-"""The ports by which a supervisor gets workers: started somewhere, reachable by gRPC, and certain to end when killed.
+"""Interfaces through which a supervisor starts workers: processes on any machine that serve gRPC and always end when
+they are killed.
 
-The orchestrator is a worker, too (deploy.groups.keeper). Implementations: child processes (deploy.groups.processes) and
-Ray actors (deploy.ray_cluster.spawner). Both pass one conformance suite. Workers of groups on Ray take room that is
-reserved for their group (deploy.ray_cluster.places); child processes need none.
+The orchestrator is also started as a worker (deploy.groups.keeper). Implementations: child processes
+(deploy.groups.processes) and Ray actors (deploy.ray_cluster.spawner). Both pass the same conformance suite. On Ray,
+workers run in room that was reserved for their group (deploy.ray_cluster.places). Child processes need no room.
 """
 
 from typing import Protocol
@@ -12,7 +13,8 @@ from deploy.config.worker import WorkerConfig
 
 
 class WorkerHandle(Protocol):
-    """The process of a worker, from when it serves. Owned by the supervisor that asked for it; used on its loop."""
+    """Process of a worker that has started to serve. Owned by the supervisor that requested it; used on the
+    supervisor's loop."""
 
     @property
     def config(self) -> WorkerConfig: ...
@@ -33,23 +35,24 @@ class WorkerHandle(Protocol):
         ...
 
     async def wait(self) -> str:
-        """Wait until the worker's process has ended, and return how. May be called any number of times."""
+        """Wait until the worker's process has ended, and return a text that describes how it ended. May be called any
+        number of times."""
         ...
 
     async def crash(self) -> Crash | None:
-        """Return how the worker's process crashed, once it has ended; None when it did not crash or that cannot be
-        found out. Raises nothing. Only the first call is answered."""
+        """Return how the worker's process crashed, after it has ended. Return None if it did not crash, or if this is
+        unknown. Raises nothing. Only the first call returns the crash."""
         ...
 
     async def serve_as(self, config: WorkerConfig) -> None:
-        """Serve with this configuration from now on, at another endpoint: the process ends its server, with the calls
-        that it still has, and starts the next, for which the model stays loaded if it is the same. Raises
-        WorkerStartError with the worker's own reason, or UnavailableError when the process ends or stays silent for too
-        long. After an error or a cancelled call the process has ended or is about to."""
+        """Make the process serve with this configuration, at another endpoint. The process ends its current server and
+        the calls that still run in it, and starts the next server. The model stays loaded if both servers have the
+        same. Raises WorkerStartError with the worker's own reason, or UnavailableError if the process ends or does not
+        answer for too long. After an error or a cancelled call the process has ended or is about to end."""
         ...
 
     def kill(self) -> None:
-        """End the process by force, even a stopped one; harmless when it has ended. `wait` returns when it has
+        """Kill the process, even if it is stopped. Does nothing if it has ended. `wait` returns when the process has
         ended."""
         ...
 
@@ -60,24 +63,25 @@ class WorkerHandle(Protocol):
 
 
 class Spawner(Protocol):
-    """Makes workers from their configurations."""
+    """Starts workers from their configurations."""
 
     async def start(self, config: WorkerConfig) -> WorkerHandle:
         """Start a worker and return it when it serves. Raises WorkerStartError with the worker's own reason, or
-        UnavailableError when it ends or stays silent for too long. After an error or a cancelled call nothing of the
-        worker is left."""
+        UnavailableError if its process ends or does not answer for too long. After an error or a cancelled call no
+        process of the worker is left."""
         ...
 
 
 class Room(Protocol):
-    """Reserves the places that the workers of groups take."""
+    """Reserves room (resources on nodes) for the workers of groups."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
-        """Reserve room for the group of that name; returns when there is room, which is then kept. May be called again.
-        Raises ConfigError when there is none, or none in time; then nothing is kept."""
+        """Reserve room for `num_workers` workers of the group of that name. Returns when the room is reserved. May be
+        called again for the same group. Raises ConfigError if no node has room, or none has room in time; then nothing
+        stays reserved."""
         ...
 
     async def release(self, group: str) -> None:
-        """Release the room that was reserved for the group, even by an earlier supervisor. Workers that still run in it
-        end. Does nothing when nothing is reserved."""
+        """Release the room that was reserved for the group, even by an earlier supervisor. Workers that still run in
+        that room end. Does nothing if no room is reserved."""
         ...

@@ -17,7 +17,7 @@ class Heartbeat:
     """Intervals and timeouts of heartbeats."""
 
     interval_s: float
-    """Seconds between two heartbeats, and for an answer to one."""
+    """Seconds between two heartbeats. It is also the timeout for the answer to a heartbeat."""
     dead_after_s: float
     """Seconds without an answered heartbeat after which a worker is killed and replaced."""
 
@@ -30,13 +30,13 @@ class Surroundings:
     heartbeat: Heartbeat
     clock: Clock
     report: Callable[[str], None]
-    """Shows one line of text about an event to the user."""
+    """Function that shows one line of text about an event to the user."""
     changed: Callable[[], None] = lambda: None
-    """Called when a group becomes ready or stops being ready, and when a worker has ended."""
+    """Function that is called when a group becomes ready or stops being ready, and when a worker has ended."""
     compatibility: CompatibilityCheck = field(default_factory=CompatibilityCheck)
     backoff: Backoff = RESTART_PAUSES
     ended: EndedWorkers = field(default_factory=EndedWorkers)
     room: Room | None = None
-    """Reserves the places of workers; None where workers need none."""
+    """Reserves room on nodes for workers; None if the workers need no reserved room."""
     host: str = LOOPBACK
-    """Address of this process's node, at which the ranks of chains find the store where they meet."""
+    """Address of this process's node, where the ranks of a chain connect to a store to make their links."""

@@ -1,4 +1,4 @@
-"""A worker together with the gRPC channel and stubs to talk to it. Used on the supervisor's loop."""
+"""A worker, with the gRPC channel and the stubs for calls to it. Used on the supervisor's loop."""
 
 import grpc
 
@@ -15,7 +15,7 @@ WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
 
 
 class Worker:
-    """One started worker, with its connection. Its replacement is another Worker."""
+    """One started worker, with its connection. A replacement of the worker is another Worker object."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
@@ -31,14 +31,14 @@ class Worker:
         return self.handle.config.name
 
     async def status(self, timeout_s: float) -> WorkerStatus:
-        """Send one heartbeat and return the worker's status. Raises grpc.aio.AioRpcError without an answer within
-        `timeout_s`."""
+        """Send one heartbeat and return the worker's status. Raises grpc.aio.AioRpcError if the worker does not answer
+        within `timeout_s` seconds."""
         if self.handle.config.role == "prefill":
             return await self.prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
         return await self.generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
 
     async def disconnect(self) -> None:
-        """Close the channel, and leave the process as it is."""
+        """Close the channel, but do not end the process."""
         await self._channel.close()
 
     async def close(self) -> None:

@@ -1,8 +1,9 @@
 """The process of one worker: `python -m deploy.groups.worker_process`, started by deploy.groups.processes.
 
-Reads its WorkerConfig from the first line of standard input, loads the model, serves, and answers with its port and its
-crash note. For each further line, a WorkerConfig of another role, the server is replaced, and the model stays loaded.
-The process exits when standard input ends. One asyncio loop owns gRPC; the engine has a thread of its own.
+Reads its WorkerConfig from the first line of standard input, loads the model, serves, and writes its port and the path
+of its crash note to standard output. Each further line is a WorkerConfig of another role: the server is replaced, and
+the model stays loaded. The process exits when standard input ends. One asyncio loop owns gRPC; the engine runs in a
+separate thread.
 """
 
 import asyncio
@@ -55,7 +56,8 @@ def _answer(answers: TextIO, message: dict[str, object]) -> None:
 
 
 async def _further_lines() -> asyncio.StreamReader:
-    """Return the lines of standard input after the first; each is sent once the one before it was answered."""
+    """Return a reader of the lines of standard input after the first one. The parent writes a line only after the line
+    before it was answered."""
     reader = asyncio.StreamReader(_MAX_LINE_BYTES)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
