@@ -1,5 +1,6 @@
-"""Finds a cluster's orchestrator from any machine that reaches the Ray it runs on, also after it has moved to another
-node: the supervisor keeps the address in Ray's key-value store (`deploy.ray_cluster.memory`).
+"""Finds the address of a cluster's orchestrator from any machine that can reach the cluster's Ray. The supervisor keeps
+the address in Ray's key-value store (`deploy.ray_cluster.memory`), and updates it when the orchestrator moves to
+another node.
 
 Queries Ray's control store by gRPC, without joining that Ray. The caller's machine does not need to be one of its
 nodes, and the caller keeps running while the store is unreachable. Runs on the caller's asyncio loop.
@@ -19,8 +20,8 @@ _ANSWER_S = 5.0
 
 
 class OrchestratorFinder:
-    """Queries the Ray at one address for the address of one cluster's orchestrator. `deploy.commands.ray_access` must
-    have prepared the environment."""
+    """Reads the address of one cluster's orchestrator from the Ray at one address. `deploy.commands.ray_access` must
+    have prepared the environment before."""
 
     def __init__(self, address: str, name: str) -> None:
         """Make a finder for the cluster of that name on the Ray at host:port."""
@@ -31,8 +32,8 @@ class OrchestratorFinder:
         self._store = make_stub(self._channel)
 
     async def find(self) -> str:
-        """Return host:port of the orchestrator that serves, or of the last one while none does. Raises UnavailableError
-        when there has been none, or Ray does not answer."""
+        """Return host:port of the orchestrator that serves or, if none serves now, of the last one. Raises
+        UnavailableError if no orchestrator has served yet, or Ray does not answer."""
         messages: Any = gcs_service_pb2  # untyped in ray
         question = messages.InternalKVGetRequest(key=KEY.encode(), namespace=self._name.encode())
         try:

@@ -1,9 +1,9 @@
 """Starts a Ray for one cluster: its control store and one node, on this machine.
 
-`ray.init` would also start a dashboard server, the autoscaler's monitor and a log monitor. Baton reads nothing from
-them, and they are most of the time that Ray takes to start (docs/decisions/0024-start.md). The environment is
-prepared before (`deploy.commands.ray_access`). Used on the launcher's main thread: Ray's processes end with the thread
-that started them.
+`ray.init` would also start a dashboard server, the autoscaler's monitor and a log monitor. Baton does not use them, and
+they cause most of the time that Ray needs to start (docs/decisions/0024-start.md). The environment must be prepared
+before (`deploy.commands.ray_access`). Used on the launcher's main thread, because Ray's processes end when the thread
+that started them ends.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ class _Head(Node):
     """Head node of Ray without a dashboard server."""
 
     def start_api_server(self, **options: Any) -> None:
-        """Start no dashboard server."""
+        """Do nothing, so that no dashboard server is started."""
         self._webui_url = ""
 
 
 def start_head(folder: Path, resources: Mapping[str, float], *, num_cpus: int, object_store_bytes: int) -> str:
     """Start Ray's processes, with their files below `folder`, and return the address of its control store, host:port.
-    Blocks until the node can be joined. Raises what Ray raises; then processes may be left."""
+    Blocks until the node can be joined. Raises Ray's errors; after an error some of Ray's processes may still run."""
     params = RayParams(
         num_cpus=num_cpus,
         resources=dict(resources),

@@ -1,4 +1,4 @@
-"""On which interface of a node the orchestrator serves, and at which address its clients reach it there."""
+"""Chooses the interface of a node on which the orchestrator serves, and the address at which clients reach it there."""
 
 import ipaddress
 import socket
@@ -7,13 +7,14 @@ from deploy.ray_cluster.ray_worker import node_address
 
 
 def serving_host(host: str) -> str:
-    """Return the interface on which clients are served on this node: the configured `host`, or this node's address
-    where that is another node's."""
+    """Return the interface on which clients are served on this node. It is the configured `host`, or this node's
+    address if `host` is the address of another node."""
     return host if _is_own(host) else node_address()
 
 
 def client_host(host: str) -> str:
-    """Return the address at which clients reach an orchestrator on this node that is configured to serve on `host`."""
+    """Return the address at which clients reach an orchestrator that runs on this node and is configured to serve on
+    `host`."""
     own = serving_host(host)
     return node_address() if _is_wildcard(own) else own
 
@@ -22,12 +23,12 @@ def _is_wildcard(host: str) -> bool:
     """Return whether `host` stands for all interfaces of a machine, as 0.0.0.0 does."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:  # a name
+    except ValueError:  # not an address, but a name
         return False
 
 
 def _is_own(host: str) -> bool:
-    """Return whether this machine has an interface with that address, or takes it for all of its interfaces."""
+    """Return whether `host` is the address of an interface of this machine, or stands for all of its interfaces."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, address in found:

@@ -1,8 +1,9 @@
-"""Small files of the supervisor's node that other nodes lack: calibrations and step times. Their text is kept in Ray's
-key-value store under the file's name, and written where a process looks for the file.
+"""Shares small files of the supervisor's node with other nodes: calibrations and step times. The text of a file is kept
+in Ray's key-value store under the file's name. It is written to the path at which a process of another node looks for
+the file.
 
-Workers read them when they start, a supervisor that was moved before it starts the orchestrator. Blocks on Ray's store
-and on the disk.
+Workers read these files when they start. A supervisor that was moved to another node reads them before it starts the
+orchestrator. Blocks on Ray's store and on the disk.
 """
 
 import logging
@@ -19,16 +20,17 @@ _PREFIX = "baton-file:"
 
 
 def keep_file(namespace: str, path: Path) -> None:
-    """Keep the content of a file for other nodes of the cluster with that namespace, replacing the content kept under
-    the same name. Does nothing if the file does not exist."""
+    """Store the content of a file for other nodes of the cluster with that namespace. Content that was stored under the
+    same name is replaced. Does nothing if the file does not exist."""
     if path.is_file():
         _internal_kv_put(_PREFIX + path.name, path.read_bytes(), namespace=namespace)
 
 
 def file_here(namespace: str, path: Path) -> Path:
-    """Return the path of a file on this node: `path` where there is one, else that of a copy of what was kept under its
-    name, which is written for that: at `path` if that is below this node's cache folder. Return `path`, without a file,
-    when nothing was kept or it cannot be written, which is logged."""
+    """Return the path of a file on this node. If `path` does not exist here, write a copy of the content that was kept
+    under its name, and return the path of the copy: `path` itself if it is below this node's cache folder, else a path
+    in that folder. If no content was kept, or the copy cannot be written (which is logged), return `path`, although the
+    file does not exist."""
     if path.is_file():
         return path
     content: bytes | None = _internal_kv_get(_PREFIX + path.name, namespace=namespace)
@@ -46,5 +48,5 @@ def file_here(namespace: str, path: Path) -> Path:
 
 
 def forget_files(namespace: str) -> None:
-    """Delete what is kept for a cluster that has ended. Harmless when nothing was kept."""
+    """Delete the files that are kept for a cluster that has ended. Does nothing if none are kept."""
     _internal_kv_del(_PREFIX, del_by_prefix=True, namespace=namespace)

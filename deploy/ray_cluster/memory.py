@@ -1,9 +1,9 @@
-"""State that a supervisor needs after a restart, perhaps on another node: operators' orders, the orchestrator's
-address, and settings with which the workers were started. Kept in Ray's key-value store, as long as that Ray runs.
+"""State that a supervisor needs after a restart, possibly on another node: operators' orders, the orchestrator's
+address, and settings with which the workers were started. It is kept in Ray's key-value store as long as that Ray runs.
 
-Orders are written before they are carried out, so that a group that must leave does not return with a new supervisor.
-The next orchestrator gets the orders from the supervisor. Gateways read the orchestrator's address from the store
-(`deploy.ray_cluster.finding`).
+Orders are written before they are carried out, so that a restarted supervisor does not start a group that was ordered
+to leave. A new orchestrator gets the orders from the supervisor. Gateways read the orchestrator's address from the
+store (`deploy.ray_cluster.finding`).
 """
 
 import json
@@ -23,7 +23,7 @@ _MAPS = ("models", "lent")
 
 @dataclass(frozen=True)
 class Address:
-    """Where an orchestrator serves."""
+    """Address and ports at which an orchestrator serves."""
 
     endpoint: str
     """Address for clients, host:port."""
@@ -39,17 +39,18 @@ class Memory:
 
     orders: Orders
     address: Address | None = None
-    """Address at which the orchestrator serves, or served last; None before it has served."""
+    """Current or latest address of the orchestrator; None before an orchestrator has served."""
     layout_fingerprint: str = ""
     """Fingerprint of the KV layout of the groups that existed when this was saved."""
     step_times: Mapping[str, str] = field(default_factory=dict)
-    """Path of the engines' step times, by the folder of their model. It is kept because another node would choose
-    another path, and workers are only found again by an equal configuration."""
+    """Path of the engines' step times, by the folder of their model. It is kept because a supervisor on another node
+    would choose another path. The path is part of a worker's configuration, and running workers are only used again if
+    their configuration is equal."""
     worker_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of memory that workers reserve on their node, by role; empty on a Ray that was started here."""
+    """Bytes of memory that each worker reserves on its node, by role; empty on a Ray that Baton started."""
 
     def save(self, namespace: str) -> None:
-        """Keep this for the cluster of that namespace, replacing what was kept before."""
+        """Store this state for the cluster of that namespace, and replace the state that was stored before."""
         orders = {name: sorted(getattr(self.orders, name)) for name in _SETS}
         rest = {
             "address": None if self.address is None else asdict(self.address),
@@ -62,13 +63,14 @@ class Memory:
 
 
 def load_memory(namespace: str) -> Memory | None:
-    """Return what an earlier supervisor of the cluster kept; None when its groups have never been up."""
+    """Return the state that an earlier supervisor of the cluster stored; None if the cluster's groups have never all
+    started."""
     text: bytes | None = _internal_kv_get(KEY, namespace=namespace)
     return None if text is None else memory_of(text)
 
 
 def memory_of(text: str | bytes) -> Memory:
-    """Return the memory that was kept as this text."""
+    """Parse the text that `save` has stored, and return the state."""
     fields = json.loads(text)
     kept: dict[str, Any] = {name: frozenset(fields[name]) for name in _SETS}
     orders = Orders(**kept | {name: fields[name] for name in _MAPS})
@@ -79,5 +81,5 @@ def memory_of(text: str | bytes) -> Memory:
 
 
 def forget_memory(namespace: str) -> None:
-    """Delete what is kept for a cluster that has ended. Harmless when nothing was kept."""
+    """Delete the state that is stored for a cluster that has ended. Does nothing if there is none."""
     _internal_kv_del(KEY, namespace=namespace)

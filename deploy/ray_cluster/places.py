@@ -1,9 +1,10 @@
-"""Room on Ray: a placement group for each group of workers, and an error when no node can hold one in time.
+"""Reserves room on Ray: makes a placement group for each group of workers, and raises an error if no node can hold it
+in time.
 
-A group's workers are packed on one node, as a chain has to be; the groups of a pool are spread over the nodes that have
-its labels. What nodes have is what they declare, and what workers need is in `WorkerNeeds`. A placement group that
-waits for a node is the demand by which Ray's autoscaler starts one, so it is made before there is room. Used by the
-supervisor, on its loop.
+All workers of a group are placed on one node, because a chain needs that. The groups of a pool (all groups of one role)
+are spread over the nodes that have the pool's labels. The resources of a node are those that it declares; `WorkerNeeds`
+holds the needs of workers. A placement group is made even if no node has room, because Ray's autoscaler starts nodes
+for placement groups that wait. Used by the supervisor, on its loop.
 """
 
 import asyncio
@@ -25,9 +26,9 @@ from orchestrator.membership.view import role_of
 logger = logging.getLogger(__name__)
 
 _PAUSES = Backoff(0.02, 0.5)
-"""Pauses between checks whether a group is placed."""
+"""Pauses between two checks whether Ray has placed a group."""
 _SOON_S = 2.0
-"""Seconds in which Ray places a group that a living node can hold; only longer waits are reported."""
+"""Seconds that Ray usually needs to place a group that a living node can hold. Only longer waits are reported."""
 
 _GIB = 2**30
 _MOST_SHOWN = 8
@@ -44,7 +45,7 @@ class WorkerNeeds:
     """Labels that the node must have."""
 
     def __str__(self) -> str:
-        """Return the needs as readable text, for errors."""
+        """Return the needs as readable text for error messages."""
         where = f" labelled {_listed('{}={}'.format, self.labels)}" if self.labels else ""
         return f"{_amounts(self.resources)}, on one node{where}"
 
@@ -58,8 +59,8 @@ def needs_of(
     memory_bytes: Mapping[str, int],
     gpu_shares: Mapping[str, float] = MappingProxyType({}),
 ) -> Needs:
-    """Return the needs of workers of each role: one of their pool's resource, `SMALL_CPU` CPUs, the pool's labels, and
-    if given for the role, `memory_bytes` and a share of a GPU."""
+    """Return the needs of workers of each role: one unit of their pool's custom resource, `SMALL_CPU` CPUs, and the
+    pool's labels. `memory_bytes` and `gpu_shares` add memory and a share of a GPU for the roles that they contain."""
     needs = {}
     for role in ("prefill", "generate"):
         memory = {"memory": float(memory_bytes[role])} if role in memory_bytes else {}
@@ -74,12 +75,13 @@ class Node:
 
     node_id: str
     resources: Mapping[str, float]
-    """Total amounts, in use or not, by Ray's names."""
+    """Total amounts, whether in use or free, by Ray's names."""
     labels: Mapping[str, str]
     address: str = ""
 
     def holds(self, needs: WorkerNeeds) -> int:
-        """Return how many workers with these needs the node has room for when it is empty; 0 without their labels."""
+        """Return the number of workers with these needs that fit on the node when it is empty. Return 0 if the node
+        does not have the labels."""
         if not needs.labels.items() <= self.labels.items():
             return 0
         return min(int(self.resources.get(name, 0) / amount) for name, amount in needs.resources.items())
@@ -97,19 +99,20 @@ class RayRoom:
         across_nodes: bool = False,
         report: Callable[[str], None] = logger.info,
     ) -> None:
-        """Make a Room that waits up to `timeout_s` seconds for room that is in use now, and up to `node_wait_s` seconds
-        for nodes that Ray does not have yet (0: it refuses at once). With `across_nodes`, a group that no single node
-        can hold spans several. `report` gets a line for each group that waits."""
+        """Make a Room. It waits up to `timeout_s` seconds for room that is in use now, and up to `node_wait_s` seconds
+        for nodes that have not joined Ray yet (0: it raises an error at once). If `across_nodes` is true, a group that
+        does not fit on one node may span several. `report` gets one line of text for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
         """Placement group of each group of workers, by name."""
         self.needs = needs
-        """Needs of workers. Owned by the supervisor, which may replace it before the first group is placed."""
+        """Needs of workers by role. Owned by the supervisor, which may replace it before the first group is placed."""
         self._timeout_s = timeout_s
         self._node_wait_s = node_wait_s
         self._across_nodes = across_nodes
         self._report = report
         self._targets: dict[str, str] = {}
-        """The node that was chosen for each group, which counts until Ray has placed the group."""
+        """Id of the node that was chosen for each group, by the group's name. It is used until Ray has placed the
+        group."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
         place, soon_s = _find(group), _SOON_S
@@ -136,7 +139,7 @@ class RayRoom:
 
     async def reserve_all(self, sizes: Mapping[str, int]) -> None:
         """Reserve room for all groups of these sizes at once, so that Ray sees the whole demand. Returns when there is
-        room for every one. Raises ConfigError as `reserve` does; the caller then releases the groups."""
+        room for every group. Raises ConfigError as `reserve` does; the caller must then release the groups."""
         if not self._node_wait_s:
             self._check(sizes, living_nodes())
         reserving = [asyncio.create_task(self.reserve(name, size)) for name, size in sizes.items()]
@@ -160,8 +163,9 @@ class RayRoom:
         return self.needs[role_of(group)]
 
     def _make(self, group: str, num_workers: int) -> PlacementGroup:
-        """Return a new placement group. It is on the group's target node, or on any node if the target is gone or full.
-        Without a target it waits for a node that can hold it, or with `across_nodes` spans as few nodes as possible."""
+        """Make and return a placement group. It is on the group's target node, or on any node if the target is gone or
+        full. If the group has no target, the placement group waits for a node that can hold it, or with `across_nodes`
+        spans as few nodes as possible."""
         target, needs = self._targets[group], self._of(group)
         made: PlacementGroup = ray.util.placement_group(
             [dict(needs.resources)] * num_workers,
@@ -187,11 +191,12 @@ def living_nodes() -> list[Node]:
 def least_used(
     nodes: Sequence[Node], group: str, size: int, needs: WorkerNeeds, held: Mapping[str, Counter[str]]
 ) -> str:
-    """Return the id of the node with the fewest workers of the pool that can hold a further group of that size.
+    """Return the id of the node that can hold a further group of that size and has the fewest workers of the group's
+    pool.
 
-    Nodes that can hold it in addition to their present groups of the pool are preferred. If there are none, nodes that
-    could hold it if they were empty are considered. Returns "" if no node could. `held` has the number of workers of
-    each role on each node, by the node's id.
+    Nodes that can hold the group in addition to their present groups of the pool are preferred. If there are none,
+    nodes that could hold it if they were empty are considered. Returns "" if no node could hold it. `held` has the
+    number of workers of each role on each node, by the node's id.
     """
     role = role_of(group)
     able = [node for node in nodes if node.holds(needs) >= size]
@@ -218,8 +223,8 @@ def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], needs: Needs, *,
 
 
 def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
-    """Return the workers of each role for which groups hold room, by the node's id: the node in `targets` for a group
-    that Ray has not placed yet."""
+    """Return, by the node's id, the number of workers of each role for which room is reserved on the node. A group that
+    Ray has not placed yet counts on its node in `targets`."""
     held: dict[str, Counter[str]] = {}
     table: Callable[[], dict[str, dict[str, Any]]] = ray.util.placement_group_table  # untyped in ray
     for place in table().values():
@@ -234,7 +239,7 @@ async def _placed_within(place: PlacementGroup, timeout_s: float) -> bool:
     """Return whether Ray places a group within `timeout_s` seconds."""
     loop = asyncio.get_running_loop()
     deadline_s, num_checks = loop.time() + timeout_s, 0
-    while not await asyncio.to_thread(is_placed, place):  # by short looks: a wait in a thread would keep the thread
+    while not await asyncio.to_thread(is_placed, place):  # polls: a wait would block a thread
         if loop.time() >= deadline_s:
             return False
         num_checks += 1
@@ -243,7 +248,7 @@ async def _placed_within(place: PlacementGroup, timeout_s: float) -> bool:
 
 
 def _find(group: str) -> PlacementGroup | None:
-    """Return the placement group of that name in this supervisor's namespace; None when there is none."""
+    """Return the placement group of that name in this supervisor's namespace; None if it does not exist."""
     try:
         place: PlacementGroup = ray.util.get_placement_group(group)
     except ValueError:
@@ -267,7 +272,7 @@ def _wanted(size: int, needs: WorkerNeeds) -> str:
 
 
 def _amounts(resources: Mapping[str, float], names: Iterable[str] | None = None) -> str:
-    """Return the amounts of these resources, all or those of `names`, as readable text."""
+    """Return the amounts of `resources` as readable text: of all of them, or only of those in `names`."""
     return _listed(_amount, {name: resources.get(name, 0) for name in (resources if names is None else names)})
 
 

@@ -1,4 +1,5 @@
-"""A worker as a Ray actor: one process for one worker after another, which runs the servers that a child would.
+"""A worker as a Ray actor. Its process can serve as several workers, one after another, with the same servers as a
+child process (`deploy.groups.worker_process`).
 
 Runs on the actor's asyncio loop.
 """
@@ -28,12 +29,12 @@ class Served:
     pid: int
     node_id: str
     host: str = ""
-    """Address that the worker serves on."""
+    """Address at which the worker serves."""
     port: int = 0
     crash_note: str = ""
-    """File of the process's crash note, on its node; empty: it has none."""
+    """Path of the process's crash note on its node; empty if it has none."""
     error: str = ""
-    """Why the worker cannot serve, in one line; empty when it serves."""
+    """Reason why the worker cannot serve, in one line; empty if it serves."""
 
 
 class WorkerActor:
@@ -46,12 +47,13 @@ class WorkerActor:
         self._note = "" if config.role == "orchestrator" else begin_note()
         self._host = WorkerHost(note=self._note)
         self._served: Served | None = None
-        """How the worker serves now; None while it does not."""
+        """Answer to the latest start; None before the first start and while a start is running."""
         self._starting = asyncio.Lock()
 
     async def serve(self, config: WorkerConfig) -> Served:
-        """Serve with this configuration, in place of the former one, if any. A server that has this configuration
-        already keeps running: a restarted supervisor calls this again. Return the server's port or its error."""
+        """Serve with this configuration instead of the former one, if any. If the server already has this
+        configuration, it keeps running, because a restarted supervisor calls this method again. Return the server's
+        address, or its error."""
         async with self._starting:
             if self._served is None or config != self._config:
                 self._config, self._served = config, None
@@ -72,11 +74,11 @@ class WorkerActor:
         return self._config
 
     async def live(self) -> None:
-        """Never return, so that the caller's reference fails when this process ends."""
+        """Never return. The reference that the caller holds fails when this process ends."""
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """End the server and the engine; the process stays until it is killed."""
+        """End the server and the engine. The process runs until it is killed."""
         await self._host.stop()
         end_note(self._note)
 
@@ -88,8 +90,8 @@ def node_address() -> str:
 
 
 def _on_this_node(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration with what it leaves to the node: its address, and where its copies of the model and of
-    other files are. Blocks; converts the model if that is how the node gets it. Raises ModelError or ConfigError."""
+    """Return the configuration, completed with the values of this node: its address, and the paths of the model and of
+    other files on it. Blocks. Converts or downloads the model if necessary. Raises ModelError or ConfigError."""
     place, namespace = config.place, ray.get_runtime_context().namespace
     step_times = str(file_here(namespace, Path(place.step_times))) if place.step_times else ""
     here = replace(place, host=place.host or node_address(), model_folder=folder_on_node(place), step_times=step_times)

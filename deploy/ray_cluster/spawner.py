@@ -1,9 +1,10 @@
-"""Workers as Ray actors: detached, named, each on a bundle of its group's placement group; found again by name.
+"""Workers as Ray actors. The actors are detached and named, so that a restarted supervisor finds them again by name.
+Each runs in a bundle of its group's placement group.
 
-An actor keeps the name and the bundle of the worker that it was made as, also while its group has lent it, and a worker
-that replaces it there gets both.
-A supervisor that was restarted asks for the same workers and gets those that still serve. Ray does not see that a
-process is stopped, so `kill` sends the signal itself, on the worker's own node. Runs on the supervisor's loop.
+An actor keeps the name and the bundle of the worker for which it was made, even while its group has lent it to another
+group. If the actor is replaced, the new actor gets the same name and bundle. A restarted supervisor requests the same
+workers again and gets those that still serve. Ray does not notice that a process is stopped (SIGSTOP), so `kill` itself
+sends SIGKILL, on the worker's node. Runs on the supervisor's loop.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from orchestrator.membership.view import place_of, role_of
 logger = logging.getLogger(__name__)
 
 SMALL_CPU = 0.01
-"""CPUs that a bundle requests from Ray: few, because the configuration assigns the cores, not Ray."""
+"""CPUs that a bundle requests from Ray. The number is small because the configuration assigns the cores, not Ray."""
 _MAX_CALLS = 16
 
 
@@ -66,8 +67,8 @@ class RayWorker:
             return None
 
     async def serve_as(self, config: WorkerConfig) -> None:
-        """Serve with this configuration from now on. Raises WorkerStartError or UnavailableError; then the actor has
-        ended, or is about to."""
+        """Make the actor serve with this configuration. Raises WorkerStartError or UnavailableError; then the actor has
+        ended, or is about to end."""
         served = await _serve(self._actor, config, self._timeout_s)
         self.config, self.endpoint = config, join_address(served.host, served.port)
 
@@ -104,7 +105,7 @@ class RayWorker:
 
 
 class RaySpawner:
-    """Makes workers as Ray actors, or finds those that still live. Implements Spawner."""
+    """Makes workers as Ray actors, or finds actors that still run. Implements Spawner."""
 
     def __init__(
         self,
@@ -113,8 +114,8 @@ class RaySpawner:
         places: Mapping[str, PlacementGroup],
         dead_after_s: float = CLOSE_GRACE_S,
     ) -> None:
-        """Make a spawner for the cluster of that namespace. `places` has the placement group of each group by name; a
-        rank gets the bundle of its number. A worker that was left counts as stopped when it has not answered for
+        """Make a spawner for the cluster of that namespace. `places` has the placement group of each group by name;
+        rank N gets bundle N. An actor that an earlier supervisor made counts as stopped if it does not answer within
         `dead_after_s` seconds."""
         self._namespace = namespace
         self._timeout_s = start_timeout_s
@@ -122,15 +123,17 @@ class RaySpawner:
         self._dead_after_s = dead_after_s
 
     async def start(self, config: WorkerConfig) -> RayWorker:
-        """Return the living actor in the worker's place if its configuration equals `config`, or is that of another
-        role, which it then changes; else start a new one. Raises WorkerStartError or UnavailableError, the latter at
-        once while no node has room for the worker's group."""
+        """Return the worker when it serves. If an actor already runs in the worker's place, it is used if its
+        configuration equals `config`, or if its role differs: its role is then changed. Otherwise a new actor is
+        started. Raises WorkerStartError or UnavailableError. UnavailableError is raised at once while no node has room
+        for the worker's group."""
         await self._require_place(config)
         actor = await self._find(config) or self._make(config)
         return RayWorker(config, actor, await _serve(actor, config, self._timeout_s), self._timeout_s)
 
     async def _require_place(self, config: WorkerConfig) -> None:
-        """Raise UnavailableError for a worker whose group lost its node, until Ray has found the group another."""
+        """Raise UnavailableError if the worker's group has lost its node and Ray has not found another node for it
+        yet."""
         group, _ = place_of(config.place_name)
         place = self._places.get(group)
         if place is not None and not await asyncio.to_thread(is_placed, place):
@@ -165,21 +168,22 @@ class RaySpawner:
         return actor
 
     def _room(self, config: WorkerConfig) -> dict[str, Any]:
-        """Return the options that say where the actor runs. The orchestrator runs on its supervisor's node, even if
-        that node declares no CPUs. A worker runs in its group's place."""
+        """Return the Ray options that determine where the actor runs. The orchestrator runs on its supervisor's node,
+        even if that node declares no CPUs. A worker runs in its group's placement group."""
         if config.role == "orchestrator":
             here = ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False), "num_cpus": 0}
         group, rank = place_of(config.place_name)
         place = self._places[group]
         bundle = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank)
-        num_gpus = place.bundle_specs[rank].get("GPU", 0)  # Ray makes this one visible, and no other
+        num_gpus = place.bundle_specs[rank].get("GPU", 0)  # Ray makes only this share visible
         resources = {pool(role_of(group)): 1}
         return {"scheduling_strategy": bundle, "num_cpus": SMALL_CPU, "num_gpus": num_gpus, "resources": resources}
 
 
 async def _serve(actor: "ActorHandle[Any]", config: WorkerConfig, timeout_s: float) -> Served:
-    """Let the actor serve with this configuration. Raises WorkerStartError or UnavailableError, after a kill."""
+    """Make the actor serve with this configuration. If that fails, kill the actor and raise WorkerStartError or
+    UnavailableError."""
     try:
         served: Served = await asyncio.wait_for(answer(actor.serve.remote(config)), timeout_s)
     except BaseException as error:
@@ -197,8 +201,8 @@ async def _serve(actor: "ActorHandle[Any]", config: WorkerConfig, timeout_s: flo
 
 
 async def end_worker(namespace: str, name: str) -> None:
-    """End the worker of that name which an earlier supervisor left and no spawner has found. Harmless when there is
-    none."""
+    """End the worker of that name that an earlier supervisor started and that this supervisor does not use. Does
+    nothing if there is none."""
     actor = _actor(namespace, name)
     if actor is None:
         return
@@ -208,20 +212,21 @@ async def end_worker(namespace: str, name: str) -> None:
 
 
 def is_placed(place: PlacementGroup) -> bool:
-    """Return whether all workers of a placement group have their room now. A group whose node was lost has none until
-    Ray has found it another. Blocks for an answer of Ray's control store."""
+    """Return whether room is reserved for all workers of a placement group. A group that has lost its node has no room
+    until Ray has found another node. Blocks until Ray's control store answers."""
     told: dict[str, Any] = ray.util.placement_group_table(place)
     return bool(told.get("state") == "CREATED")
 
 
 def pool(role: str) -> str:
-    """Return the name of the custom resource that nodes of a role's pool declare: one for each worker that they
-    hold."""
+    """Return the name of the custom resource of a role's pool. A node declares one unit of it for each worker of the
+    role that it can hold."""
     return f"baton_{role}"
 
 
 def answer(reference: Any) -> Coroutine[Any, Any, Any]:
-    """Return an actor's answer as a coroutine, for asyncio's functions."""
+    """Return a coroutine that waits for an actor's answer, because asyncio's functions do not accept Ray's
+    references."""
 
     async def awaited() -> Any:
         return await reference
@@ -230,8 +235,8 @@ def answer(reference: Any) -> Coroutine[Any, Any, Any]:
 
 
 def kill_process(pid: int, node_id: str) -> None:
-    """Send SIGKILL to a process on that node; harmless when it has ended. On another node a task of Ray's does that,
-    and is not waited for, because the node may be gone."""
+    """Send SIGKILL to a process on that node. Does nothing if the process has ended. On another node a Ray task sends
+    the signal. This function does not wait for the task, because the node may have failed."""
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
         return
@@ -240,7 +245,7 @@ def kill_process(pid: int, node_id: str) -> None:
 
 
 async def _read_crash(path: str, node_id: str) -> Crash | None:
-    """Read a crash note on its node, as a task of Ray's if that is another one. Raises RayError when it is gone."""
+    """Read a crash note on its node. On another node a Ray task reads it. Raises RayError if that node has failed."""
     if node_id == ray.get_runtime_context().get_node_id():
         return read_crash(path)
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)

@@ -1,9 +1,9 @@
-"""The supervisor: a detached Ray actor that makes all groups and the orchestrator, watches them, and ends them.
+"""The supervisor: a detached Ray actor that starts all groups and the orchestrator, watches them, and ends them.
 
-It outlives its launcher and is restarted by Ray, on another node if its own is lost. After a restart it adopts the
-running workers, ends groups that operators had sent away, links the chains again, and runs the orchestrator on its own
-node. Each step that fails after a restart is retried, and only `stop` ends the cluster. The supervisor's loop runs in
-its own thread, started with the actor, so that a restart needs no call.
+It outlives its launcher and is restarted by Ray, on another node if its own is lost. After a restart it takes over the
+running workers, ends groups that operators had ordered to leave, links the ranks of the chains again, and runs the
+orchestrator on its own node. Each step that fails after a restart is retried, and only `stop` ends the cluster. The
+supervisor's loop runs in its own thread, started with the actor, so that a restart needs no call.
 """
 
 import asyncio
@@ -63,15 +63,15 @@ class SupervisorActor:
     def __init__(
         self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...], store: str, secret: ClusterSecret
     ) -> None:
-        """Start the supervisor's loop, which starts the cluster. `kernels` is the launcher's choice, for its kind of
-        processor. `store` is the name by which workers share files on a node. `secret` is the secret that the cluster's
-        processes share."""
+        """Start the supervisor's loop, which starts the cluster. `kernels` are the kernels that the launcher chose for
+        its kind of processor. `store` is the name under which workers share files on a node. `secret` is the secret
+        that the cluster's processes share."""
         set_up_logs(logging.INFO, config.log_format)
         self._config = config
         self._folder = folder
         """The model's folder on the launcher's node."""
         self._here = ResolvedModel(folder)
-        """The model as this node has it."""
+        """The model with its folder on this node."""
         self._kernels = kernels
         self._store = store
         self._secret = secret
@@ -96,7 +96,7 @@ class SupervisorActor:
         )
         self._sizes = config.group_sizes
         self._memory = Memory(Orders())
-        """State that a restarted supervisor will read."""
+        """State that the next incarnation of the supervisor reads after a restart."""
         self._cluster = Cluster([], [], self._around)
         self._roster = Roster(self._cluster, self._sizes, self._make_group, self._around)
         self._max_tokens = config.generate.max_slot_tokens
@@ -114,7 +114,7 @@ class SupervisorActor:
         return replace(self._state, pids=pids)
 
     def stop(self) -> None:
-        """End everything that was made; return when it has ended."""
+        """End all groups and the orchestrator; return when they have ended."""
         self._state = replace(self._state, phase="stopping")
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(STOP_S)
@@ -147,7 +147,7 @@ class SupervisorActor:
                 await end_worker(self._config.name, self._config.orchestrator_worker(self._folder, self._secret).name)
             await self._roster.close()
             await self._cluster.close()
-            for name in (*self._sizes, *self._memory.orders.stand_ins):  # groups that were on their way have room, too
+            for name in (*self._sizes, *self._memory.orders.stand_ins):  # also of groups that were being started
                 await self._room.release(name)
 
     async def _serve(self) -> None:
@@ -159,7 +159,7 @@ class SupervisorActor:
             return
         self._memory = before
         self._set_needs()
-        await self._roster.adopt(before.orders, self._config.supervision.dead_after_s)  # others join later
+        await self._roster.adopt(before.orders, self._config.supervision.dead_after_s)  # late groups join later
         await self._until_done("saving the cluster's memory", self._save_layout)
         keeper, model = await self._until_done("starting the orchestrator", self._find_orchestrator)
         await self._until_done("saving the orchestrator's address", partial(self._serves, keeper, model))
@@ -190,13 +190,14 @@ class SupervisorActor:
         self._memory.save(self._config.name)
 
     async def _find_orchestrator(self) -> tuple[OrchestratorKeeper, ModelInfo]:
-        """Find the orchestrator that runs since before the restart, or start one."""
+        """Find the orchestrator that ran before the supervisor's restart, or start a new one."""
         await self._find_files()
         return await self._start_orchestrator(None)
 
     async def _start_orchestrator(self, process: WorkerHandle | None) -> tuple[OrchestratorKeeper, ModelInfo]:
-        """Start serving with the orchestrator in `process`, or (None) in a process that is found or started. Return its
-        keeper, and the model that it serves. Raises the orchestrator's error when it cannot serve."""
+        """Make the orchestrator in `process` serve clients. If `process` is None, use a running orchestrator process or
+        start one. Return the orchestrator's keeper, and the model that it serves. Raises the orchestrator's error if it
+        cannot serve."""
         plan = self._plan()
         self._keeper = keeper = OrchestratorKeeper(plan, self._view, self._around)
         keeper.orders, keeper.follow = self._memory.orders, self._follow
@@ -204,7 +205,7 @@ class SupervisorActor:
         return keeper, plan.model
 
     async def _serves(self, keeper: OrchestratorKeeper, model: ModelInfo) -> None:
-        """Save and report the orchestrator's present address, and its model."""
+        """Save and report the orchestrator's current address, and its model."""
         endpoint = join_address(client_host(self._config.orchestrator.host), keeper.ports[0])
         self._memory = replace(self._memory, address=Address(endpoint, self._state.node_id, keeper.ports))
         self._memory.save(self._config.name)
@@ -212,18 +213,20 @@ class SupervisorActor:
         self._state = replace(self._state, phase="running", endpoint=endpoint, model=model)
 
     async def _start_orchestrator_process(self) -> WorkerHandle:
-        """Start the orchestrator's process, which serves no clients yet. Raises its error."""
-        await self._find_files()  # first, so that the workers, which take longer, get the processes that Ray has ready
+        """Start the orchestrator's process, which does not serve clients yet. Raises the process's error if it does not
+        start."""
+        await self._find_files()  # first: workers start slower, and get Ray's idle processes
         return await self._around.spawner.start(self._config.orchestrator_worker(self._folder, self._secret))
 
     async def _find_files(self) -> None:
-        """Find the model's folder and measurements on this node. Raises ModelError."""
+        """Find the model's folder and the files of measurements on this node. Raises ModelError."""
         self._here = await asyncio.to_thread(self._model_here, "")
         await asyncio.to_thread(self._share_measurements)
 
     async def _start_all(self) -> WorkerHandle:
-        """Start all groups of the cluster for the first time, or none. Meanwhile start the orchestrator's process, and
-        return it. Raises the first failure, and then leaves no orchestrator process behind."""
+        """Start all groups of the cluster for the first time; if one fails, end all of them. At the same time start the
+        orchestrator's process, and return it. Raises the first failure; then the orchestrator's process is ended,
+        too."""
         await self._room.reserve_all(self._sizes)
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
@@ -258,12 +261,12 @@ class SupervisorActor:
 
     def _step_times(self, folder: Path, model: str) -> str:
         """Return the path of the step times for engines whose model is in that folder on the launcher's machine. The
-        path stays the same across restarts of the supervisor."""
+        path is the same after a restart of the supervisor."""
         kept = self._memory.step_times
         if str(folder) not in kept:
             found = engine_step_times(ClusterPlan(self._config, self._model_here(model)))
             self._memory = replace(self._memory, step_times={**kept, str(folder): found})
-            if self._keeper is not None:  # else it is kept when all groups have started
+            if self._keeper is not None:  # else it is saved when all groups have started
                 self._memory.save(self._config.name)
         path = self._memory.step_times[str(folder)]
         if path:  # its content may have been measured again
@@ -271,7 +274,8 @@ class SupervisorActor:
         return path
 
     def _share_measurements(self) -> None:
-        """Keep this node's calibration and step times for others, or get those that were kept. Blocks."""
+        """Store this node's calibration and step times for other nodes. If they do not exist on this node, get the
+        stored ones. Blocks."""
         name, config = self._config.name, self._config
         plan = ClusterPlan(config, self._here)
         steps, calibration = served_step_times_path(plan), served_calibration_path(plan)
@@ -283,15 +287,15 @@ class SupervisorActor:
         self._config = replace(config, prefill=replace(config.prefill, calibration=given))
 
     def _model_here(self, model: str) -> ResolvedModel:
-        """Return the model, as this node has it, that `baton reload` was given (empty: the configured one).
-        Blocks. Raises ModelError."""
+        """Return the model with its folder on this node. `model` is the argument of `baton reload`; empty: the
+        configured model. Blocks. Raises ModelError."""
         place = self._config.orchestrator_worker(self._folder, self._secret).place
         asked = replace(place, model=model, model_folder=Path(model)) if model else place
         return ResolvedModel(folder_on_node(asked))
 
     def _follow(self, orders: Orders) -> Orders:
-        """Take the operators' orders that come with each heartbeat of the orchestrator, and carry them out. Return
-        those that were kept."""
+        """Save and carry out the operators' orders. The orchestrator sends them with each heartbeat. Return the orders
+        that were saved."""
         if orders != self._memory.orders:
             memory = replace(self._memory, orders=orders)
             try:
@@ -311,7 +315,7 @@ class SupervisorActor:
             max_tokens=self._max_tokens,
             vocab_size=plan.model.config.vocab_size,
             dtype=self._config.model.description,
-            has_chat_template=False,  # the orchestrator, which has the tokenizer, says so
+            has_chat_template=False,  # set by the orchestrator, which has the tokenizer
             layout_fingerprint=self._memory.layout_fingerprint,
         )
         section, before = self._config.orchestrator, self._memory.address

@@ -1,4 +1,4 @@
-"""The supervisor's interface for other processes: its name, its state, and how to stop it."""
+"""The supervisor's interface for other processes: its name, its state, and a function that stops it."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -13,33 +13,34 @@ from deploy.ray_cluster.memory import forget_memory
 NAME = "supervisor"
 """Name of the supervisor's actor, in the namespace of its cluster."""
 STOP_S = 60.0
-"""Timeout in seconds for a supervisor that is stopped to end all its processes."""
+"""Timeout in seconds for the supervisor to end all its processes after a request to stop."""
 
 
 @dataclass(frozen=True)
 class SupervisorState:
-    """The supervisor's state, as the launcher shows it. Replaced as a whole."""
+    """State of the supervisor for the launcher, which shows it. A new object replaces it at each change."""
 
     pid: int
     node_id: str
     phase: str = "starting"
     """Phase of the cluster: starting, running, stopping, failed or stopped."""
     reports: tuple[str, ...] = ()
-    """Latest lines for the user since the supervisor's last start."""
+    """Latest lines of text for the user since the supervisor's last start."""
     num_reports: int = 0
-    """Number of lines so far, those no longer in `reports` included."""
+    """Total number of lines so far, including older lines that `reports` no longer contains."""
     error: str = ""
-    """Why the cluster failed, in one line."""
+    """Reason why the cluster failed, in one line; empty if it has not failed."""
     endpoint: str = ""
     """Address at which the orchestrator serves clients, host:port; empty before it serves."""
     model: ModelInfo | None = None
-    """The model that clients are served; None before they are."""
+    """The model that clients can use; None before the cluster serves."""
     pids: dict[str, int] = field(default_factory=dict)
     """Process ids of the workers, by name."""
 
 
 def end_supervisor(namespace: str) -> bool:
-    """Stop the supervisor of that namespace, with all that it made. Return whether there was one."""
+    """Stop the supervisor of that namespace and all processes that it started. Return whether the supervisor
+    existed."""
     try:
         actor = ray.get_actor(NAME, namespace=namespace)
     except ValueError:
