@@ -1,1 +1,2 @@
-"""Measures and fits parameters of serving: the rates of a cost model, and how a model's keys are chosen."""
+"""Measures and fits parameters of serving: the rates of the cost model, and the rules by which a sparse residency
+policy chooses keys."""

@@ -1,7 +1,9 @@
-"""Measures a prefill chain in service, by prompts of several lengths through the public client.
+"""Measures a prefill chain of a running cluster with prompts of several lengths, which it sends through the public
+client.
 
-A rank's computation is the time between its first and last layer, less its waits for earlier ranks' KV. It is measured
-while all ranks of the chain compute, push and send, as they do in service. Blocks; one prompt at a time.
+The computation time of a rank is the time from the start of its first layer to the end of its last layer, less its
+waits for the KV of earlier ranks. It is measured while all ranks of the chain compute, send KV to each other and push
+KV to the engine, as in normal service. Blocks; one prompt at a time.
 """
 
 import itertools
@@ -24,10 +26,10 @@ from baton.results.prefill_trace import RankTiming
 from baton.sampling_params import SamplingParams
 
 LEAST_TOKENS = 8
-"""Tokens of the shortest prompt that is measured."""
+"""Number of tokens of the shortest prompt that is measured."""
 _NUM_LENGTHS = 6
 _LONGEST_SHARE = 0.75
-"""Length of the longest measured prompt by default, as a fraction of the tokens that a request may have."""
+"""Default length of the longest measured prompt, as a fraction of the maximum number of tokens of a request."""
 _ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
@@ -40,22 +42,22 @@ class Sample:
     ranks: tuple[RankTiming, ...]
     """Timings of the chain's ranks, in rank order."""
     num_ranks: int
-    """Ranks of the prefill group that the chain belongs to."""
+    """Number of ranks of the prefill group that the chain belongs to."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Prompt tokens of each rank."""
+        """Number of prompt tokens of each rank."""
         return tuple(len(rank.tokens) for rank in self.ranks)
 
     @property
     def chain_s(self) -> float:
-        """Seconds from the start of the first rank's first layer to the end of the last rank's last."""
+        """Seconds from the start of the first layer on the first rank to the end of the last layer on the last rank."""
         return (self.ranks[-1].end_ns - self.ranks[0].start_ns) / 1e9
 
 
 @dataclass(frozen=True)
 class Check:
-    """Predicted and measured times to first token of prompts of one length."""
+    """Predicted and measured times to first token, for prompts of one length."""
 
     num_tokens: int
     chunks: tuple[int, ...]
@@ -65,38 +67,39 @@ class Check:
     """Median time to first token, in seconds."""
     predicted_s: float
     former_s: float
-    """Time to first token, in seconds, that the calibration in force before predicts."""
+    """Time to first token, in seconds, that the former calibration predicts."""
 
     @property
     def error(self) -> float:
-        """Error of the prediction, as a fraction of the measured time; positive if it was too long."""
+        """Error of the prediction, as a fraction of the measured time; positive if the predicted time was too long."""
         return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
 class ChainFit:
-    """The calibration that was fitted, and how well it predicts."""
+    """The fitted calibration, and the errors of its predictions."""
 
     calibration: Calibration
     residual: float
-    """Largest deviation of a rank's seconds from the fit, as a fraction."""
+    """Largest relative deviation of a rank's measured seconds from the fit."""
     checks: tuple[Check, ...]
-    """One check for each length and division of a prompt, by length, ascending."""
+    """One check for each prompt length and each division of a prompt among ranks, in ascending order of length."""
     width: int
-    """Ranks of the chains that were fitted."""
+    """Number of ranks of the chains that were fitted."""
     num_ranks: int
-    """Ranks of the prefill group."""
+    """Number of ranks of the prefill group."""
 
     @property
     def median_error(self) -> float:
-        """Median absolute error over the lengths that were not fitted; over all lengths where there are no others."""
+        """Median absolute error over the prompt lengths that were not used for the fit. If all lengths were used, over
+        all lengths."""
         unseen = [abs(check.error) for check in self.checks if not check.is_fitted]
         return statistics.median(unseen or [abs(check.error) for check in self.checks])
 
 
 def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
-    """Return the prompt lengths to fit, for requests of up to `max_tokens`: each half of the next. Raises
-    InvalidArgumentError when they would be too short to distinguish the costs."""
+    """Return the prompt lengths to fit, for requests of up to `max_tokens`, ascending. Each length is half of the next
+    one. Raises InvalidArgumentError if they would be too short to distinguish the costs."""
     longest = int(max_tokens * _LONGEST_SHARE)
     lengths = tuple(longest >> power for power in reversed(range(_NUM_LENGTHS)))
     if lengths[0] < LEAST_TOKENS:
@@ -108,7 +111,8 @@ def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
 
 
 def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return one length between each two neighbours, at which the fit is checked against unseen prompts."""
+    """Return one length between every two neighbouring lengths. At these lengths the fit is checked with prompts that
+    were not fitted."""
     ascending = sorted(set(lengths))
     between = [round((low * high) ** 0.5) for low, high in itertools.pairwise(ascending)]
     return tuple(each for each in between if each not in ascending)
@@ -117,9 +121,9 @@ def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
 def measure(
     client: Client, lengths: Sequence[int], *, repeats: int, rng: random.Random, done: Callable[[int], None]
 ) -> list[Sample]:
-    """Measure `repeats` rounds of a prompt of each length, in random order, after a round that is thrown away. Each
-    prompt is random, so that no cache helps. `done` is called with the tokens of each prompt that has ended. Raises
-    UnavailableError when a prompt was not prefilled by a chain at the first attempt."""
+    """Measure `repeats` rounds. A round has one prompt of each length, in random order. An additional first round is
+    discarded. The tokens of each prompt are random, so that no KV is cached. `done` is called with the number of tokens
+    of each prompt that has ended. Raises UnavailableError if a chain did not prefill a prompt at the first attempt."""
     vocab_size = client.model().vocab_size
     samples = []
     for round_number in range(repeats + 1):
@@ -134,9 +138,10 @@ def measure(
 
 
 def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[int]) -> ChainFit:
-    """Fit a calibration to the samples of the lengths `fitted`, and predict all samples. Only chains of all the group's
-    ranks are fitted, because a rank whose neighbours idle may be faster; where no prompt took all ranks, the widest
-    chains are. Raises InvalidArgumentError when these are of fewer than two lengths, or their times do not grow."""
+    """Fit a calibration to the samples of the lengths `fitted`, and predict all samples. Only chains with all ranks of
+    their group are fitted, because a rank may be faster while its neighbours are idle. If no prompt used all ranks, the
+    chains with the most ranks are fitted. Raises InvalidArgumentError if these chains have fewer than two prompt
+    lengths, or their times do not grow with the length."""
     width, num_ranks = max(len(sample.ranks) for sample in samples), max(sample.num_ranks for sample in samples)
     basis = [sample for sample in samples if sample.num_tokens in fitted and len(sample.ranks) == width]
     if len({sample.num_tokens for sample in basis}) < 2:
@@ -161,7 +166,7 @@ def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[in
 
 
 def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
-    """Return the seconds that each rank computed, the median of equal chunks."""
+    """Return the seconds that ranks computed. For equal chunks the median is returned."""
     seconds: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks:
@@ -170,8 +175,8 @@ def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
 
 
 def link_points(samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
-    """Return (bytes, seconds) of messages, the median over jobs with messages of that size; none for chains of one
-    rank."""
+    """Return pairs (bytes of a message, seconds to send it). The seconds are the median over jobs with messages of that
+    size. Return no pairs for chains of one rank."""
     seconds: defaultdict[float, list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks[:-1]:

@@ -1,7 +1,7 @@
-"""The work of `baton calibrate --generate`: measures generation steps on a running cluster.
+"""Implements `baton calibrate --generate`: measures generation steps on a running cluster.
 
-The modules `steps` and `rounds` of this folder say how they are measured; baton.planning.step_times describes the
-table, and how it is interpolated.
+The modules `steps` and `rounds` of this folder describe the measurement. baton.planning.step_times describes the table
+of step times and its interpolation.
 """
 
 import argparse
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 10.0
 _DRAFT_MODEL = "model"
-"""Source of drafts whose steps are those of another model (`generate.draft_model`)."""
+"""Name of the draft source that is a separate model (`generate.draft_model`)."""
 
 
 def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> str:
-    """Measure step times, and rounds of drafts where groups speculate; show them, and return the text of their file.
-    Assumes that the cluster is idle."""
+    """Measure step times. If groups speculate, also measure rounds of drafts. Show the results, and return the text of
+    the file that stores them. The cluster must be idle."""
     from random import Random
 
     from baton.planning.step_times import dumps, loads, tabulate
@@ -53,8 +53,8 @@ def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningSt
 
 
 def draft_keys_of(state: "ClusterState") -> dict[str, int]:
-    """Return the sources of drafts that generation groups have, each with the keys that a draft step attends to. Drafts
-    of a draft model are left out: its steps are not those that are measured."""
+    """Return the draft sources of the generation groups, each with the number of keys that a draft step attends to. A
+    draft model is left out, because its steps are not steps of the measured model."""
     groups = [group.generation for group in state.groups if group.generation is not None]
     sources = {each.counts.source: each.draft_keys for group in groups for each in group.speculation.sources}
     return {name: num_keys for name, num_keys in sources.items() if name != _DRAFT_MODEL}
@@ -79,7 +79,7 @@ def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
 
 
 def _show(origin: "StepTimes", times: "StepTimes", residual: float, console: "Console") -> None:
-    """Print the table with earlier predictions next to each value, and the fitted cost."""
+    """Print the table of step times, with the earlier prediction next to each value, and the fitted cost."""
     from rich.table import Table
 
     console.print(f"{times.model} on {times.hardware} (fingerprint {times.fingerprint})")

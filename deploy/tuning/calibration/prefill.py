@@ -1,7 +1,8 @@
-"""`baton calibrate`: measures what prefill costs on a running cluster, and hands the cluster the numbers to predict by.
+"""`baton calibrate`: measures the costs of prefill on a running cluster, and sends them to the cluster, which then uses
+them for its predictions.
 
-baton.planning.fit fits them, baton.planning.calibration writes the file, and docs/kv_runahead.md says what the numbers
-mean.
+baton.planning.fit fits the costs, baton.planning.calibration writes the file, and docs/kv_runahead.md explains the
+numbers.
 """
 
 import argparse
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 10.0
 _USE_S = 120.0
-"""Timeout in seconds for the orchestrator to search its partitions again."""
+"""Timeout in seconds for the orchestrator to accept new costs. It then searches again for the best partitions of
+prompts."""
 _MAX_REPEATS = 1000
 
 _DESCRIPTION = """\
@@ -69,7 +71,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run `baton calibrate`; return the exit status."""
     _check_options(args)
-    # Imported here, and below where needed, so that --help and mistyped options need neither grpc nor numpy.
+    # Local imports, so that --help and mistyped options need neither grpc nor numpy.
     from rich.console import Console
 
     from baton import Client
@@ -100,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse options that are out of range, or belong to the other kind of measurement; set the number of repeats."""
+    """Raise an error for options that are out of range or belong to the other kind of measurement. Set the number of
+    repeats."""
     for name in ("lengths", "checks") if args.generate else ("batches", "contexts"):
         if getattr(args, name) is not None:
             raise InvalidArgumentError(f"--{name}: only {'without' if args.generate else 'with'} --generate")
@@ -111,7 +114,8 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _hand_over(args: argparse.Namespace, stub: "PlanningStub", text: str) -> str:
-    """Hand the text of a calibration or a table of steps to the cluster; return where the orchestrator keeps it."""
+    """Send the text of a calibration or of a table of step times to the cluster. Return the path at which the
+    orchestrator stores it."""
     from baton.v1 import planning_pb2 as pb
 
     if args.generate:
@@ -122,7 +126,7 @@ def _hand_over(args: argparse.Namespace, stub: "PlanningStub", text: str) -> str
 
 
 def _require_idle(client: "Client", role: str, anyway: bool) -> None:
-    """Raise an error unless the cluster has a group of this role, and, without `anyway`, serves no requests."""
+    """Raise an error if the cluster has no group of this role, or if it is serving requests and `anyway` is false."""
     state = client.cluster_state()
     if not any(group.role == role for group in state.groups):
         raise ConfigError(f"the cluster has no {role} group, so there is nothing to measure: set {role}.num_groups")
@@ -135,7 +139,7 @@ def _require_idle(client: "Client", role: str, anyway: bool) -> None:
 
 
 def _measured_chains(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> str:
-    """Measure chains, show what was fitted, and return the text of the calibration's file."""
+    """Measure chains, show the fitted costs, and return the text of the calibration's file."""
     from random import Random
 
     from baton.planning.calibration import dumps, loads
@@ -145,7 +149,7 @@ def _measured_chains(args: argparse.Namespace, client: "Client", stub: "Planning
 
     origin = loads(stub.GetCalibration(pb.GetCalibrationRequest(), timeout=_ANSWER_S).calibration, "cluster")
     max_tokens = client.model().max_tokens
-    in_range = partial(option_values.counts, most=max_tokens - 1, least=LEAST_TOKENS)  # leaves room for an output token
+    in_range = partial(option_values.counts, most=max_tokens - 1, least=LEAST_TOKENS)  # 1 less: an output token
     lengths = in_range("--lengths", args.lengths) if args.lengths else fitted_lengths(max_tokens)
     checks = in_range("--checks", args.checks) if args.checks else lengths_between(lengths)
     if len(lengths) < 2:
@@ -159,7 +163,7 @@ def _measured_chains(args: argparse.Namespace, client: "Client", stub: "Planning
 
 
 def _show(outcome: "ChainFit", console: "Console") -> None:
-    """Print what was fitted, and how well it predicts."""
+    """Print the fitted costs, and the errors of their predictions."""
     from rich.table import Table
 
     calibration, cost = outcome.calibration, outcome.calibration.cost

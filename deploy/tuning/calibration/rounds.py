@@ -1,10 +1,11 @@
-"""Measures rounds of drafts in service: batches of sequences, where each step verifies a fixed number of drafts.
+"""Measures rounds of speculative decoding on a running cluster, with batches of sequences in which each step verifies a
+fixed number of drafts. A round is a step that verifies drafts, and the steps that made these drafts.
 
-A batch is one request with one choice for each sequence, as in the module `steps` of this folder; the request sets the
-number of drafts. All sequences begin together and run the same steps until the first of them ends, regardless of how
-many drafts of each are accepted. The tokens of a round get their timestamps one after another when the round has ended.
-So the time between the first tokens of two rounds is that of a round, including the steps that draft. Blocks; one batch
-at a time.
+A batch is one request with one choice for each sequence, as in the module `steps` of this folder. The request sets the
+number of drafts. All sequences begin in the same step and run the same steps until the first of them ends, regardless
+of how many drafts of each sequence are accepted. The tokens of a round get their timestamps one after another at the
+end of the round. So the time between the first tokens of two successive rounds is the duration of a round, including
+the steps that draft. Blocks; one batch at a time.
 """
 
 import itertools
@@ -21,28 +22,29 @@ from baton.types import DraftRound, TokenEvent
 from deploy.tuning.calibration.steps import Grid, events_of
 
 NUM_ROUNDS = 8
-"""Rounds that are measured of each batch, at least."""
+"""Minimum number of rounds that are measured of each batch."""
 NUM_DRAFTS = (2, 6)
-"""Numbers of drafts per sequence, one for each batch. A few and many distinguish the cost of a draft from that of a
-round."""
+"""Numbers of drafts per sequence with which each batch is measured. A small and a large number distinguish the cost of
+a draft from the cost of a round."""
 _UNMEASURED = 2
-"""Steps at a row's start that bring a token and are not measured: the prompt's end, and the first round."""
+"""Number of steps at the start of a sequence that produce tokens but are not measured: the end of the prompt, and the
+first round."""
 Measured = tuple[StepWork, float]
-"""The work of a round, and its seconds."""
+"""Work of a round, and its duration in seconds."""
 
 
 @dataclass(frozen=True)
 class ChoiceStep:
-    """A step, as one choice of a batch saw it."""
+    """One step, as seen in the events of one choice of a batch."""
 
     first_ns: int
-    """When the first of the step's tokens was made, in unix nanoseconds."""
+    """Time at which the first token of the step was made, in unix nanoseconds."""
     last_ns: int
-    """When the last of the step's tokens was made, in unix nanoseconds."""
+    """Time at which the last token of the step was made, in unix nanoseconds."""
     num_before: int
-    """Output tokens that the choice had before the step."""
+    """Number of output tokens that the choice had before the step."""
     drafts: DraftRound | None
-    """Drafts that the step verified for the choice; None without any."""
+    """Drafts of the choice that the step verified; None if it verified no drafts."""
 
 
 def max_tokens_of(num_drafts: int) -> int:
@@ -52,7 +54,7 @@ def max_tokens_of(num_drafts: int) -> int:
 
 
 def corners(grid: Grid) -> Grid:
-    """Return the smallest and the largest batches and contexts of a grid: costs are linear between them."""
+    """Return a grid of only the smallest and the largest batch and context, because costs are linear between them."""
     batches, contexts = (tuple(sorted({axis[0], axis[-1]})) for axis in (grid.batches, grid.contexts))
     return Grid(batches, contexts, grid.repeats)
 
@@ -65,10 +67,10 @@ def measure_rounds(
     rng: random.Random,
     done: Callable[[int], None],
 ) -> list[Measured]:
-    """Measure rounds of every batch and context of `grid` with each of NUM_DRAFTS. Return the round of median duration
-    of each: its work, and its seconds. `draft_keys`: by source of drafts, the keys that a draft step attends to, 0
-    where drafts take no step. `done` is called with the work of each batch that has ended. Batches whose rows had no
-    drafts are left out. Raises UnavailableError when a batch was lost, or did not run alone."""
+    """Measure rounds of every batch and context of `grid` with each of NUM_DRAFTS. For each measured batch, return the
+    work and the seconds of the round of median duration. `draft_keys`: number of keys that a draft step attends to, by
+    draft source; 0 for a source that drafts without a step. `done` is called with the work of each batch that has
+    ended. Batches without drafts are left out. Raises UnavailableError if a batch was lost, or did not run alone."""
     model = client.model()
     rounds: dict[tuple[int, int, int], list[Measured]] = defaultdict(list)
     cases = list(itertools.product(grid.cells, NUM_DRAFTS))
@@ -89,13 +91,13 @@ def measure_rounds(
 def rounds_of(
     events: Iterable[TokenEvent], batch: int, num_prompt: int, num_drafts: int, draft_keys: Mapping[str, int]
 ) -> list[Measured]:
-    """Return the work and seconds of each round in which all rows of a batch had `num_drafts` drafts, from the events
-    of a batch that ran alone. Raises UnavailableError when its rows did not run in step."""
+    """Return the work and seconds of each round in which all sequences of a batch had `num_drafts` drafts. `events` are
+    those of a batch that ran alone. Raises UnavailableError if the sequences did not run in the same steps."""
     of_choices: list[list[TokenEvent]] = [[] for _ in range(batch)]
     for event in events:
         if event.token is not None:
             of_choices[event.choice].append(event)
-    steps = list(zip(*map(steps_of_choice, of_choices), strict=False))  # until the first row has ended
+    steps = list(zip(*map(steps_of_choice, of_choices), strict=False))  # until one sequence ends
     found = []
     for before, step in itertools.pairwise(steps[_UNMEASURED - 1 :]):
         if max(each.last_ns for each in before) >= min(each.first_ns for each in step):
@@ -110,8 +112,8 @@ def rounds_of(
 
 
 def steps_of_choice(events: Sequence[TokenEvent]) -> list[ChoiceStep]:
-    """Return the steps of one choice, from the events of its tokens. The events of a step with drafts end with the one
-    that reports the drafts. All other steps have one token."""
+    """Return the steps of one choice, from the events of its tokens. In a step with drafts, the last event reports the
+    drafts. All other steps have one token."""
     steps: list[ChoiceStep] = []
     for index, event in enumerate(events):
         steps.append(ChoiceStep(event.unix_ns, event.unix_ns, index, None))
@@ -122,7 +124,8 @@ def steps_of_choice(events: Sequence[TokenEvent]) -> list[ChoiceStep]:
 
 
 def _work(step: Sequence[ChoiceStep], num_prompt: int, draft_keys: Mapping[str, int]) -> StepWork:
-    """Return the work of a round: of the steps that drafted, source by source, and of the step that verified."""
+    """Return the work of a round: the work of the draft steps, by draft source, and the work of the step that
+    verified."""
     rows: dict[str, list[RowDrafts]] = defaultdict(list)
     for each in step:
         assert each.drafts is not None

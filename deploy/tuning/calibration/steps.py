@@ -1,9 +1,11 @@
-"""Measures generation steps in service: batches of sequences of one length, by the times of their tokens.
+"""Measures generation steps on a running cluster: runs batches of sequences of equal length, and reads the times of
+their tokens.
 
-A batch is one request with one choice for each sequence. Its prompt is prefilled once, and its KV is copied to a slot
-for each sequence. So all sequences join in one step and leave in one step, and in between the engine runs nothing else.
-The engine sets a token's timestamp, so the time between two tokens of a sequence is the time of a step, regardless of
-the delay to the client. Sequences have no drafts: `rounds` measures those. Blocks; one batch at a time.
+A batch is one request with one choice for each sequence. Its prompt is prefilled once, and the KV is copied to a slot
+for each sequence. So all sequences join the batch in the same step and leave it in the same step, and the engine runs
+nothing else between these steps. The engine sets a token's timestamp, so the time between two tokens of a sequence is
+the duration of a step, regardless of the delay to the client. The sequences have no drafts; the module `rounds`
+measures drafts. Blocks; one batch at a time.
 """
 
 import itertools
@@ -19,45 +21,48 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 
 NUM_STEPS = 16
-"""Steps that are measured of each batch."""
+"""Number of steps that are measured of each batch."""
 _BEFORE = NUM_STEPS // 2 + 2
-"""Tokens that a row gets until it is half-way. The prompt's end and an unmeasured step bring two of them."""
+"""Number of tokens that a sequence gets in the first half of its measurement. Two of them are not measured: the token
+at the prompt's end, and the token of the next step."""
 LEAST_CONTEXT = _BEFORE + 1
-"""Tokens that a row of the shortest prompt has half-way."""
+"""Number of tokens that a sequence with the shortest prompt has half-way through its measurement."""
 _BATCHES = (1, 4, 16, 64)
 _CONTEXTS = (192, 1024, 4096)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The batches to measure: each number of rows with each context."""
+    """The batches to measure: every combination of a number of sequences and a context."""
 
     batches: tuple[int, ...]
-    """Numbers of rows, ascending."""
+    """Numbers of sequences, ascending."""
     contexts: tuple[int, ...]
-    """Tokens that a row has half-way through the measurement, ascending."""
+    """Numbers of tokens that a sequence has half-way through the measurement, ascending."""
     repeats: int = 1
     """Number of times that each batch is measured."""
 
     @property
     def cells(self) -> list[tuple[int, int]]:
-        """All (rows, tokens) that are measured."""
+        """All pairs (sequences, tokens) that are measured."""
         return [(batch, context) for batch in self.batches for context in self.contexts]
 
     def work(self, cell: tuple[int, int]) -> int:
-        """Return about how long a cell takes, in an arbitrary unit: a prompt, then steps of its rows."""
+        """Return an estimate of a cell's duration in an arbitrary unit: the prefill of a prompt, then steps of its
+        sequences."""
         return cell[1] + NUM_STEPS * cell[0]
 
 
 def default_batches(num_slots: int) -> tuple[int, ...]:
-    """Return the numbers of rows to measure on a group of `num_slots`: up to all slots, or the most choices of a
-    request."""
+    """Return the numbers of sequences to measure on a group of `num_slots` slots. The largest is the number of slots,
+    or the maximum number of choices of a request if that is smaller."""
     most = min(num_slots, MAX_CHOICES)
     return tuple(sorted({*(each for each in _BATCHES if each <= most), most}))
 
 
 def longest_context(max_tokens: int) -> int:
-    """Return the tokens that a row has half-way, in the longest request of `max_tokens`."""
+    """Return the number of tokens that a sequence has half-way through the measurement in the longest request, of
+    `max_tokens` tokens."""
     return max_tokens - NUM_STEPS // 2
 
 
@@ -76,9 +81,10 @@ def default_contexts(max_tokens: int) -> tuple[int, ...]:
 
 
 def measure_steps(client: Client, grid: Grid, *, rng: random.Random, done: Callable[[int], None]) -> list[list[float]]:
-    """Measure step times. Return seconds, one row for each batch with one time for each context: the median over the
-    steps of all repeats, each in random order, after one batch that is thrown away. `done` is called with the work of
-    each batch that has ended. Raises UnavailableError when a batch was lost, or did not run alone."""
+    """Measure step times. Return a table in seconds, with one line per number of sequences and one column per context.
+    Each value is the median over the steps of all repeats. Each repeat measures the batches in random order. One batch
+    before the first repeat is discarded. `done` is called with the work of each batch that has ended. Raises
+    UnavailableError if a batch was lost, or did not run alone."""
     vocab_size = client.model().vocab_size
     seconds: dict[tuple[int, int], list[float]] = {cell: [] for cell in grid.cells}
     _run(client, (grid.batches[-1], grid.contexts[0]), rng, vocab_size)
@@ -90,8 +96,8 @@ def measure_steps(client: Client, grid: Grid, *, rng: random.Random, done: Calla
 
 
 def steps_of(events: Iterable[TokenEvent], batch: int) -> list[float]:
-    """Return the seconds of each step but the first, from the events of a batch that ran alone from its first token to
-    its last. Raises UnavailableError when its rows did not run in step."""
+    """Return the seconds of each step except the first. `events` are those of a batch that ran alone from its first
+    token to its last. Raises UnavailableError if its sequences did not run in the same steps."""
     stamps: list[list[int]] = [[] for _ in range(batch)]
     for event in events:
         if event.token is not None:
@@ -115,7 +121,8 @@ def _run(client: Client, cell: tuple[int, int], rng: random.Random, vocab_size: 
 
 
 def events_of(client: Client, prompt: list[int], params: SamplingParams) -> list[TokenEvent]:
-    """Return the events of a batch: a request's choices. Raises UnavailableError when the cluster lost it."""
+    """Run a batch (one request with several choices) and return its events. Raises UnavailableError if the cluster lost
+    the request."""
     with client.generate(token_ids=prompt, params=params) as stream:
         events = list(stream)
         usage, num_resumes = stream.usage, stream.output.num_resumes

@@ -1,1 +1,2 @@
-"""Fits how sparse residencies choose keys, by what reading a text costs (`baton prepare`)."""
+"""Fits the rules by which sparse residency policies choose keys (`baton prepare`). The rules are judged by their cost
+in perplexity when a text is read."""

@@ -1,9 +1,11 @@
-"""How much attention a selection of keys keeps: the measure by which `baton prepare` judges bases without generating.
+"""Computes how much attention a selection of keys keeps. `baton prepare` compares bases by this measure, without
+generation. A basis is a set of R columns on which queries and keys are projected to estimate their scores.
 
-A softmax over all keys gives each a weight. The weight of the chosen keys is the *captured mass*; the rest is missing
-from the layer's output. It is computed from one run over a text: queries at some positions, all earlier keys.
+A softmax over all keys gives each a weight. The total weight of the chosen keys is the *captured mass*. The weight of
+the other keys is missing from the layer's output. The captured mass is computed from one run over a text, for queries
+at some positions and all earlier keys.
 
-Legend: Q queries looked at, S keys, N query heads, G kv heads, J = N / G, H head dim, R columns of a basis.
+Legend: Q examined queries, S keys, N query heads, G kv heads, J = N / G, H head dim, R columns of a basis.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,20 +20,22 @@ from baton.modeling.sparse.bases import Basis, LayerSample
 
 @dataclass(frozen=True)
 class Captured:
-    """Part of the attention that a selection keeps: means over the layers that select, queries and heads."""
+    """Attention that a selection keeps. Values are means over queries, heads, and the layers in which keys are
+    chosen."""
 
     mass: float
-    """Fraction of the softmax's weight that the chosen keys have."""
+    """Fraction of the softmax weight that belongs to the chosen keys."""
     share: float
-    """Fraction of the row's keys that are chosen."""
+    """Fraction of the sequence's keys that are chosen."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """One way to choose keys: by a basis, or by true scores."""
+    """A method to choose keys: by the scores of a basis, or by true scores."""
 
     basis: Basis | None
-    """Basis whose columns score the keys; None: true scores, the best possible choice of that number of keys."""
+    """Basis whose columns score the keys. None: true scores, which give the best possible choice of a given number of
+    keys."""
     lookahead: int
     selection: Selection
 
@@ -39,8 +43,8 @@ class Guess:
 def captured(
     samples: Iterable[LayerSample], guesses: Sequence[Guess], positions_Q: Tensor, windows: Sequence[int | None]
 ) -> list[Captured]:
-    """Return what each guess captures of the attention of the queries at `positions_Q`, in the order of the guesses.
-    `windows` has the sliding windows of all layers."""
+    """For each guess, return the attention that it captures, of the queries at `positions_Q`. `windows` has the sliding
+    window of each layer, or None for a layer without one."""
     found = torch.zeros(len(guesses), 2, dtype=torch.float64)
     num_layers = 0
     for sample in samples:
@@ -59,12 +63,14 @@ def captured(
 
 
 def closeness(scores_GJQS: Tensor) -> Tensor:
-    """Return, as `[G, Q, S]`, how far below a query head's best key a key is: the least over the J heads."""
+    """Return, as `[G, Q, S]`, each key's score minus the best score of the same query head, which is at most 0. Of the
+    J query heads of a kv head, the maximum counts."""
     return (scores_GJQS - scores_GJQS.amax(-1, keepdim=True)).amax(1)
 
 
 def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: Selection) -> Tensor:
-    """Return the keys that `baton.modeling.forward.selection` takes for many queries, as a mask `[G, Q, S]`."""
+    """Return the keys that `baton.modeling.forward.selection` would choose for each of many queries, as a mask `[G, Q,
+    S]`."""
     num_seen_Q = seen_QS.sum(-1)
     num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()
     most_Q = (num_seen_Q * selection.most_share).floor().clamp_(min=selection.free_keys)
@@ -85,7 +91,7 @@ def _guessed(sample: LayerSample, guess: Guess, basis: Basis, positions_Q: Tenso
 
 
 def _scores(q_QNX: Tensor, k_SGX: Tensor) -> Tensor:
-    """Return scores `[G, J, Q, S]`, over all columns of queries and keys."""
+    """Return attention scores `[G, J, Q, S]`, computed from all columns X of queries and keys."""
     num_queries, num_heads, num_columns = q_QNX.shape
     num_kv_heads = k_SGX.shape[1]
     q_QGJX = q_QNX.reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, num_columns)

@@ -1,10 +1,12 @@
-"""The work of `baton prepare`: fit bases, judge them, tune a selection, keep the best. Blocks for a minute or more.
+"""Implements `baton prepare`: fits bases (columns that estimate the scores of keys), compares them, tunes a selection,
+and writes the best to a file. Blocks for a minute or more.
 
-passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios
-passage 2 -> the same                        -> attention that each captures -> the best kind of each ratio
-others    -> read through the policy         -> perplexity and bytes         -> the selection that reads least
+passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios passage 2 -> the same -> attention that
+each captures -> the best kind of each ratio others    -> read through the policy         -> perplexity and bytes
+-> the selection that reads least
 
-Kinds that capture nearly the same are compared by reading the other passages, because their costs differ by more.
+Kinds of bases that capture nearly the same attention are compared by reading the other passages, because their costs in
+perplexity differ more.
 """
 
 import argparse
@@ -42,27 +44,28 @@ from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.selective import require_selective
 
 _FITTED_TOKENS = 2048
-"""Tokens that bases are fitted to, at most: the beginning of the first passage."""
+"""Maximum number of tokens that bases are fitted to: the beginning of the first passage."""
 _LEAST_TOKENS = 64
 _NUM_JUDGED = 64
-"""Number of queries by which bases are judged, evenly over the second half of the second passage."""
+"""Number of queries by which bases are compared. They are evenly spaced over the second half of the second passage."""
 _JUDGED_SHARE = 0.05
 """Fraction of the keys that each basis chooses by score when bases are compared."""
 _TIE = 0.001
-"""Difference of captured mass below which two bases are equal: another number of threads causes as much."""
+"""Difference of captured mass below which two bases count as equal. A different number of threads causes differences of
+this size."""
 _MASS_EVERY = 16
-"""Steps between two at which the final selection's keys are weighed."""
+"""Interval in steps at which the attention weight of the final selection's keys is measured."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A basis, and the fraction of the softmax's weight that it captures with as many keys as every other basis."""
+    """A basis, and the fraction of the softmax weight that it captures. All bases choose the same number of keys."""
 
     basis: Basis
     own_mass: float
     """Fraction captured by the layer's own queries."""
     early_mass: float
-    """Fraction captured by queries that were predicted a layer early."""
+    """Fraction captured by queries that were predicted one layer before."""
     is_best: bool
     """True if no basis with the same number of columns captures more by `_TIE` or more, at the requested lookahead."""
 
@@ -74,17 +77,18 @@ class Outcome:
     title: str
     judged: tuple[Judged, ...]
     judged_share: float
-    """Fraction of the keys that was chosen where bases were compared, those always chosen included."""
+    """Fraction of the keys that were chosen when bases were compared, including the keys that are always chosen."""
     best_mass: float
-    """Fraction of the softmax's weight that this many keys can capture at best."""
+    """Maximum fraction of the softmax weight that this number of keys can capture."""
     full_perplexity: float
     found: tuple[Measured, ...]
-    """The selections that keep within the cost; the first is written to the file."""
+    """The selections that stay within the allowed cost. The first one is written to the file."""
     path: Path
 
 
 def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
-    """Fit, judge and tune, and write the file. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Fit bases, compare them, tune a selection, and write the file. Raises InvalidArgumentError, ConfigError,
+    ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     torch.set_num_threads(use_threads(args.threads))
@@ -117,7 +121,7 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
 
 @torch.inference_mode()
 def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Console) -> list[Basis]:
-    """Fit a basis of each kind, with as many columns as the largest ratio asks for."""
+    """Fit a basis of each kind, with the number of columns of the largest ratio."""
     kinds = [BasisKind(name) for name in wanted.kinds]
     num_columns = _num_columns(decoder, wanted)[-1]
     context = wanted.reach or decoder.config.max_position
@@ -130,7 +134,8 @@ def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Con
 def judge(
     decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, console: Console
 ) -> tuple[tuple[Judged, ...], Captured]:
-    """Return what each basis, with each number of columns, captures of a text's attention, and what true scores do."""
+    """Return the attention over a text that each basis captures with each number of columns, and the attention that
+    true scores capture."""
     selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
     narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
     guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
@@ -151,8 +156,8 @@ def judge(
 
 
 def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> list[Measured]:
-    """Return selections by these bases: found by search, the one that reads least first; or the one given by hand, the
-    basis with the least cost first. Raises ConfigError."""
+    """Return selections by these bases. If they are searched, the selection that reads the fewest bytes is first. If
+    alpha and most_share are given by hand, the basis with the lowest cost is first. Raises ConfigError."""
     if wanted.by_hand is None:
         fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
         bases = cheapest(bases, fixed, wanted.context, reader.measure)
@@ -165,7 +170,8 @@ class PassageReader:
     """Reads the same passages through one policy after another."""
 
     def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, console: Console) -> None:
-        """Prefill the passages, and read them with all keys. Raises ConfigError when there is not enough memory."""
+        """Prefill the passages, and read them with attention to all keys. Raises ConfigError if there is not enough
+        memory."""
         self._decoder = decoder
         self._lookahead = lookahead
         self._console = console
@@ -176,19 +182,20 @@ class PassageReader:
 
     @property
     def full_perplexity(self) -> float:
-        """Perplexity of the passages with all keys."""
+        """Perplexity of the passages with attention to all keys."""
         return perplexity(self._full.losses_BM)
 
     def read(self, basis: Basis, selection: Selection, mass_every: int = 0) -> Reading:
-        """Read the passages through the policy infinigen with this basis and selection. Every `mass_every` steps the
-        picked keys are weighed, which is slow; 0: never."""
+        """Read the passages through the policy infinigen with this basis and selection. Every `mass_every` steps, the
+        true attention weight of the selected keys is measured, which is slow. 0: never."""
         fingerprint = self._shape.layout.model_fingerprint
         prepared = PreparedSelection(basis, selection, self._lookahead, fingerprint, text_hash="")
         residency = InfinigenResidency(self._shape, PagedMemory, prepared, self._decoder)
         return self._read(residency, _name(basis, selection), mass_every)
 
     def measure(self, basis: Basis, selection: Selection) -> Measured:
-        """Measure what a basis and selection cost and read, once each. Implements selection_tuning.Measure."""
+        """Measure the cost of a basis and selection, and the bytes that it reads. Each is measured only once.
+        Implements selection_tuning.Measure."""
         key = f"{basis.kind.value} {basis.num_columns}", selection
         if key not in self._measured:
             self._measured[key] = self._measure(basis, selection)
@@ -223,7 +230,8 @@ class PassageReader:
 
 
 def require_fit(decoder: Decoder, wanted: Wanted) -> None:
-    """Refuse at once what would fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Check in advance for errors that would otherwise appear only after minutes. Raises InvalidArgumentError,
+    ConfigError, ModelError."""
     config = decoder.config
     if config.num_layers <= NUM_WHOLE_LAYERS:
         raise ModelError(
@@ -252,7 +260,7 @@ def _name(basis: Basis, selection: Selection) -> str:
 
 
 def _num_columns(decoder: Decoder, wanted: Wanted) -> list[int]:
-    """Return the numbers of columns that the ratios give, ascending, each once."""
+    """Return the numbers of columns that correspond to the ratios, ascending and without duplicates."""
     return sorted({max(1, round(ratio * decoder.config.head_dim)) for ratio in wanted.ratios})
 
 
@@ -261,7 +269,7 @@ def _num_sampled(decoder: Decoder) -> int:
 
 
 def _counted(samples: Iterable[LayerSample], done: Callable[[int], None]) -> Iterator[LayerSample]:
-    """Yield the samples; call `done` for each when the next is asked for."""
+    """Yield the samples, and call `done` after each one when the next one is requested."""
     for sample in samples:
         yield sample
         done(1)

@@ -1,7 +1,8 @@
-"""Numbers that a reading of text (`passages` in this folder) gives of a policy: perplexity, agreement, picked keys.
+"""Quality measures of a residency policy that reads a text (module `passages` in this folder): perplexity, agreement
+with full attention, and selected keys.
 
-Legend: B rows, M steps, L layers, N heads, G kv heads, J = N / G query heads a kv head, H head dim, S keys of a row, K
-picks at most.
+Legend: B sequences, M steps, L layers, N heads, G kv heads, J = N / G query heads per kv head, H head dim, S keys of a
+sequence, K maximum number of selected keys.
 """
 
 import math
@@ -17,24 +18,25 @@ from generate_workers.residency.port import StepKv
 
 
 def perplexity(losses: Tensor) -> float:
-    """Return the perplexity of tokens from their negative log likelihoods."""
+    """Return the perplexity of tokens with these negative log likelihoods."""
     return math.exp(losses.double().mean())
 
 
 def perplexities(losses_BM: Tensor, chunk_steps: int) -> list[float]:
-    """Return the perplexities of consecutive chunks of `chunk_steps` steps, over all rows; the rest is left out."""
+    """Return the perplexity of each consecutive chunk of `chunk_steps` steps, over all sequences. Remaining steps are
+    left out."""
     num_chunks = losses_BM.shape[1] // chunk_steps
     return [perplexity(losses_BM.narrow(1, chunk * chunk_steps, chunk_steps)) for chunk in range(num_chunks)]
 
 
 def compatibility(choices_BM: Tensor, reference_BM: Tensor) -> float:
-    """Return the fraction of choices that equal the reference's."""
+    """Return the fraction of chosen tokens that equal those of the reference."""
     return float((choices_BM == reference_BM).double().mean())
 
 
 def relative_cost(losses_BM: Tensor, reference_BM: Tensor) -> tuple[float, float]:
-    """Return the relative rise of the perplexity above the reference's on the same tokens, and its standard error. Rows
-    count as independent samples, tokens of a row do not. The error is NaN for one row."""
+    """Return the relative increase of the perplexity compared with the reference on the same tokens, and its standard
+    error. Sequences count as independent samples; tokens of a sequence do not. The error is NaN for one sequence."""
     gap_B = (losses_BM - reference_BM).double().mean(1)
     ratio = math.exp(gap_B.mean())
     error = float(gap_B.std()) / math.sqrt(len(gap_B)) if len(gap_B) > 1 else math.nan
@@ -42,31 +44,32 @@ def relative_cost(losses_BM: Tensor, reference_BM: Tensor) -> tuple[float, float
 
 
 class PicksMeter:
-    """Counts, over all steps that it watches, what rows attend to in layers where a policy chooses. No such layer has a
-    sliding window."""
+    """Counts the keys that sequences attend to, in the layers in which a policy chooses keys, over all observed steps.
+    None of these layers has a sliding window."""
 
     def __init__(self) -> None:
         self.weighs = False
-        """True while the weight of true attention on the picked keys is measured, which is slow."""
+        """True while the weight that full attention gives to the selected keys is measured, which is slow."""
         self._shares: list[float] = []
         self._masses: list[float] = []
 
     @property
     def picked_share(self) -> float | None:
-        """Mean fraction of a row's keys that a kv head attended to; None when no layer chose."""
+        """Mean fraction of a sequence's keys that a kv head attended to; None if no layer chose keys."""
         return statistics.fmean(self._shares) if self._shares else None
 
     @property
     def mass(self) -> float | None:
-        """Mean weight that softmax over all keys gives the picked ones; None when nothing was weighed."""
+        """Mean weight that softmax over all keys gives to the selected keys; None if it was not measured."""
         return statistics.fmean(self._masses) if self._masses else None
 
     def watch(self, step: StepKv) -> "WatchedTurns | None":
-        """Return the step's turns with this meter attached, if it has turns. All its rows have one new token."""
+        """Return the step's turns (its calls before and after each layer) with this meter attached; None if the step
+        has no turns. All sequences of the step have one new token."""
         return None if step.turns is None else WatchedTurns(self, step, step.turns)
 
     def take(self, layer: int, picks: Picks, step: StepKv, q_BNH: Tensor) -> None:
-        """Record what was picked in one layer for these queries."""
+        """Record the keys that were selected for these queries in one layer."""
         lengths_B = torch.tensor([span.tokens.end for span in step.spans])
         self._shares.append(float((picks.num_BG / lengths_B.unsqueeze(1)).mean()))
         if self.weighs:
@@ -77,19 +80,19 @@ class PicksMeter:
 
 @dataclass(frozen=True)
 class WatchedTurns:
-    """The LayerTurns of a step, which pass the step's picks on to a meter."""
+    """LayerTurns that forward all calls to the turns of a step, and report the selected keys to a meter."""
 
     meter: PicksMeter
     step: StepKv
     turns: LayerTurns
-    """Turns of the step itself, to which all calls go."""
+    """Turns of the step, to which all calls are forwarded."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Begin the layer's turn in the step's own turns."""
         self.turns.begin(layer, hidden_TD)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the picks of the step's own turns, and record them in the meter."""
+        """Return the selected keys of the step's own turns, and record them in the meter."""
         picks = self.turns.picks(layer, q_TNH)
         if picks is not None:
             self.meter.take(layer, picks, self.step, q_TNH)
@@ -106,7 +109,8 @@ def _keys(span: SequenceSpan, layer: int) -> Tensor:
 
 
 def _picked_weight(picks: Picks, row: int, q_NH: Tensor, k_SGH: Tensor) -> float:
-    """Return the fraction of softmax attention's weight that a row's picks have, the mean over its heads."""
+    """Return the fraction of the softmax weight that belongs to the selected keys of one sequence, the mean over its
+    heads."""
     _, num_kv_heads, head_dim = k_SGH.shape
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     weights_GJS = torch.softmax(q_GJH @ k_SGH.float().permute(1, 2, 0), -1)

@@ -1,11 +1,12 @@
 """Measures the quality of a residency policy by reading natural text through it, as generation steps do.
 
-A row is a passage: a context, and the text that truly follows it. Full attention makes the context's KV, which is
-pushed into the policy's memory, the same bytes for every policy. The text behind it is fed one token a step, all rows
-in one batch. Each step returns the likelihood of the true next token, and the token that it would have chosen. The true
-token is always fed (teacher forcing), so every policy gets the same input. Runs on the calling thread, deterministic.
+Each sequence is a passage: a context, and the text that follows it in the original. Full attention computes the
+context's KV, which is copied into the policy's memory, the same bytes for every policy. The text after the context is
+fed one token per step, with all sequences in one batch. Each step returns the likelihood of the true next token, and
+the token that the model would have chosen. The true token is always fed (teacher forcing), so every policy gets the
+same input. Runs on the calling thread, deterministic.
 
-Legend: B rows, M steps, V vocabulary, D hidden.
+Legend: B sequences, M steps, V vocabulary, D hidden.
 """
 
 import statistics
@@ -27,18 +28,19 @@ from deploy.tuning.selection.metrics import PicksMeter
 from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 
 _CHUNK_TOKENS = 1024
-"""Tokens of a context that are prefilled at once."""
+"""Maximum number of tokens of a context that are prefilled in one call."""
 _UNTIMED_STEPS = 3
 """Steps at the beginning of a run that are not timed, because they touch memory for the first time."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive tokens of a text: a context, and what follows it."""
+    """Consecutive tokens of a text: a context, and the tokens that follow it."""
 
     token_ids: tuple[int, ...]
     num_context: int
-    """Tokens that are prefilled; each later one but the last is fed in a step, and asked for in the step before."""
+    """Number of tokens that are prefilled. Each later token except the last is fed in a step, and predicted in the step
+    before."""
 
     def __post_init__(self) -> None:
         assert self.num_context >= 1, "a row needs a context"
@@ -46,17 +48,18 @@ class Passage:
 
     @property
     def num_steps(self) -> int:
-        """Tokens to ask for: all behind the context but the first, which prefill would have chosen."""
+        """Number of tokens to predict: all tokens after the context except the first one, which prefill would
+        predict."""
         return len(self.token_ids) - self.num_context - 1
 
 
 @dataclass(frozen=True)
 class Context:
-    """A passage, and the KV of its context."""
+    """A passage with the computed KV of its context."""
 
     passage: Passage
     kv: KvBuffer
-    """KV made by full attention, of at least the context's tokens."""
+    """KV of at least the context's tokens, computed by full attention."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,13 @@ class StepScore:
     losses_B: Tensor
     """Negative log likelihoods of the true tokens, natural logarithm, float64."""
     choices_B: Tensor
-    """Tokens that the step found likeliest."""
+    """The most likely tokens according to the step."""
     duration_s: float
-    """Seconds of decoder, policy, logits and choice."""
+    """Duration in seconds of the decoder, the policy, the logits and the choice of tokens."""
     num_kv_bytes: int
-    """Bytes of KV that attention read, by the policy's account."""
+    """Bytes of KV that attention read, as counted by the policy."""
     num_link_bytes: int
-    """Bytes copied between host and device, by the policy's account."""
+    """Bytes copied between host and device, as counted by the policy."""
     num_full_bytes: int
     """Bytes of KV that attention to all tokens would read."""
 
@@ -85,22 +88,25 @@ class Reading:
     """Negative log likelihoods of the true tokens, natural logarithm, float64."""
     choices_BM: Tensor
     step_s: float
-    """Median seconds of a step; the first steps, and those whose keys were weighed, do not count."""
+    """Median duration of a step in seconds. The first steps, and steps in which attention weights were measured, do not
+    count."""
     num_kv_bytes: int
-    """Bytes of KV that attention read in all steps; `num_link_bytes` and `num_full_bytes` are sums as well."""
+    """Bytes of KV that attention read in all steps. `num_link_bytes` and `num_full_bytes` are also sums over all
+    steps."""
     num_link_bytes: int
     num_full_bytes: int
     held: KvBytes
     """KV memory of all sequences after the last step."""
     picked_share: float | None
-    """Mean fraction of a row's keys that its kv heads attended to, in layers that choose; None where none does."""
+    """Mean fraction of a sequence's keys that its kv heads attended to, in layers that choose keys; None if no layer
+    does."""
     mass: float | None
-    """Mean fraction of true attention's weight on the keys attended to; None where it was not weighed."""
+    """Mean fraction of full attention's weight that belongs to the keys attended to; None if it was not measured."""
 
 
 def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], None] | None = None) -> KvBuffer:
-    """Compute the KV of `token_ids` by full attention, chunk by chunk; `done` is called with the tokens of each chunk.
-    Raises the errors of OUT_OF_MEMORY."""
+    """Compute the KV of `token_ids` by full attention, chunk by chunk; `done` is called with the number of tokens of
+    each chunk. Raises the errors of OUT_OF_MEMORY."""
     kv = decoder.device.buffer(decoder.layout, TokenRange(0, len(token_ids)))
     with torch.inference_mode():
         for chunk in kv.tokens.split(_CHUNK_TOKENS):
@@ -111,7 +117,8 @@ def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], No
 
 
 def prefill_contexts(decoder: Decoder, passages: Sequence[Passage], console: Console) -> list[Context]:
-    """Prefill the contexts of all passages, with a bar. Raises ConfigError when there is not enough memory for them."""
+    """Prefill the contexts of all passages, and show a progress bar. Raises ConfigError if there is not enough memory
+    for them."""
     num_tokens = sum(passage.num_context for passage in passages)
     try:
         with progress(console, f"prefill of {num_tokens} tokens", num_tokens) as done:
@@ -122,13 +129,13 @@ def prefill_contexts(decoder: Decoder, passages: Sequence[Passage], console: Con
 
 
 def shape_for(decoder: Decoder, passages: Sequence[Passage]) -> KvShape:
-    """Return the sizes that a policy needs to hold a row for each passage."""
+    """Return the sizes with which a policy can hold one sequence for each passage."""
     longest = max(len(passage.token_ids) for passage in passages)
     return KvShape(decoder.layout, decoder.config.windows, len(passages), longest)
 
 
 class PassageRows:
-    """Rows that read their passages through a policy, a token a step. Make one with `opened`."""
+    """Sequences that read their passages through a policy, one token per step. Make an object with `opened`."""
 
     def __init__(
         self, decoder: Decoder, residency: Residency, passages: Sequence[Passage], rows: Sequence[RowKv]
@@ -143,7 +150,8 @@ class PassageRows:
     @classmethod
     @contextmanager
     def opened(cls, decoder: Decoder, residency: Residency, contexts: Sequence[Context]) -> Iterator["PassageRows"]:
-        """Push each context's KV to a row of the policy, which has no others; release the rows after the block."""
+        """Copy each context's KV to a sequence of the policy, which must hold no other sequences. Yield the sequences,
+        and release them after the `with` block."""
         with ExitStack() as claims:
             rows: list[RowKv] = []
             for slot, context in enumerate(contexts):
@@ -157,17 +165,17 @@ class PassageRows:
 
     @property
     def num_steps_left(self) -> int:
-        """Steps that are left until the first passage ends."""
+        """Number of remaining steps until the first passage ends."""
         return min(passage.num_steps for passage in self._passages) - self._num_steps
 
     @property
     def held(self) -> KvBytes:
-        """Memory of all rows at this moment."""
+        """KV memory that all sequences use now."""
         return sum((row.num_bytes for row in self._rows), KvBytes())
 
     @torch.inference_mode()
     def step(self, meter: PicksMeter | None = None) -> StepScore:
-        """Feed every row its next token; `meter` watches what the policy picks."""
+        """Feed every sequence its next token. `meter` records the keys that the policy selects."""
         assert self.num_steps_left, "a passage has ended"
         places = [passage.num_context + self._num_steps for passage in self._passages]
         spans = [(SlotId(slot), TokenRange(at, at + 1)) for slot, at in enumerate(places)]
@@ -197,7 +205,7 @@ class PassageRows:
 
 def read(rows: PassageRows, mass_every: int = 0, done: Callable[[], None] | None = None) -> Reading:
     """Read to the end of the first passage; `done` is called after each step. Every `mass_every` steps, the weight of
-    true attention on the picked keys is measured, which is slow; 0: never."""
+    full attention on the selected keys is measured, which is slow. 0: never."""
     meter, scores, times = PicksMeter(), [], []
     for number in range(rows.num_steps_left):
         meter.weighs = bool(mass_every) and number % mass_every == 0

@@ -1,7 +1,8 @@
-"""`baton prepare`: finds how a model's keys can be chosen by a part of their columns, for residency `infinigen`.
+"""`baton prepare`: finds rules for residency `infinigen`, by which a model's keys are chosen from only some of their
+columns.
 
-It needs no cluster: one process runs the model over a text (`deploy.tuning.selection.fitting`). docs/infinigen.md says
-what is fitted.
+It needs no cluster: one process runs the model over a text (`deploy.tuning.selection.fitting`). docs/infinigen.md
+describes the fitted parameters.
 """
 
 import argparse
@@ -40,7 +41,7 @@ The best of all --kinds is taken at each ratio, and of these what reads least an
 a standard error more. `baton evaluate` on another text says what it is worth."""
 
 _COSTS = ("0.02", "0.015")
-"""Default for the allowed rise of perplexity, by lookahead."""
+"""Default of the allowed relative increase of perplexity, indexed by the lookahead in layers."""
 
 _EXAMPLES = """\
 examples:
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_wanted(args: argparse.Namespace) -> Wanted:
-    """Return what the options ask for. Raises InvalidArgumentError for an option that is out of range."""
+    """Return the values that the options request. Raises InvalidArgumentError for an option that is out of range."""
     option_values.check_threads(args.threads)
     if args.output is not None and args.output.is_dir():
         raise InvalidArgumentError(f"--output {args.output} is a folder: name a file")
@@ -166,7 +167,7 @@ def _by_hand(args: argparse.Namespace) -> tuple[float, float] | None:
 
 
 def bases_table(outcome: "Outcome") -> "Table":
-    """Return a table with one line a basis: the attention that it captures."""
+    """Return a table with one line per basis: the attention that it captures."""
     from deploy.options.screen import number_table
 
     title = f"attention captured by {outcome.judged_share:.1%} of the keys"
@@ -180,7 +181,8 @@ def bases_table(outcome: "Outcome") -> "Table":
 
 
 def selections_table(outcome: "Outcome") -> "Table":
-    """Return a table with one line for each selection within the cost: what it reads. The first one is taken."""
+    """Return a table with one line for each selection within the allowed cost, with the bytes that it reads. The first
+    line is the selection that is used."""
     from deploy.options.screen import number_table
 
     title = f"selections; perplexity of full attention: {outcome.full_perplexity:.2f}"

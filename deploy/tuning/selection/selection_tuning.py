@@ -1,11 +1,12 @@
-"""Finds how few keys are enough: the search behind `baton prepare`, by what reading text through the policy costs.
+"""Searches for the smallest sufficient number of keys, for `baton prepare`. Reading a text through the policy measures
+the cost of each candidate.
 
-A selection has two bounds: alpha, how close to the best score a key must come, and most_share, the cap on how many keys
-a row may choose by score. The tighter they are, the more perplexity they cost and the more bytes they save. The
-tightest cap that keeps within the allowed cost without alpha is found by bisection; for it, and for the next looser
-one, the least alpha is. Of the selections that keep within the cost, the one that reads least is best. A cap below the
-number of keys that any row may choose has no effect on rows of the measured length, and is not tried: it would affect
-longer rows.
+A selection has two bounds: alpha, the maximum distance of a key's score from the best score, and most_share (the cap),
+the maximum fraction of a sequence's keys that are chosen by score. Tighter bounds cost more perplexity and save more
+bytes. Bisection finds the tightest cap that stays within the allowed cost without alpha. For this cap and for the next
+looser one, the smallest alpha within the cost is then searched. Of all selections within the cost, the one that reads
+the fewest bytes is best. Every sequence may choose a minimum number of keys; a cap below this number has no effect at
+the measured length. Such a cap is not tried, because it would affect longer sequences.
 """
 
 import math
@@ -22,23 +23,24 @@ CAPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class Measured:
-    """A way to choose keys, with the cost and savings of reading some text by it, compared with full attention on the
+    """A selection of keys, with the cost and the savings of reading a text with it, compared with full attention on the
     same text."""
 
     basis: Basis
     selection: Selection
     cost: float
-    """Relative rise of perplexity above full attention's."""
+    """Relative increase of perplexity compared with full attention."""
     cost_error: float
     """Standard error of `cost` over passages; NaN for one passage."""
     picked_share: float
-    """Mean fraction of a row's keys that was attended to, in layers that choose."""
+    """Mean fraction of a sequence's keys that were attended to, in layers that choose keys."""
     read_share: float
-    """Bytes of KV and partial keys that attention and choosing read, as a fraction of full attention's KV."""
+    """Bytes of KV and partial keys that were read for attention and for the choice of keys, as a fraction of the KV
+    bytes that full attention reads."""
 
     @property
     def likely_cost(self) -> float:
-        """The cost, raised by one standard error."""
+        """The cost plus one standard error."""
         return self.cost + (0.0 if math.isnan(self.cost_error) else self.cost_error)
 
 
@@ -46,7 +48,8 @@ Measure = Callable[[Basis, Selection], Measured]
 
 
 def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Measure) -> list[Basis]:
-    """Keep one basis of each number of columns: the one with the lowest cost under the tightest cap, without alpha."""
+    """Return one basis for each number of columns: the basis with the lowest cost under the tightest cap, without
+    alpha."""
     tightest = replace(fixed, alpha=math.inf, most_share=_caps(fixed, context)[0])
     rivals = [[basis for basis in bases if basis.num_columns == num] for num in sorted({b.num_columns for b in bases})]
     return [
@@ -55,10 +58,11 @@ def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Me
 
 
 def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Measured]:
-    """Find, for each basis and cap, the least alpha whose cost, even if it were a standard error worse, is at most
-    `most_cost`, a fraction of perplexity. `fixed` has the numbers of keys that are always and freely chosen. Return the
-    selections, the one that reads least first. `context` is the least number of tokens of the measured rows. Raises
-    ConfigError when nothing keeps within the cost."""
+    """For each basis and cap, find the smallest alpha whose cost plus one standard error is at most `most_cost`, a
+    relative increase of perplexity. `fixed` has the number of keys that are always chosen, and the number that any
+    sequence may choose by score. `context` is the smallest number of tokens of the measured sequences. Return the
+    selections; the one that reads the fewest bytes is first. Raises ConfigError if no selection stays within the
+    cost."""
     tries: list[Measured] = []
     caps = _caps(fixed, context)
 
@@ -77,7 +81,8 @@ def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: floa
 
 
 def _caps(fixed: Selection, context: int) -> list[float]:
-    """Return the caps that limit rows of `context` tokens, the tightest first; if none does, the loosest cap."""
+    """Return the caps that have an effect on sequences of `context` tokens, the tightest first. If no cap has an
+    effect, return only the loosest."""
     return [cap for cap in CAPS if math.floor(cap * context) > fixed.free_keys] or list(CAPS[-1:])
 
 
@@ -85,9 +90,10 @@ def _tightest(
     basis: Basis, fixed: Selection, caps: Sequence[float], most_cost: float, measure: Measure
 ) -> Iterator[Measured]:
     def find(selections: Sequence[Selection]) -> Measured | None:
-        """Return the tightest of the selections, ordered from tight to loose, that keeps within the cost."""
+        """Return the tightest selection that stays within the cost; None if there is none. `selections` are ordered
+        from tight to loose."""
         found: Measured | None = None
-        low, high = 0, len(selections)  # below `low` they cost too much, from `high` on they do not
+        low, high = 0, len(selections)  # before `low` all cost too much; `high` and later do not
         while low < high:
             middle = (low + high) // 2
             measured = measure(basis, selections[middle])

@@ -1,8 +1,8 @@
 """The texts of `baton evaluate`: natural passages, and passages with a fact at the start and a question about it at the
 end.
 
-Rows are independent samples: texts are assigned to rows one after another, and each row has its own part of its text.
-Only the facts are random, by a fixed seed.
+Sequences are independent samples: texts are assigned to sequences one after another, and each sequence has its own part
+of its text. Only the facts are random, with a fixed seed.
 """
 
 import gzip
@@ -38,11 +38,11 @@ class Needle:
 
 
 class Texts:
-    """Texts, divided into a part for each row."""
+    """Texts, divided into one part for each sequence."""
 
     def __init__(self, tokenizer: Tokenizer, paths: Sequence[Path], num_rows: int) -> None:
-        """Read and divide the texts. Raises InvalidArgumentError for a file that is not a text, and for more files than
-        rows."""
+        """Read and divide the texts. Raises InvalidArgumentError if a file is not a text, or if there are more files
+        than sequences."""
         if num_rows < len(paths):
             raise InvalidArgumentError(f"--rows {num_rows} is less than the {len(paths)} texts: use a row for each")
         self._tokenizer = tokenizer
@@ -54,14 +54,15 @@ class Texts:
         self._parts = [texts[row % len(texts)][row // len(texts)] for row in range(num_rows)]
 
     def passages(self, num_context: int, num_steps: int) -> list[Passage]:
-        """Return the first tokens of each row's part as a passage. Raises InvalidArgumentError for a short part."""
+        """Return the first tokens of each sequence's part of the text as a passage. Raises InvalidArgumentError if a
+        part is too short."""
         num_tokens = num_context + num_steps + 1
         return [Passage(tuple(_first(*part, num_tokens)), num_context) for part in self._parts]
 
     def needles(self, num_context: int, num_steps: int) -> list[Needle]:
-        """Return a passage for each row. Its context has a fact in the first half, at a different depth in each row.
-        After the context follow at least `num_steps` tokens of the text, the question and the answer. Raises
-        InvalidArgumentError when a part or a context is too short."""
+        """Return a passage for each sequence. Its context has a fact in the first half, at a different position in each
+        sequence. The context is followed by at least `num_steps` tokens of the text, then the question and the answer.
+        Raises InvalidArgumentError if a part or a context is too short."""
         facts = _facts(len(self._parts))
         forms = [[self._bare(form.format(**fact)) for form in (_TOLD, _ASKED, _ANSWER)] for fact in facts]
         longest = max(len(asked) + len(answer) for _, asked, answer in forms)
@@ -77,12 +78,14 @@ class Texts:
         return needles
 
     def _bare(self, text: str) -> list[int]:
-        """Return the tokens of a text within another: without those that the tokenizer puts before a text."""
+        """Return the tokens of a text that is inserted into another one, without the special tokens that the tokenizer
+        adds at the start of a text."""
         return self._tokenizer.encode(text)[self._num_added :]
 
 
 def _first(path: Path, token_ids: list[int], num_tokens: int) -> list[int]:
-    """Return the first tokens of a row's part of the text in `path`. Raises InvalidArgumentError for a short part."""
+    """Return the first tokens of a sequence's part of the text in `path`. Raises InvalidArgumentError if the part is
+    too short."""
     if len(token_ids) < num_tokens:
         raise InvalidArgumentError(
             f"--text {path}: a row's part has {len(token_ids)} tokens, and {num_tokens} are read: give"
@@ -92,14 +95,14 @@ def _first(path: Path, token_ids: list[int], num_tokens: int) -> list[int]:
 
 
 def _facts(num_facts: int) -> list[dict[str, str]]:
-    """Return names that no text has, each with a secret."""
+    """Return invented names that occur in no text, each with a secret."""
     rng = random.Random(_SEED)
     names = ["".join(rng.sample(_SYLLABLES, 3)).capitalize() for _ in range(num_facts)]
     return [{"name": name, "secret": rng.choice(_SECRETS)} for name in names]
 
 
 def _equal_parts(text: str, num_parts: int) -> list[str]:
-    """Divide a text into parts of about equal length, each of which begins with a line."""
+    """Divide a text into parts of about equal length. Each part begins at the start of a line."""
     wanted = [len(text) * part // num_parts for part in range(1, num_parts)]
     starts = [0, *(text.find("\n", place) + 1 or len(text) for place in wanted), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(starts)]

@@ -14,19 +14,19 @@ class Wanted:
 
     kinds: tuple[str, ...]
     ratios: tuple[float, ...]
-    """Columns of a head that are kept, as fractions of all."""
+    """Fractions of a head's columns that are kept."""
     reach: int
-    """Positions below which bases must hold; 0: the model's context."""
+    """Bases must be valid for positions below this number; 0: the model's context length."""
     lookahead: int
     context: int
-    """Tokens of each passage before the steps."""
+    """Number of tokens of each passage before the first step."""
     num_rows: int
-    """Number of passages, the one that is fitted to included."""
+    """Number of passages, including the one that bases are fitted to."""
     num_steps: int
     most_cost: float
-    """Relative rise of perplexity that is allowed."""
+    """Allowed relative increase of perplexity."""
     by_hand: tuple[float, float] | None
-    """alpha and most_share as given; None: they are searched."""
+    """The given values of alpha and most_share; None: `baton prepare` searches for them."""
     num_first: int
     num_last: int
     free_keys: int
