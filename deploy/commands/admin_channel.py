@@ -1,5 +1,5 @@
-"""A gRPC channel from a command to the orchestrator of a running cluster. Calls on it carry the cluster's secret, and
-the operator's API key, if the command was given one."""
+"""A gRPC channel from a command to the orchestrator of a running cluster. Each call contains the cluster's secret and,
+if the command has one, the operator's API key."""
 
 import argparse
 import contextlib
@@ -21,14 +21,15 @@ _ANSWER_S = 10.0
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the name of a running cluster, and the option --target in place of it, to an operator's command."""
+    """Add the name of a running cluster as an argument, and the option --target as its alternative, to an operator's
+    command."""
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     text = f"a cluster that was brought up on another machine, whose secret is in the variable {SECRET_VARIABLE}"
     parser.add_argument("--target", metavar="HOST:PORT", help=text)
 
 
 def add_timeout(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add the option --timeout, with this help, to an operator's command."""
+    """Add the option --timeout, with the help `text`, to an operator's command."""
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
 
 
@@ -42,13 +43,14 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
 
 
 def given_key(args: argparse.Namespace) -> str | None:
-    """Return the API key that the command was given, if any. Raises ConfigError for a variable that is not set."""
+    """Return the API key from the environment variable that --api-key-env names; None without the option. Raises
+    ConfigError if the variable is not set."""
     return None if args.api_key_env is None else read_variable(args.api_key_env)
 
 
 def cluster_channel(args: argparse.Namespace) -> AbstractContextManager["grpc.Channel"]:
-    """Connect to the cluster that the command's options name, as `admin_channel` does. Raises ConfigError when it does
-    not run here, UnavailableError while it starts."""
+    """Connect to the cluster that the command's options name, as `admin_channel` does. Raises ConfigError if the
+    cluster does not run on this machine, and UnavailableError while it starts."""
     from deploy.commands.record import secret_for, serving_endpoint
 
     target = args.target or serving_endpoint(args.name)
@@ -57,8 +59,9 @@ def cluster_channel(args: argparse.Namespace) -> AbstractContextManager["grpc.Ch
 
 @contextlib.contextmanager
 def admin_channel(target: str, secret: "ClusterSecret", api_key: str | None = None) -> Iterator["grpc.Channel"]:
-    """Connect to the orchestrator at `target` and yield the channel, whose calls carry this secret and API key. Errors
-    of calls leave the block as BatonErrors. Raises UnavailableError when no orchestrator answers within 5 s."""
+    """Connect to the orchestrator at `target` and yield the channel, which adds the secret and the API key to each
+    call. gRPC errors in the `with` block become BatonErrors. Raises UnavailableError if no orchestrator answers within
+    5 s."""
     import grpc  # imported here, so that --help and mistyped options are answered without grpc
 
     from baton.channel_options import Keepalive, channel_options
@@ -76,8 +79,8 @@ def admin_channel(target: str, secret: "ClusterSecret", api_key: str | None = No
 
 
 def ask_state(channel: "grpc.Channel") -> "ClusterState":
-    """Return the state of the cluster whose orchestrator the channel leads to. Raises grpc.RpcError, and
-    VersionMismatchError for an incompatible one."""
+    """Return the state of the cluster whose orchestrator is at the other end of the channel. Raises grpc.RpcError, and
+    VersionMismatchError if the orchestrator is incompatible."""
     from baton.calls.cluster_state import cluster_state_from_proto
     from baton.v1.orchestrator_pb2 import GetClusterStateRequest
     from baton.v1.orchestrator_pb2_grpc import OrchestratorStub

@@ -20,8 +20,8 @@ _MOST_BYTES = 4096
 
 
 def keep_secrets(record: Path, secret: ClusterSecret) -> Path:
-    """Write the secret of the cluster whose record has this path, and a new token for its Ray, in place of existing
-    ones. Return the path of the token. Raises ConfigError when they cannot be written."""
+    """Write the secret of the cluster whose record has the path `record`, and a new token for its Ray. Existing files
+    are replaced. Return the path of the token. Raises ConfigError if the files cannot be written."""
     folder = _folder(record)
     try:
         remove_secrets(record)
@@ -35,13 +35,14 @@ def keep_secrets(record: Path, secret: ClusterSecret) -> Path:
 
 
 def token_path(record: Path) -> Path:
-    """Return the path of the token of a Ray that was started for the cluster whose record has this path."""
+    """Return the path of the token file of the Ray that was started for the cluster whose record has the path
+    `record`."""
     return _folder(record) / _RAY
 
 
 def load_secret(record: Path) -> ClusterSecret:
-    """Return the secret of the cluster whose record has this path. Raises ConfigError when there is none, or when
-    another user may have read or written it."""
+    """Return the secret of the cluster whose record has the path `record`. Raises ConfigError if the secret does not
+    exist, or if another user may have read or written it."""
     path = _folder(record) / _CLUSTER
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="ascii") as file:
@@ -56,7 +57,7 @@ def load_secret(record: Path) -> ClusterSecret:
 
 
 def remove_secrets(record: Path) -> None:
-    """Remove the secrets of the cluster whose record has this path. Harmless when there are none."""
+    """Remove the secrets of the cluster whose record has the path `record`. Does nothing if there are none."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(_folder(record))
 

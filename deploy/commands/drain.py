@@ -1,5 +1,5 @@
-"""`baton drain`: keeps new work from a group of a running cluster, waits until it has nothing left to do, and lets it
-leave. With --undo it brings the group back."""
+"""`baton drain`: sends no new work to a group of a running cluster, waits until the group has finished its work, and
+then ends its workers. With --undo it starts the group again."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -41,7 +41,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `baton drain`; return the exit status: 0 once the group has left, is drained, or may have work again."""
+    """Run `baton drain`; return the exit status: 0 once the group has left the cluster, is drained, or may get new work
+    again."""
     check_timeout(args.timeout)
     # Imported here, so that --help and mistyped options are answered without grpc.
     from baton.v1.admin_pb2_grpc import AdminStub
@@ -67,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
 def withdraw(
     stub: "AdminStub", group: str, *, keep: bool = False, returns: bool = False, timeout_s: float | None
 ) -> None:
-    """Drain the group and show its progress; then it leaves, unless `keep` says that its workers stay. `returns`: the
-    caller brings this group or another one back afterwards. Raises UnavailableError when the group is not done within
-    `timeout_s`, or the drain was undone meanwhile."""
+    """Drain the group and show the progress. Then end its workers, unless `keep` is true. `returns` is true if the
+    caller will start this group or another one again afterwards. Raises UnavailableError if the group has not finished
+    within `timeout_s` seconds, or if another command undoes the drain meanwhile."""
     from rich.console import Console
 
     from baton.calls.cluster_state import group_state_from_proto
@@ -94,8 +95,8 @@ def withdraw(
 
 
 def restore(stub: "AdminStub", group: str, *, timeout_s: float | None, model: str = "") -> None:
-    """Let the group have work again, with the model in the folder `model` if one is named. Raises UnavailableError when
-    it cannot be started, or not within `timeout_s`."""
+    """Make the group available for new work again, with the model in the folder `model` if `model` is not empty. Raises
+    UnavailableError if the group cannot be started, or does not start within `timeout_s` seconds."""
     from rich.console import Console
 
     from baton.errors import DeadlineExceededError

@@ -1,5 +1,5 @@
-"""`baton flip`: lets a worker of a running cluster change its role, from prefill to generation or back, with its model
-still loaded. With --undo it goes back."""
+"""`baton flip`: changes the role of a worker of a running cluster, from prefill to generation or the reverse. The model
+stays loaded. With --undo the worker returns to its former role."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def flip(stub: "AdminStub", group: str, *, undo: bool, timeout_s: float | None) -> "GroupState | None":
-    """Let the group lend a worker, or `undo` that, and show the progress; return the state of the group that serves
-    with the worker, None when the worker has ended with its own group. Raises UnavailableError when that is not done
-    within `timeout_s` seconds."""
+    """Order the group to lend a worker to the other role, or with `undo` to take it back, and show the progress. Return
+    the state of the group that then serves with the worker; None if the worker has ended together with its own group.
+    Raises UnavailableError if the change takes longer than `timeout_s` seconds."""
     from rich.console import Console
 
     from baton.calls.cluster_state import group_state_from_proto

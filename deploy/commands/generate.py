@@ -1,4 +1,5 @@
-"""`baton generate`: sends one prompt to a running server; text goes to standard output, all else to standard error."""
+"""`baton generate`: sends one prompt to a running server. The generated text is written to standard output, everything
+else to standard error."""
 
 import argparse
 import os
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(output: Completion) -> str:
-    """Return a one-line summary of the request: tokens, finish reasons, times, and what is special about it."""
+    """Return a one-line summary of the request: tokens, finish reasons, times, and notes about unusual events."""
     finishes = dict.fromkeys("none" if each.finish is None else each.finish.value for each in output.choices)
     num_output_tokens = sum(len(choice.tokens) for choice in output.choices)
     parts = [
@@ -119,7 +120,7 @@ def _write_out(stream: "Stream") -> None:
 
 
 def _write_choices(stream: "Stream") -> None:
-    """Print each choice when it has ended, because interleaved choices could not be read."""
+    """Print each choice after it has ended, because interleaved choices would be unreadable."""
     for event in stream:
         if event.finish is not None:
             choice = stream.output.choices[event.choice]
@@ -127,6 +128,7 @@ def _write_choices(stream: "Stream") -> None:
 
 
 def _leave_pipe() -> int:
-    """Return the exit status for a closed output pipe, after which the interpreter's last flush goes to /dev/null."""
+    """Return the exit status for a closed output pipe. Redirects standard output to /dev/null, so that the
+    interpreter's last flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE_STATUS

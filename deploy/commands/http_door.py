@@ -1,11 +1,11 @@
-"""The HTTP gateway of `baton serve`: a child process of the launcher, started again whenever it ends.
+"""The HTTP gateway of `baton serve`: a child process of the launcher, which is restarted whenever it ends.
 
-The launcher owns the socket: the address is bound before anything else starts and stays bound while processes come
-and go, and connections that arrive between two processes wait for the next one. The process
-(`deploy.front_doors.http_process`) is started with the door and reads two lines of JSON: an HttpPlan, by which it loads
-all that it needs while the cluster starts, and an HttpTarget once the cluster serves. It answers with one line when it
-serves itself, and with an empty one each heartbeat. It exits at the end of its standard input, so it does not outlive a
-killed launcher. A thread of the launcher, `http-door`, waits for its end, and kills it when it is silent.
+The launcher owns the socket. The address is bound before anything else starts, and stays bound when the process is
+restarted: connections that arrive meanwhile wait for the next process. The process (`deploy.front_doors.http_process`)
+is started when an HttpDoor is made. It reads two lines of JSON: first an HttpPlan, with which it loads everything while
+the cluster starts, and then an HttpTarget once the cluster serves. It writes one line when it serves, and then an empty
+line at each heartbeat. It exits at the end of its standard input, so it does not outlive a killed launcher. A thread of
+the launcher, `http-door`, waits for the end of the process, and kills it if the heartbeats stop.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from gateway.listening import open_socket
 
 _MODULE = "deploy.front_doors.http_process"
 _START_S = 120.0
-"""Timeout in seconds for the process to serve. It loads a tokenizer, on a machine that may be busy."""
+"""Timeout in seconds for the process to start to serve. It loads a tokenizer, on a machine that may be busy."""
 _END_S = 10.0
-"""Seconds that the process has to exit by itself after the grace period of its requests."""
+"""Seconds that the process has to exit by itself, after the grace period for its running requests."""
 _EXAMPLE = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 48}'
 _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all interfaces of a machine, each with the loopback address that reaches them locally."""
@@ -44,17 +44,17 @@ _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @settings
 class HttpPlan(LogLines, TraceExport):
-    """Settings of the HTTP gateway that are the same in each of its processes."""
+    """Settings of the HTTP gateway that stay the same when its process is restarted."""
 
     folder: Path = field(kw_only=True)
-    """Folder of the model, which has its tokenizer and chat template."""
+    """Folder of the model, with its tokenizer and chat template."""
     socket: int = field(kw_only=True)
     """File descriptor of the bound socket, which the process inherits."""
     section: HttpSection = field(kw_only=True)
     control_tokens_in_text: bool = False
-    """True: control tokens that are spelled out in a chat's texts act as control tokens."""
+    """True if the text of a control token in a chat's messages is tokenized as that control token."""
     heartbeat_s: Seconds = 1.0
-    """Seconds between two signs of life."""
+    """Seconds between two heartbeats."""
 
 
 @settings
@@ -67,11 +67,12 @@ class HttpTarget:
 
 
 class HttpDoor:
-    """Keeps the HTTP gateway. Used by the launcher's main thread, which makes and closes it."""
+    """Starts, restarts and ends the HTTP gateway's process. Used by the launcher's main thread, which makes and closes
+    it."""
 
     def __init__(self, config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> None:
-        """Bind the address and start the process, which serves nothing yet. `report` shows a line to the user, from any
-        thread. Raises ConfigError when the address cannot be bound or the certificate cannot be read."""
+        """Bind the address and start the process, which does not serve yet. `report` shows a line to the user; any
+        thread may call it. Raises ConfigError if the address cannot be bound or the certificate cannot be read."""
         section = config.http
         _check_certificate(section)
         self._socket = open_socket(section.host, section.port)
@@ -90,7 +91,7 @@ class HttpDoor:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._decided = threading.Event()
-        """Set once there is a target, or the door closes."""
+        """Set once a target is known, or this object is closed."""
         self._target: HttpTarget | None = None  # guarded by the lock, as are `_process` and `_is_told`
         self._process: subprocess.Popen[str] | None = None
         self._is_told = False
@@ -107,8 +108,8 @@ class HttpDoor:
         return f"{'https' if self._section.certificate else 'http'}://{address}"
 
     def serve(self, target: str, model: ModelInfo) -> None:
-        """Serve this model through the orchestrator at `target`. A process that has got its target already is replaced
-        by a new one."""
+        """Serve this model through the orchestrator at `target`. If the process has already received another target, a
+        new process replaces it."""
         with self._lock:
             self._target = HttpTarget(target, model)
             if self._process is not None and self._is_told:
@@ -116,7 +117,7 @@ class HttpDoor:
         self._decided.set()
 
     def close(self) -> None:
-        """End the process once its responses have ended or the grace period has passed, and release the address.
+        """End the process after its responses have ended or the grace period has passed, and release the address.
         Idempotent."""
         self._closing.set()
         with self._lock:
@@ -140,7 +141,7 @@ class HttpDoor:
             self._closing.wait(pause_s)
 
     def _live(self, restarts: Restarts) -> tuple[HttpTarget | None, str]:
-        """Run the process once, until it ends. Return its target and the reason why it ended."""
+        """Run one process until it ends. Return its target and the reason why it ended."""
         with self._lock:
             if self._closing.is_set():
                 return self._target, "closing"
@@ -160,7 +161,7 @@ class HttpDoor:
             self._tell_ready()
             why = _until_end(process, self._dead_after_s)
         else:
-            process.kill()  # unless it has ended
+            process.kill()  # no effect if it has ended
             why = f"status {process.wait()}"
         _close_pipes(process)
         with self._lock:
@@ -169,7 +170,7 @@ class HttpDoor:
 
     def _report(self, line: str) -> None:
         """Show a line to the user, if that is possible. A failure to show it does not stop HTTP."""
-        with contextlib.suppress(OSError, ValueError):  # ValueError: of a stream that was closed
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
             self._print(line)
 
     def _tell_ready(self) -> None:
@@ -186,7 +187,8 @@ class HttpDoor:
 
 @contextlib.contextmanager
 def http_door(config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> Iterator[HttpDoor | None]:
-    """Yield the keeper of the HTTP gateway, or None if HTTP is not configured. Close the keeper in the end."""
+    """Yield an HttpDoor, which runs the HTTP gateway, or None if HTTP is not configured. Close it at the end of the
+    `with` block."""
     if config.http.port < 0:
         yield None
         return
@@ -216,7 +218,7 @@ def _start(plan: HttpPlan) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         text=True,
         pass_fds=(plan.socket,),
-        process_group=0,  # a terminal's Ctrl-C is the launcher's to handle, also while the process imports
+        process_group=0,  # only the launcher handles Ctrl-C of a terminal
     )
     _tell(process, plan)
     return process
@@ -224,13 +226,14 @@ def _start(plan: HttpPlan) -> "subprocess.Popen[str]":
 
 def _tell(process: "subprocess.Popen[str]", message: HttpPlan | HttpTarget) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # a process that died has no answer
+    with contextlib.suppress(BrokenPipeError):  # if it died, no answer follows
         process.stdin.write(to_json(message) + "\n")
         process.stdin.flush()
 
 
 def _first_answer(process: "subprocess.Popen[str]") -> dict[str, object]:
-    """Return the first answer of the process; empty if it ends before, or does not serve in time."""
+    """Return the first answer of the process; empty if the process ends before it answers, or does not serve in
+    time."""
     assert process.stdout is not None
     late = threading.Timer(_START_S, process.kill)
     late.start()
@@ -245,13 +248,13 @@ def _first_answer(process: "subprocess.Popen[str]") -> dict[str, object]:
 
 
 def _until_end(process: "subprocess.Popen[str]", dead_after_s: float) -> str:
-    """Wait for the end of a process that gives signs of life; kill it without one for `dead_after_s` seconds. Return
+    """Wait for the end of a process that sends heartbeats. Kill it if none arrives for `dead_after_s` seconds. Return
     why it ended."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as signs:
         signs.register(process.stdout, selectors.EVENT_READ)
         while signs.select(dead_after_s):
-            if not os.read(process.stdout.fileno(), 4096):  # its end
+            if not os.read(process.stdout.fileno(), 4096):  # end of file
                 return f"status {process.wait()}"
     process.kill()
     process.wait()
@@ -265,7 +268,7 @@ def _ask_to_end(process: "subprocess.Popen[str]") -> None:
 
 
 def _close_pipes(process: "subprocess.Popen[str]") -> None:
-    """Close the pipes of a process that has ended, and discard input that it has not read."""
+    """Close the pipes of a process that has ended. Input that it has not read is discarded."""
     _ask_to_end(process)
     assert process.stdout is not None
     process.stdout.close()

@@ -1,4 +1,4 @@
-"""`baton config` and `baton doctor`: print the configuration in force, and check it against this machine."""
+"""`baton config` and `baton doctor`: print the resulting configuration, and check whether this machine can run it."""
 
 import argparse
 import sys
@@ -38,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def print_config(args: argparse.Namespace) -> int:
-    """Run `baton config`: print the configuration in force; return the exit status."""
+    """Run `baton config`: print the resulting configuration; return the exit status."""
     # Imported here and below, so that the command line is answered without pydantic or torch.
     from deploy.config.file import format_config, load_config
 
@@ -47,7 +47,7 @@ def print_config(args: argparse.Namespace) -> int:
 
 
 def print_findings(args: argparse.Namespace) -> int:
-    """Run `baton doctor`: print its findings; return 1 when one of them failed, else 0."""
+    """Run `baton doctor`: print its findings; return 1 if a check failed, else 0."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""A gRPC channel whose calls carry the cluster's secret and an API key, for commands."""
+"""A gRPC channel for commands, which adds the cluster's secret and an API key to each call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +22,12 @@ class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
         return continuation(self._with_metadata(details), request)
 
     def _with_metadata(self, details: Any) -> Any:
-        """Return the details of a call, which gRPC hands over as a named tuple, with the metadata added."""
+        """Return a copy of `details`, gRPC's description of a call (a named tuple), with the metadata added."""
         return details._replace(metadata=(*(details.metadata or ()), *self._metadata))
 
 
 def keyed(channel: grpc.Channel, api_key: str | None, secret: ClusterSecret) -> grpc.Channel:
-    """Return the channel with the cluster's secret and this API key, if there is one, on each unary call and server
-    stream. Raises InvalidArgumentError for a key that cannot be sent."""
+    """Return a channel that adds the cluster's secret and the API key, if it is not None, to each unary call and server
+    stream. Raises InvalidArgumentError if the key cannot be sent as metadata."""
     keys = () if api_key is None else call_metadata(api_key, None)
     return grpc.intercept_channel(channel, _Keyed((*keys, *secret.metadata)))

@@ -18,7 +18,8 @@ _FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "quantization": ("model.quantization", "of weights, on top of the dtype", {"choices": QUANTIZATIONS}),
     "threads": ("generate.num_threads", "torch threads of generation; 0 for all cores", {"type": int}),
 }
-"""Options that set one field of the configuration: the field, what it means, and how its value is read."""
+"""Options that set one field of the configuration, by option: the field, its help text, and the arguments of
+`add_argument`."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -15,18 +15,19 @@ from deploy.config.environment import prepare_ray_environment, ray_auth_mode
 _CONNECT_S = 5.0
 _ANSWER_S = 5.0
 _QUESTION = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
-"""A method of Ray's head that changes nothing; called with an empty request, its reply is not read."""
+"""Method of Ray's head that changes nothing. It is called with an empty request, and its reply is ignored."""
 
 
 def prepare_to_start(token: Path, host: str) -> None:
-    """Prepare the environment of a Ray of our own, whose token is in this file, for workers on the interface `host`."""
+    """Prepare the environment for a Ray that Baton starts itself, with the token in the file `token`, for workers on
+    the interface `host`."""
     prepare_ray_environment(asks_token=True, token=token, is_local=is_loopback(host))
 
 
 def prepare_to_join(address: str) -> None:
-    """Prepare the environment for joining the Ray at host:port, with its token if a cluster of this user started it.
-    Raises UnavailableError when nothing listens there, and ConfigError when it asks for a token and the operator has
-    turned tokens off."""
+    """Prepare the environment for joining the Ray at `address`, host:port. If a cluster of this user started that Ray,
+    its token is used. Raises UnavailableError if nothing listens at the address, and ConfigError if that Ray requires a
+    token and the operator has disabled tokens."""
     require_reachable(address)
     is_asked, mode = asks_token(address), ray_auth_mode()
     if is_asked and mode not in ("", "token"):
@@ -39,7 +40,7 @@ def prepare_to_join(address: str) -> None:
 
 
 def require_reachable(address: str) -> None:
-    """Raise UnavailableError when nothing listens on `address`, host:port. Ray itself would try for minutes."""
+    """Raise UnavailableError if nothing listens on `address`, host:port. Ray itself would retry for minutes."""
     try:
         host, port = host_of(address), address.rpartition(":")[2]
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
@@ -48,8 +49,8 @@ def require_reachable(address: str) -> None:
 
 
 def asks_token(address: str) -> bool:
-    """Return whether the Ray at host:port refuses callers without a token. Blocks, for a few seconds at most."""
-    import grpc  # imported here, so that a launcher whose Ray is its own does without grpc
+    """Return whether the Ray at host:port refuses callers without a token. Blocks for at most a few seconds."""
+    import grpc  # only a launcher that joins a Ray needs grpc
 
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_QUESTION)
@@ -61,7 +62,8 @@ def asks_token(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, as an address or a name, is this machine's loopback interface. Unknown names are not."""
+    """Return whether a host, given as an address or a name, is this machine's loopback interface. Return False for
+    unknown names."""
     try:
         addresses = {each[4][0] for each in socket.getaddrinfo(host, None)}
     except OSError:

@@ -1,8 +1,9 @@
-"""Records on disk of clusters that were brought up on this machine: enough to show a cluster and to end it.
+"""Records on the disk of clusters that were started on this machine. A record contains enough to show a cluster's
+status and to end it.
 
-One JSON file for each cluster in the user's cache folder, written by `baton serve` and removed when the cluster is
-gone. The launcher owns it; `baton status` and `baton stop` read it, and `baton stop` removes what a killed launcher
-left.
+Each record is a JSON file in the user's cache folder, written by `baton serve` and removed when the cluster has ended.
+The launcher owns it. `baton status` and `baton stop` read it, and `baton stop` removes the records and files of a
+launcher that was killed.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from deploy.config.environment import SECRET_VARIABLE, read_variable
 
 _POLL_S = 0.05
 _OF_RAY = re.compile(rb"ray::|([^\0]*\0(-[^\0]*\0)*)?[^\0]*/(site|dist)-packages/ray/")
-"""Command line of a process of Ray's: a worker's title, or a program or script of the package."""
+"""Matches the command line of a process of Ray: a worker's title, or a program or script of the package."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,16 @@ class ClusterRecord:
     name: str
     launcher_pid: int
     launcher_started: str
-    """Start time of the launcher in the kernel's ticks since boot. It identifies a process that reuses the launcher's
-    process id."""
+    """Start time of the launcher in the kernel's ticks since boot. It distinguishes the launcher from a later process
+    with the same process id."""
     ray_address: str
     """Address of the cluster's Ray, host:port."""
     ray_folder: str
-    """Temporary folder of a Ray that the launcher started; empty when it joined a running one."""
+    """Temporary folder of a Ray that the launcher started; empty if it joined a running Ray."""
     endpoint: str = ""
     """Address of the orchestrator, host:port; empty until it serves."""
     http: str = ""
-    """URL of OpenAI's API; empty until the orchestrator serves, and where none is served."""
+    """URL of the OpenAI API over HTTP; empty until the orchestrator serves, and if no HTTP is served."""
 
     @property
     def launcher_lives(self) -> bool:
@@ -60,8 +61,8 @@ class ClusterRecord:
         partial.replace(path)
 
     def remove(self) -> None:
-        """Remove the record, the cluster's secrets, its Ray's folder, and prefixes that killed workers left, waiting a
-        while for workers that are about to end. Harmless when they are gone."""
+        """Remove the record, the cluster's secrets, its Ray's folder, and stored prefixes of workers that were killed.
+        Waits for a limited time for workers that are about to end. Files that do not exist are ignored."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
         remove_secrets(record_path(self.name))
@@ -71,19 +72,20 @@ class ClusterRecord:
 
 
 def record_path(name: str) -> Path:
-    """Return the path of the record of the cluster of that name."""
+    """Return the path of the record of the cluster `name`."""
     return cache_folder() / "clusters" / f"{name}.json"
 
 
 def store_name(record: Path) -> str:
-    """Return the name by which the workers of a cluster share files on a node: the cluster's name, and a hash of the
-    folder of its record. Clusters of one name may run at the same time if their records are in different folders."""
+    """Return the name under which the workers of a cluster share files on a node. It consists of the cluster's name and
+    a hash of the folder of its record. Clusters of one name may run at the same time if their records are in different
+    folders."""
     place = hashlib.blake2b(str(record.parent.absolute()).encode(), digest_size=4).hexdigest()
     return f"{record.stem}-{place}"
 
 
 def load_record(name: str) -> ClusterRecord | None:
-    """Read the record of the cluster of that name; None when there is none. Raises ConfigError for a damaged file."""
+    """Return the record of the cluster `name`; None if it does not exist. Raises ConfigError if the file is damaged."""
     path = record_path(name)
     try:
         return ClusterRecord(**json.loads(path.read_text()))
@@ -94,8 +96,8 @@ def load_record(name: str) -> ClusterRecord | None:
 
 
 def serving_endpoint(name: str) -> str:
-    """Return host:port of the orchestrator of the cluster of that name on this machine. Raises ConfigError when there
-    is none, UnavailableError while it starts."""
+    """Return host:port of the orchestrator of the cluster `name` on this machine. Raises ConfigError if the cluster
+    does not exist, and UnavailableError while it starts."""
     record = load_record(name)
     if record is None:
         raise ConfigError(f"cluster {name} is not running here: start it with `baton serve`, or give --target")
@@ -105,23 +107,24 @@ def serving_endpoint(name: str) -> str:
 
 
 def secret_for(target: str | None, name: str) -> ClusterSecret:
-    """Return the secret to send to a cluster: the one in BATON_CLUSTER_SECRET for a target, else the one kept for the
-    cluster of this name on this machine. Raises ConfigError when there is none.
+    """Return the secret to send to a cluster. If `target` is given, it is the value of BATON_CLUSTER_SECRET, else the
+    secret that is stored for the cluster `name` on this machine. Raises ConfigError if the secret does not exist.
 
-    The server at a target may be another user's, so it is never sent the secret of a cluster on this machine.
+    The server at a target may belong to another user, so it never gets the secret of a cluster on this machine.
     """
     return load_secret(record_path(name)) if target is None else ClusterSecret(read_variable(SECRET_VARIABLE))
 
 
 def process_start(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks since boot; empty when it does not exist, or is a zombie."""
+    """Return the start time of a process in the kernel's ticks since boot. Return an empty string if the process does
+    not exist or is a zombie."""
     fields = _stat(pid)
     return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def kill_ray(folder: str, within_s: float = 10.0) -> int:
-    """Kill the processes that remain of the Ray in that folder, wait until they are gone, and return how many there
-    were. Raises UnavailableError for processes that do not end within `within_s` seconds."""
+    """Kill the remaining processes of the Ray in that folder, wait until they have ended, and return their number.
+    Raises UnavailableError if processes do not end within `within_s` seconds."""
     killed: set[int] = set()
     deadline, pause = time.monotonic() + within_s, threading.Event()
     while doomed := _processes_of(folder):
@@ -136,10 +139,10 @@ def kill_ray(folder: str, within_s: float = 10.0) -> int:
 
 
 def ray_token_of(address: str) -> Path | None:
-    """Return the file with the token of the Ray at host:port, if a cluster that is recorded here started that Ray; else
-    None."""
+    """Return the path of the file with the token of the Ray at host:port. Return None if no cluster with a record on
+    this machine started that Ray."""
     for path in record_path("any").parent.glob("*.json"):
-        with contextlib.suppress(ConfigError):  # a damaged record is reported to those who name its cluster
+        with contextlib.suppress(ConfigError):  # a command that names the cluster reports it
             record = load_record(path.stem)
             if record is not None and record.ray_folder and record.ray_address == address:
                 return token_path(path)
@@ -147,7 +150,7 @@ def ray_token_of(address: str) -> Path | None:
 
 
 def _processes_of(folder: str) -> set[int]:
-    """Return the living processes of that Ray and their descendants, this process excluded."""
+    """Return the process ids of the Ray in that folder and of their descendants, without this process."""
     pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
     parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid)) and fields[0] != "Z"}
     found = {pid for pid in parents if _is_of(pid, folder)}
@@ -157,8 +160,8 @@ def _processes_of(folder: str) -> set[int]:
 
 
 def _is_of(pid: int, folder: str) -> bool:
-    """Return whether the process is one of Ray's and belongs to the Ray in that folder. Ray's servers have the folder
-    in their command line; workers, which rename themselves, have files in it open: their logs."""
+    """Return whether the process belongs to the Ray in that folder. Ray's servers have the folder in their command
+    line. Workers change their command line, but have their log files in the folder open."""
     process = Path("/proc") / str(pid)
     with contextlib.suppress(OSError):
         command = (process / "cmdline").read_bytes()
@@ -171,7 +174,7 @@ def _is_of(pid: int, folder: str) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name; empty when there is no such process."""
+    """Return the fields of /proc/PID/stat after the process's name; empty if the process does not exist."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,5 @@
-"""`baton reload`: gives the groups of a running cluster new workers, one group at a time, while the others serve."""
+"""`baton reload`: replaces the workers of the groups of a running cluster, one group at a time, while the other groups
+serve."""
 
 import argparse
 import sys
@@ -49,7 +50,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run `baton reload`; return the exit status: 0 once all groups have new workers."""
     check_timeout(args.timeout)
-    connecting = cluster_channel(args)  # refuses a cluster that does not run before the model is looked for
+    connecting = cluster_channel(args)  # first checks that the cluster runs
     model = args.model if args.target else _resolved(args.model)
     with connecting as channel:
         rollout = _Rollout(channel, model, args.timeout)
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Rollout:
-    """Gives groups of a running cluster new workers, one group at a time."""
+    """Replaces the workers of groups of a running cluster, one group at a time."""
 
     def __init__(self, channel: "grpc.Channel", model: str, timeout_s: float | None) -> None:
         from baton.v1.admin_pb2_grpc import AdminStub
@@ -76,17 +77,18 @@ class _Rollout:
         self._model = model
         self._timeout_s = timeout_s
         self._stand_in = ""
-        """Name of the extra group that serves while the only generation group is away; empty if there is none."""
+        """Name of the extra group that serves while the only generation group is being replaced; empty if there is
+        none."""
         self._is_withdrawn = False
         """True once the group that is being reloaded has been ordered to leave."""
 
     def names(self) -> list[str]:
-        """Return the names of all groups that are not drained, and have workers of their own."""
+        """Return the names of all groups that are not drained and do not use a borrowed worker."""
         return [group.name for group in self._groups() if not group.is_drained and not group.lender]
 
     def reload(self, name: str) -> None:
-        """Give the group new workers, until it serves again; what it has lent comes back before. Raises BatonError;
-        then the group may be drained or away."""
+        """Replace the workers of the group; return when it serves again. Workers that it has lent to other groups are
+        returned first. Raises BatonError; then the group may still be drained, or may have no workers."""
         self._is_withdrawn = False
         for group in self._groups():
             if group.name == name and group.lender:
@@ -103,7 +105,8 @@ class _Rollout:
             self._stand_in = ""
 
     def advice(self, options: str, left: Sequence[str]) -> list[str]:
-        """Return lines that say how to continue after the first of the groups `left` failed."""
+        """Return lines of text that explain how to continue. `left` are the names of the remaining groups, of which the
+        first has failed."""
         name, groups = left[0], "".join(f" --group {each}" for each in left)
         lines = [f"the cluster still serves; to continue: `baton reload{options}{groups}`"]
         if self._is_withdrawn:
@@ -147,7 +150,7 @@ def _resolved(model: str) -> str:
 
 
 def _options(args: argparse.Namespace) -> str:
-    """Return the command's options as they were given, without the groups."""
+    """Return the command's options as the user wrote them, without the groups."""
     options = f" {args.name}" if args.name != "baton" else ""
     for option in ("target", "model", "timeout", "api_key_env"):
         value = getattr(args, option)

@@ -1,4 +1,5 @@
-"""`baton scale`: gives a pool of a running cluster more groups or fewer, one at a time, without losing a request."""
+"""`baton scale`: adds groups to a pool of a running cluster or removes groups, one at a time, without losing a request.
+A pool is all groups of one role."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `baton scale`; return the exit status: 0 once the pool has that many groups."""
+    """Run `baton scale`; return the exit status: 0 once the pool has the requested number of groups."""
     least = 1 if args.pool == "generate" else 0
     if args.number < least:
         raise InvalidArgumentError(f"{args.number} groups are too few for the pool {args.pool}: use {least} or more")
@@ -50,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _step(channel: "grpc.Channel", pool: str, number: int, timeout_s: float | None) -> str:
-    """Start a group of the pool or let one leave; return a line about it, empty once there are `number`. Raises
-    BatonError."""
+    """Add one group to the pool or remove one. Return a line of text about the change; empty if the pool already has
+    `number` groups. Raises BatonError."""
     from baton.v1.admin_pb2_grpc import AdminStub
 
     admin, state = AdminStub(channel), ask_state(channel)

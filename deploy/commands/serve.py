@@ -1,8 +1,9 @@
-"""The launcher of `baton serve`: starts Ray and the supervisor, waits for the end, and leaves nothing behind.
+"""The launcher of `baton serve`: starts Ray and the supervisor, waits for the end of the cluster, and then removes
+everything that it started.
 
-The launcher only watches: it shows what the supervisor reports, and kills a silent supervisor, which Ray then restarts.
-Once the cluster serves, no failure of the launcher's own ends it. Runs on the launcher's main thread. `ray` is imported
-after its environment is prepared.
+While the cluster serves, the launcher only watches: it shows the supervisor's reports, and kills a supervisor that does
+not answer, which Ray then restarts. Once the cluster serves, no error in the launcher itself ends the cluster. Runs on
+the launcher's main thread. `ray` is imported after its environment is prepared.
 """
 
 import argparse
@@ -47,11 +48,13 @@ from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import prepare_machine
 
 _START_POLL_S = 0.2
-"""Seconds between two looks at the supervisor while the cluster starts; then they are a heartbeat apart."""
+"""Seconds between two requests for the supervisor's state while the cluster starts. Later the interval is that of
+heartbeats."""
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Bring a cluster up and keep it until interrupted; return the exit status. Raises BatonError when that fails."""
+    """Start a cluster and keep it running until an interrupt; return the exit status. Raises BatonError if that
+    fails."""
     assignments = [*args.set, *([f"ray.address={args.address}"] if args.address else [])]
     written = read_config(args.config, assignments)
     config = written.config
@@ -68,7 +71,7 @@ def serve(args: argparse.Namespace) -> int:
     if config.prefill.calibration and not config.ray.address:
         from deploy.machine.calibrations import served_calibration  # imports torch
 
-        served_calibration(plan)  # refuses a bad calibration now, not when all workers have loaded
+        served_calibration(plan)  # refuses a bad calibration before workers load
     if plan.why:
         console.print(f"arrangement for {plan.why}; set prefill.num_ranks or others to choose yourself", markup=False)
     stopping = threading.Event()
@@ -86,14 +89,14 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _report(line: str) -> None:
-    """Show a line to the user. A line that cannot be shown, as on a full disk or a closed pipe, is lost, and the
+    """Show a line to the user. If that fails (on a full disk or a closed pipe, for example), the line is lost, and the
     cluster keeps serving."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 class _Launch:
-    """One supervisor actor, from its creation to its end."""
+    """Creates one supervisor actor and watches it until its end."""
 
     def __init__(
         self,
@@ -111,17 +114,18 @@ class _Launch:
         self._kernels = kernels
         self._record = record
         self._endpoint = ""
-        """Address of the orchestrator as last announced; empty before it serves."""
+        """Latest announced address of the orchestrator; empty before it serves."""
         self._fails_since_s: float | None = None
-        """When Ray's errors began, on the monotonic clock; None while there are none."""
+        """Time on the monotonic clock since which Ray has returned only errors; None while Ray answers."""
         self._ray_age_s = _age_s()
         self._num_shown = 0
         self._pid = 0
         self._node_id = ""
 
     def run(self, stopping: threading.Event) -> None:
-        """Run the cluster until `stopping` is set, then end all of it. Raises the supervisor's reason when the
-        supervisor gave up, and UnavailableError when Ray is gone: then what serves on another node is left alone."""
+        """Run the cluster until `stopping` is set, then end it completely. If the supervisor gave up, raises an error
+        with the supervisor's reason. Raises UnavailableError if Ray no longer answers; processes that serve on other
+        nodes are then not ended."""
         from deploy.ray_cluster.supervisor_state import end_supervisor
 
         is_ray_gone = False
@@ -147,7 +151,7 @@ class _Launch:
         from deploy.ray_cluster.supervisor import SupervisorActor
         from deploy.ray_cluster.supervisor_state import NAME
 
-        # On the launcher's node while it is up, because the orchestrator's address is known there in advance.
+        # Prefers the launcher's node, because the orchestrator's address is known there in advance.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         made: Any = ray.remote(SupervisorActor).options(
             name=NAME,
@@ -186,7 +190,7 @@ class _Launch:
             stopping.wait(self._config.supervision.heartbeat_s if self._endpoint else _START_POLL_S)
 
     def _look(self, supervisor: Any) -> None:
-        """Get the supervisor's state and show it. Kill a silent supervisor."""
+        """Get the supervisor's state and show it. Kill a supervisor that does not answer."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -207,8 +211,8 @@ class _Launch:
             self._pid = 0  # Ray restarts it
 
     def _wait_for_ray(self, error: Exception) -> None:
-        """Record an error of Ray. Raises UnavailableError if the cluster has never served, or if there have been only
-        errors for `ray.head_wait_s`."""
+        """Record an error of Ray. Raises UnavailableError if the cluster has never served, or if Ray has returned only
+        errors for `ray.head_wait_s` seconds."""
         where, wait_s, now_s = self._record.ray_folder, self._config.ray.head_wait_s, time.monotonic()
         reason = type(error).__name__
         if not self._endpoint:
@@ -221,7 +225,7 @@ class _Launch:
             raise _RayGoneError(f"Ray has not answered for {wait_s:g} s ({reason}): {remedy}") from error
 
     def _show(self, state: Any) -> None:
-        """Print the supervisor's new reports. Raises the error that the supervisor failed with."""
+        """Print the supervisor's new reports. If the supervisor has failed, raises its error."""
         if state.pid != self._pid:
             self._pid, self._node_id, self._num_shown = state.pid, state.node_id, 0
         fresh = state.num_reports - self._num_shown
@@ -236,8 +240,8 @@ class _Launch:
             self._serves(state)
 
     def _serves(self, state: Any) -> None:
-        """Record the orchestrator's present address, and announce it once. If the record cannot be saved, a later call
-        saves it."""
+        """Write the orchestrator's current address to the cluster's record, and announce it once. If the record cannot
+        be saved, a later call retries."""
         is_new, has_moved = state.endpoint != self._endpoint, bool(self._endpoint)
         self._endpoint = state.endpoint
         record = replace(self._record, endpoint=state.endpoint, http="" if self._door is None else self._door.url)
@@ -274,14 +278,15 @@ class _RayGoneError(UnavailableError):
 
 @contextlib.contextmanager
 def _ray(config: ClusterConfig) -> Iterator[tuple[ClusterRecord, ClusterSecret]]:
-    """Connect to Ray, record the cluster and make its secrets. At the end, or when that fails, remove all of them, and
-    a Ray that was started here; they are left for `baton stop` when a Ray that was joined is gone."""
+    """Connect to Ray, write the cluster's record and make its secrets. At the end of the `with` block, or if this
+    fails, remove the record and the secrets, and end a Ray that was started here. If a Ray that was joined no longer
+    answers, record and secrets are kept for `baton stop`."""
     folder = "" if config.ray.address else tempfile.mkdtemp(prefix="baton-ray-")
     pid = os.getpid()
     record = ClusterRecord(config.name, pid, process_start(pid), config.ray.address, folder)
     is_over = True
     try:
-        record.save()  # saved before there is anything to end
+        record.save()  # saved before any process is started
         secret = ClusterSecret.new()
         token = keep_secrets(record_path(config.name), secret)
         if folder:
@@ -306,7 +311,8 @@ def _ray(config: ClusterConfig) -> Iterator[tuple[ClusterRecord, ClusterSecret]]
 
 
 def _connect(config: ClusterConfig, folder: str) -> str:
-    """Start Ray below that folder, which is closed to other users, or join the configured one; return its address."""
+    """Start a Ray with its files below `folder`, to which other users have no access, or join the configured Ray.
+    Return Ray's address."""
     import ray
     from ray.exceptions import AuthenticationError
 
@@ -327,7 +333,7 @@ def _connect(config: ClusterConfig, folder: str) -> str:
 
 
 def _start_ray(config: ClusterConfig, folder: Path) -> str:
-    """Start Ray below `folder`. Return its address."""
+    """Start a Ray with its files below `folder`. Return its address."""
     from deploy.ray_cluster.head import start_head
 
     num_cores = os.cpu_count() or 1
@@ -340,10 +346,10 @@ def _start_ray(config: ClusterConfig, folder: Path) -> str:
 
 
 def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:
-    """Return the number of workers of each pool that a Ray on a machine with `num_cores` cores declares.
+    """Return the number of workers of each pool that a Ray declares on a machine with `num_cores` cores.
 
-    This is the number that the cores have threads for, but at least enough for all groups that are configured or that
-    the autoscaler may start, and one more, which stands in while a group is reloaded.
+    It is the number of workers whose threads fit on the cores. It is at least large enough for all groups that are
+    configured or that the autoscaler may start, and for one extra group, which serves while another group is reloaded.
     """
     asked = {"prefill": config.prefill.num_ranks, "generate": 1}
     threads = {"prefill": config.prefill.num_threads, "generate": config.generate.num_threads or num_cores}
@@ -355,7 +361,7 @@ def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _interrupts(stopping: threading.Event) -> Iterator[None]:
-    """Set `stopping` on SIGINT and SIGTERM while the block runs. Further signals have no more effect."""
+    """Set `stopping` on SIGINT and SIGTERM while the `with` block runs. Signals after the first one have no effect."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         stopping.set()

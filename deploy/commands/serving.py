@@ -1,4 +1,4 @@
-"""`baton serve`, `baton status` and `baton stop`: their command lines, and the work of `baton stop`."""
+"""Command lines of `baton serve`, `baton status` and `baton stop`, and the implementation of `baton stop`."""
 
 import argparse
 import contextlib
@@ -57,14 +57,14 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Run `baton status`; return 0 when the cluster serves, 1 when it does not."""
+    """Run `baton status`; return 0 if the cluster serves, else 1."""
     from deploy.commands.status import show_status
 
     return show_status(args.name, given_key(args))
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Run `baton stop`: end the cluster with all its processes. Return 0, or 1 if the launcher does not end."""
+    """Run `baton stop`: end the cluster and all its processes. Return 0, or 1 if the launcher does not end."""
     from deploy.commands.record import kill_ray, load_record
 
     if args.address is not None:
@@ -101,8 +101,8 @@ def run_stop(args: argparse.Namespace) -> int:
 
 
 def _end_on(address: str, name: str) -> bool:
-    """End the cluster of that name on a Ray that keeps running. Return whether the cluster existed. Does nothing when
-    that Ray is gone."""
+    """End the cluster of that name on a Ray that keeps running. Return whether the cluster existed. Does nothing if
+    that Ray no longer runs."""
     from baton.errors import UnavailableError
     from deploy.commands.ray_access import prepare_to_join
 

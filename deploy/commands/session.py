@@ -1,4 +1,5 @@
-"""One prompt through a cluster of its own: load the model, tokenize, start the workers, stream, draw the timeline.
+"""Runs one prompt on a cluster that is started only for it: loads the model, tokenizes, starts the workers, streams the
+answer, and draws the timeline.
 
 The answer goes to standard output, everything else to standard error. Runs on the launcher's loop.
 """
@@ -30,7 +31,7 @@ from orchestrator.requests.request import Request
 
 
 def run_session(config: ClusterConfig, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
-    """Answer one prompt as the options of `baton local` say; return the exit status."""
+    """Answer one prompt according to the options of `baton local`; return the exit status."""
     console = Console(stderr=True)
     model = ResolvedModel(resolve_folder(config.model.name, config.model.cache, console))
     plan = resolve_drafts(ClusterPlan(config, model), console)
@@ -50,7 +51,8 @@ def run_session(config: ClusterConfig, prompt: str, params: SamplingParams, args
 
 
 async def _answer(cluster: LocalCluster, spec: Request, clock: Clock, status: Status) -> tuple[Finished, list[int]]:
-    """Stream the answer to standard output. Return the stream's end, and when each token was made (unix ns)."""
+    """Stream the answer to standard output. Return the stream's last event, and the time at which each token was made
+    (unix ns)."""
     token_ns: list[int] = []
     finished: Finished | None = None
     with status:

@@ -1,4 +1,4 @@
-"""Output of `baton status`: health of a running cluster, the basis of its predictions, its groups and slots."""
+"""Output of `baton status`: the health of a running cluster, the source of its predictions, its groups and slots."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,12 +22,12 @@ from deploy.commands.record import load_record, secret_for
 
 _ANSWER_S = 5.0
 _NUM_CHANGES = 5
-"""Latest changes by the autoscaler that are shown."""
+"""Maximum number of the autoscaler's latest changes that are shown."""
 
 
 def show_status(name: str, api_key: str | None = None) -> int:
-    """Show the state of the cluster of that name, requested with its secret and `api_key`. Return 0 when it serves, 1
-    when it does not serve or does not answer. Raises ConfigError when its secret cannot be read."""
+    """Show the state of the cluster `name`, requested with its secret and `api_key`. Return 0 if it serves, and 1 if it
+    does not serve or does not answer. Raises ConfigError if its secret cannot be read."""
     record = load_record(name)
     if record is None or not record.endpoint:
         print(f"cluster {name}: {'not running' if record is None else 'starting'}")
@@ -65,7 +65,7 @@ def _refusal(endpoint: str, error: VersionMismatchError | grpc.RpcError) -> str:
 
 
 def groups_table(state: ClusterState) -> Table:
-    """Return the table of groups, one row a group."""
+    """Return the table of groups, with one line per group."""
     table = Table("group", "ready", "epoch", "requests", "leaked", "preempted", "endpoints", box=None)
     for group in state.groups:
         preempted = "" if group.generation is None else group.generation.num_preemptions
@@ -76,9 +76,10 @@ def groups_table(state: ClusterState) -> Table:
 
 
 def slots_table(state: ClusterState) -> Table:
-    """Return the table of slots and memory. A generation group has two rows, its slots and its KV memory, with the
-    policy that keeps it; the states add up to the whole. A prefix store adds a row for each group of its node: the KV
-    of earlier prompts, and how much of it the group has fetched from other nodes so far, and sent to them."""
+    """Return the table of slots and memory. A generation group has two lines: its slots, and its KV memory with the
+    residency policy. The numbers of all states add up to the total. If a node has a prefix store, each of its groups
+    has another line: the KV of earlier prompts, and the amount of it that the group has fetched from other nodes and
+    sent to them."""
     table = Table("", "", "all", "free", "leased", "active", "quarantined", "held", "fetched", "sent", box=None)
     for group in state.groups:
         if (held := group.generation) is not None:
@@ -112,7 +113,8 @@ def _health(state: ClusterState) -> Iterator[str]:
 
 
 def scaling_of(state: ClusterState) -> Iterator[str]:
-    """Yield the autoscaler's latest decision in a line, and the latest ones that changed groups, with their times."""
+    """Yield a line with the autoscaler's latest decision, and a line with its time for each of the latest decisions
+    that changed groups."""
     if (scaling := state.scaling) is None:
         return
     yield f"autoscaling ({scaling.mode}): {scaling.explanation}"
@@ -122,7 +124,8 @@ def scaling_of(state: ClusterState) -> Iterator[str]:
 
 
 def processors_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line for each kind of processor: the groups that have workers there, and the kernels that they use."""
+    """Yield a line for each kind of processor: the groups that have workers on such processors, and the kernels that
+    they use."""
     groups: dict[str, dict[str, None]] = {}
     for group in state.groups:
         for status in group.statuses:
@@ -132,8 +135,8 @@ def processors_of(state: ClusterState) -> Iterator[str]:
 
 
 def drafts_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line for each group that may draft tokens and has run a round: how many drafts of each source are
-    accepted, and what its latest round took."""
+    """Yield a line for each group that may draft tokens and has run a round: the accepted drafts of each source, and
+    the duration of the latest round."""
     for group in state.groups:
         if group.generation is None or not group.generation.HasField("speculation"):
             continue
@@ -147,7 +150,7 @@ def drafts_of(state: ClusterState) -> Iterator[str]:
 
 
 def _predictions(planning: PlanningStub) -> Iterator[str]:
-    """Yield the lines that say what predictions rest on, and whether that was measured."""
+    """Yield lines that name the costs on which predictions are based, and state whether these were measured."""
     chains = planning.GetCalibration(planning_pb2.GetCalibrationRequest(), timeout=_ANSWER_S)
     origin = f"measured, from {chains.path}" if chains.is_measured else "nominal rates: `baton calibrate` measures them"
     yield f"predictions by calibration {chains.fingerprint}: {origin}"

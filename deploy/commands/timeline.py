@@ -1,4 +1,4 @@
-"""Draws a request's way through the cluster in the terminal: one row for each stage and rank, with its time span."""
+"""Draws the timeline of a request in the terminal: one line for each stage and each rank, with its time span."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def draw_timeline(
 
 
 def _prefill_rows(timings: Timings, first_ns: int, width: int) -> list[Text]:
-    """Return the rows from the request's arrival to its first token."""
+    """Return the lines of the timeline from the request's arrival to its first token."""
     prefill = timings.prefill
     pushed_ns = max((rank.push_end_ns for rank in prefill.ranks), default=first_ns)
     shown = Interval(timings.received_ns, max(first_ns, pushed_ns))
@@ -74,7 +74,7 @@ def _rank_rows(rank: RankTiming, scale: "_Scale") -> list[Text]:
 
 
 def _token_rows(token_ns: Sequence[int], width: int) -> list[Text]:
-    """Return the rows of the tokens, on a scale of their own."""
+    """Return the lines of the tokens, on a separate time scale."""
     if len(token_ns) < 2:
         return []
     scale = _Scale(Interval(token_ns[0], token_ns[-1]), _bar_width(width))
@@ -113,7 +113,7 @@ def _overlay(below: Text, above: Text) -> Text:
 
 
 class _Scale:
-    """Maps wall-clock time to character cells of a row."""
+    """Maps wall-clock time to character cells of a line."""
 
     def __init__(self, interval: Interval, width: int) -> None:
         self.interval = interval
