@@ -1,7 +1,7 @@
-"""Writes answers: the objects of OpenAI's API, made of a request's events. Pure.
+"""Writes answers: makes the objects of the OpenAI API from a request's events. Pure.
 
-`Chats` and `Completions` write the same things in two forms: an answer as a whole, and the chunks of a stream. A choice
-is numbered by its prompt and its place among that prompt's choices.
+`Chats` and `Completions` write an answer in two forms: as a whole, or as the chunks of a stream. The number of a choice
+follows from the number of its prompt and its index among that prompt's choices.
 """
 
 import json
@@ -20,48 +20,49 @@ Object = dict[str, Any]
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _TEXT = "text"
-"""Placeholder for the text in the line from which a choice's frame is cut."""
+"""Placeholder for the text in a chunk's line. The bytes before and after it are a choice's frame."""
 
 FINISHES = {None: None, FinishReason.LENGTH: "length", FinishReason.STOP: "stop"}
-"""OpenAI's finish reasons. Other ends are errors, which the stream raises."""
+"""OpenAI's finish reasons. All other endings are errors, which the stream raises."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """Fields that all objects of one answer begin with."""
+    """First fields of all objects of one answer."""
 
     id: str
     created: int
-    """When the answer was begun, in seconds since 1970."""
+    """Time at which the answer was begun, in seconds since 1970."""
     model: str
     num_choices: int
-    """Choices of each prompt."""
+    """Number of choices of each prompt."""
     tokenizer: Tokenizer
     prompts: Sequence[Prompt]
     has_logprobs: bool = False
 
     def number(self, prompt: int, choice: int) -> int:
-        """Return the number of a prompt's choice among all of the answer."""
+        """Return the number of a prompt's choice among all choices of the answer."""
         return prompt * self.num_choices + choice
 
 
 class Writer(ABC):
-    """Writes one answer, whole or in chunks."""
+    """Writes one answer, as a whole or in chunks."""
 
     name: ClassVar[str]
-    """The whole answer's type."""
+    """Type of the whole answer (field `object`)."""
     chunk_name: ClassVar[str]
-    """The type of each chunk."""
+    """Type of each chunk (field `object`)."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
         self._begun: set[int] = set()
-        """Numbers of the choices that have a chunk."""
+        """Numbers of the choices for which a chunk was written."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """Bytes before and after the text in each choice's lines, which differ in their text alone."""
+        """Bytes before and after the text in the lines of each choice, by the choice's number. Lines of a choice differ
+        only in the text."""
 
     def whole(self, found: Sequence[Completion]) -> Object:
-        """Return the answer, made of the output for each prompt."""
+        """Return the whole answer, made from the outputs of all prompts."""
         choices = [
             self._whole_choice(prompt, completion, choice)
             for prompt, completion in enumerate(found)
@@ -94,7 +95,7 @@ class Writer(ABC):
             yield self._chunk(self._delta(number, event.text, logprobs, finish))
 
     def usage_chunk(self, found: Sequence[Usage]) -> Object:
-        """Return the chunk before the end, which has no choice."""
+        """Return the chunk with the usage, which comes before the end of the stream and has no choices."""
         return self._object(self.chunk_name) | {"choices": [], "usage": usage_of(found)}
 
     def _object(self, name: str) -> Object:
@@ -108,14 +109,14 @@ class Writer(ABC):
 
     @abstractmethod
     def _first(self, prompt: int, number: int) -> Object | None:
-        """Return the chunk before a choice's first text, if any."""
+        """Return the chunk that precedes a choice's first text; None if there is none."""
 
     @abstractmethod
     def _delta(self, number: int, text: str, logprobs: Object | None, finish: str | None) -> Object: ...
 
     @abstractmethod
     def _logprobs(self, prompt: int, event: TokenEvent) -> Object | None:
-        """Return the logprobs in an event of a prompt's stream, if they are requested."""
+        """Return the logprobs in an event of a prompt's stream; None if they are not requested."""
 
 
 class Chats(Writer):
@@ -168,7 +169,8 @@ class _Offsets:
         self._next = start
 
     def take(self, token_id: int) -> int:
-        """Return the offset of the next token. Each part of a split character has the character's."""
+        """Return the offset of the next token. If a character is split over several tokens, all of them have the offset
+        of the character."""
         offset = self._next
         self._next += len(self._detokenizer.push(token_id))
         return offset
@@ -185,7 +187,8 @@ class Completions(Writer):
         self._offsets: dict[int, _Offsets] = {}
         """Offsets of the output tokens of each choice that has logprobs."""
         self._scored: dict[int, Sequence[SampledToken]] = {}
-        """Tokens of each prompt with their logprobs, which the stream brings once, for all choices."""
+        """Tokens of each prompt with their logprobs, by the number of the prompt. The stream contains them once for all
+        choices."""
 
     def _whole_choice(self, prompt: int, completion: Completion, choice: Choice) -> Object:
         number = self.head.number(prompt, choice.index)
@@ -208,7 +211,8 @@ class Completions(Writer):
         return scores if scores and scores["tokens"] else None
 
     def _scores(self, prompt: int, number: int, tokens: Sequence[SampledToken]) -> Object | None:
-        """Return the logprobs of a choice's next tokens, after those of its prompt at the choice's first."""
+        """Return the logprobs of a choice's next tokens. The logprobs of the prompt precede those of the choice's first
+        token."""
         if not self.head.has_logprobs:
             return None
         scores = _Scores()
@@ -228,8 +232,8 @@ class Completions(Writer):
             scores.text_offset.append(offsets.take(token.token_id))
 
     def _top(self, token: SampledToken, text: str) -> dict[str, float] | None:
-        """Return the logprobs of the most likely tokens, and of the token itself, by their texts: of tokens that have
-        one text, the logprob of the most likely. The first token of a prompt has none."""
+        """Return the logprobs of the most likely tokens, and of the token itself, by their texts. Of tokens with the
+        same text, the most likely counts. Return None for the first token of a prompt."""
         if token.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -240,7 +244,7 @@ class Completions(Writer):
 
 
 def scored_token(token: SampledToken, text_of: Callable[[int], str]) -> Object:
-    """Return a token with its logprob and those of the most likely tokens."""
+    """Return a token with its logprob and the logprobs of the most likely tokens."""
 
     def named(token_id: int, logprob: float | None) -> Object:
         text = text_of(token_id)
@@ -251,7 +255,7 @@ def scored_token(token: SampledToken, text_of: Callable[[int], str]) -> Object:
 
 
 def usage_of(found: Sequence[Usage]) -> Object:
-    """Return the tokens of all prompts together."""
+    """Return the total numbers of tokens of all prompts."""
     prompt_tokens = sum(each.num_prompt_tokens for each in found)
     output_tokens = sum(each.num_output_tokens for each in found)
     return {
@@ -263,13 +267,13 @@ def usage_of(found: Sequence[Usage]) -> Object:
 
 
 def line(data: Any, event: str = "") -> bytes:
-    """Return an event of a stream, with the name of its type if it has one."""
+    """Return a server-sent event with `data` as JSON, and with the event type `event` if it is not empty."""
     named = f"event: {event}\n".encode() if event else b""
     return named + b"data: " + _ENCODER.encode(data).encode() + b"\n\n"
 
 
 def _frame(chunk: Object) -> tuple[bytes, bytes]:
-    """Return the parts before and after the text in the line of a chunk, which ends with the choice's own fields. The
-    part before may contain the same characters, because a client names its request, and an operator the model."""
+    """Return the bytes before and after the text in the line of a chunk. The text is searched from the end of the line,
+    because earlier fields (the request's id, the model's name) may contain the placeholder."""
     before, _, after = line(chunk).rpartition(_ENCODER.encode(_TEXT).encode())
     return before, after

@@ -1,7 +1,7 @@
-"""The application: routes of OpenAI's API, and those by which servers are operated. On the loop.
+"""The HTTP application: routes of the OpenAI API, and routes for operators (health, metrics). Runs on the asyncio loop.
 
-A stream's answer begins with its first token, so that a request that is refused has the status of its error. A client
-that leaves cancels its request, before the first token as well.
+The response of a stream begins when its first token is ready, so that a refused request gets the HTTP status of its
+error. If a client disconnects, its request is cancelled, even before the first token.
 """
 
 import time
@@ -43,7 +43,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Gateway:
-    """Answers requests with one upstream server."""
+    """Answers HTTP requests by calls to one upstream server."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Gateway:
         limits: StoreLimits = DEFAULT_LIMITS,
         has_console: bool = True,
     ) -> None:
-        """The caller owns `upstream`. `rules` say who is answered. `limits` bound the responses that are kept.
-        `has_console` is true if the web console is served, too."""
+        """The caller owns `upstream`. `rules` are the permitted hosts and origins, and the timeouts. `limits` bound the
+        responses that are kept. `has_console` is true if the web console is served, too."""
         self.upstream = upstream
         self.rules = rules
         self._reader = reader
@@ -66,7 +66,8 @@ class Gateway:
         self._started_s = int(time.time())
 
     def app(self, *, is_loopback: bool) -> FastAPI:
-        """Return the application, with all routes. `is_loopback` is true if only processes of this machine reach it."""
+        """Return the application, with all routes. `is_loopback` is true if only processes on this machine can reach
+        it."""
         app = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
         app.router.route_class = BodyRoute
         access = Access(self.upstream)
@@ -186,7 +187,7 @@ class Gateway:
             stack.push_async_callback(events.aclose)
             first = await unless_gone(request, anext(events))
             chunks = _chunks(writer, asked, answers, first, events)
-            return EventStream(chunks, stack.pop_all(), headers)  # the answer now owns the streams
+            return EventStream(chunks, stack.pop_all(), headers)  # the response now owns the streams
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError), error
@@ -194,7 +195,7 @@ class Gateway:
         return JSONResponse(body, status_of(error), headers=error_headers(error))
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer a request that failed by a defect of this process. uvicorn logs the defect."""
+        """Answer a request that failed because of a defect in this process. uvicorn logs the defect."""
         return JSONResponse(error_body(BatonError(FAULT)), 500)
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
@@ -233,7 +234,7 @@ async def _chunks(
     first: tuple[int, TokenEvent],
     events: AsyncIterator[tuple[int, TokenEvent]],
 ) -> AsyncIterator[bytes]:
-    """Yield a stream's lines, to its end or to the error that ended it."""
+    """Yield the lines of a stream until its end, or until the error that ended it."""
     try:
         if written := writer.lines(*first):
             yield written

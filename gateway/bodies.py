@@ -1,7 +1,7 @@
 """Bodies of requests, with the names, defaults and limits of OpenAI's API.
 
-Fields that OpenAI's API does not have are those of vLLM and other servers of the field, and `priority`. Others are
-ignored, as clients of many servers expect, except those of `gateway.fields.unsupported`.
+In addition, some fields of vLLM and other inference servers are supported, and the field `priority`. Unknown fields are
+ignored, as clients of many servers expect, except the fields in `gateway.fields.unsupported`, which are refused.
 """
 
 from collections.abc import Sized
@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Return what refuses a map or list of more entries before any of them is checked; texts have any length."""
+    """Return a validator that refuses a map or list of more than `most` entries before its entries are checked. Texts
+    of any length pass."""
 
     def check(value: T) -> T:
         if isinstance(value, Sized) and not isinstance(value, str) and len(value) > most:
@@ -35,7 +36,7 @@ def at_most(most: int) -> BeforeValidator:
 
 
 def _prompt(value: object) -> object:
-    """Return one prompt or several. Checked by hand: a list of a million ids is, too."""
+    """Return one prompt or several. Checked without pydantic, which is slow for a list of a million token ids."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -64,7 +65,7 @@ class StreamOptions(BaseModel):
     """Options for the content of a stream in addition to its tokens."""
 
     include_usage: bool = False
-    """True: a chunk with the request's usage comes before the end."""
+    """True: the stream sends a chunk with the request's usage before its end."""
 
 
 class SamplingBody(BaseModel):
@@ -84,11 +85,11 @@ class SamplingBody(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, at_most(MAX_LOGIT_BIASES)] = None
     seed: int | None = None
-    """Any integer; it counts modulo 2^64."""
+    """Any integer; it is reduced modulo 2^64."""
     user: str | None = None
-    """Accepted and not used: a caller is known by its key."""
+    """Accepted and not used: callers are identified by their keys."""
     top_k: int | None = None
-    """The most likely tokens that are kept; 0 or -1 keeps all."""
+    """Number of most likely tokens from which a token is sampled; 0 or -1: all tokens."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
@@ -98,7 +99,8 @@ class SamplingBody(BaseModel):
     response_format: dict[str, Any] | None = None
     """Form of the output: text, json_object, or json_schema with its schema."""
     structured_outputs: dict[str, Any] | None = None
-    """Form of the output by one of json, json_object, regex, grammar and choice; `guided_json` etc. are old names."""
+    """Form of the output, given by one of json, json_object, regex, grammar and choice. `guided_json`, `guided_regex`
+    and so on are older names."""
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
@@ -106,7 +108,7 @@ class SamplingBody(BaseModel):
     priority: Literal["interactive", "standard", "batch"] | None = None
     """Priority of the request while it waits."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
-    """Only requests of the same salt use each other's cached KV."""
+    """Only requests with the same salt use each other's cached KV."""
 
 
 class CompletionBody(SamplingBody):
@@ -123,7 +125,7 @@ class CompletionBody(SamplingBody):
 
 
 class Part(BaseModel):
-    """A part of a message's content; text and the assistant's refusals alone are supported."""
+    """A part of a message's content. Only text and the assistant's refusals are supported."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -144,7 +146,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a tool in an answer of the assistant."""
+    """A tool call in an answer of the assistant."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -163,12 +165,12 @@ class Message(BaseModel):
     refusal: str | None = None
     """Refusal of the assistant, used as the content of a message without content."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Calls in an answer of the assistant."""
+    """Tool calls in an answer of the assistant."""
     tool_call_id: str | None = None
-    """In a message of role `tool`: the call that it answers."""
+    """In a message of role `tool`: id of the call that the message answers."""
     name: str | None = None
     reasoning_content: str | None = None
-    """Reasoning in an answer of the assistant, for templates that take it."""
+    """Reasoning in an answer of the assistant, for chat templates that use it."""
 
 
 Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)]
@@ -223,7 +225,7 @@ class ChatBody(SamplingBody):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: the first call of an answer alone is returned."""
+    """False: only the first call of an answer is returned."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as enable_thinking."""
     add_generation_prompt: bool | None = None

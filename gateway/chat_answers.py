@@ -1,4 +1,4 @@
-"""Writes answers to chats whose output is more than text: reasoning, and calls of tools. Pure."""
+"""Writes answers to chats whose output also has reasoning or tool calls. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from gateway.parsing.pieces import Arguments, CallBegun, Piece, Reasoning, Text
 
 
 class ParsedChats(Chats):
-    """Writes the answer to a chat, of which it gathers all choices as their events come."""
+    """Writes the answer to a chat. Collects all choices while their events arrive."""
 
     def __init__(self, head: Head, rules: OutputRules) -> None:
         super().__init__(head)
@@ -37,12 +37,12 @@ class ParsedChats(Chats):
             yield self._chunk(_choice(number, {}, logprobs, self._finish(number)))
 
     def take(self, prompt: int, event: TokenEvent) -> None:
-        """Gather one event of a prompt's stream, for `gathered`."""
+        """Collect one event of a prompt's stream for `gathered`."""
         for _ in self._take(self.head.number(prompt, event.choice), event):
             pass
 
     def gathered(self, found: Sequence[Usage]) -> Object:
-        """Return the whole answer, of the events that were taken."""
+        """Return the whole answer, made from the collected events."""
         choices = [self._gathered_choice(number) for number in sorted(self._gathered)]
         return self._object(self.name) | {"choices": choices, "usage": usage_of(found)}
 

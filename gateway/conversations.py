@@ -1,7 +1,7 @@
-"""Renders chats with tools for one model, and says how its output is to be read. Any thread may use it.
+"""Renders chats with tools for one model, and returns the rules for reading the model's output. Any thread may use it.
 
-A model's own chat template describes the tools to it. SmolLM2's template takes no tools: they are described in the
-system message, in the words that the model was trained on (`gateway.tools.prompt`).
+Most models have a chat template that describes the tools. SmolLM2's template does not support tools, so the system
+message describes them, with the text that the model was trained on (`gateway.tools.prompt`).
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from gateway.tools.prompt import prompted
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of parts that are text, in chats and in responses."""
+"""Types of content parts that are text, in chats and in responses."""
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -30,7 +30,7 @@ class ChatRenderer:
     """Renders chats. Read-only after it is made."""
 
     def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto") -> None:
-        """`tool_format` is a name of `gateway.parsing.call_formats`. Raises ConfigError for another one."""
+        """`tool_format` is a name of `gateway.parsing.call_formats`. Raises ConfigError for an unknown name."""
         self._tokenizer = tokenizer
         template = tokenizer.chat_template(for_tools=True)
         self.format = format_of(template, tool_format)
@@ -50,8 +50,8 @@ class ChatRenderer:
         options: Mapping[str, Any],
         ending: Ending = Ending.TURN,
     ) -> str:
-        """Return the chat as text, which ends as `ending` says. Raises InvalidArgumentError for what the model's
-        template does not take."""
+        """Return the chat as text, with the kind of end that `ending` selects. Raises InvalidArgumentError for content
+        that the model's chat template does not accept."""
         if tools and self.format is None:
             raise InvalidArgumentError(
                 "tools: the model's chat template takes none: leave them out, or start the gateway with --tool-format"
@@ -73,9 +73,9 @@ class ChatRenderer:
         most_calls: int | None = None,
         is_obliged: bool = False,
     ) -> OutputRules:
-        """Return the rules for reading the model's output after a chat that was rendered as this text and that the
-        output continues from the text `continued`. `is_obliged`: the output has the form of
-        `gateway.tools.choice.obliged_form`."""
+        """Return the rules for reading the model's output after a chat that was rendered as `rendered`. `continued` is
+        the text of the last message if the output continues it. `is_obliged` is true if the output must have the form
+        of `gateway.tools.choice.obliged_form`."""
         names = frozenset(tool.function.name for tool in tools)
         if is_obliged:
             return OutputRules(replace(OBLIGED, has_short_ids=self._has_short_ids), names, most_calls)
@@ -90,14 +90,14 @@ class ChatRenderer:
 
 
 def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list[dict[str, Any]]:
-    """Return a chat as chat templates take it: `developer` is the new name of `system`, parts of a content are joined
-    by line breaks, and arguments of calls are objects. Raises InvalidArgumentError for parts that are not text, and for
-    calls of tools if there is no format for them."""
+    """Return a chat in the form for chat templates: the role `developer` becomes `system`, parts of a content are
+    joined by line breaks, and arguments of calls become objects. Raises InvalidArgumentError for parts that are not
+    text, and for calls of tools if there is no format for them."""
     return [_message(f"messages[{index}]", each, format_) for index, each in enumerate(messages)]
 
 
 def _check_values(field: str, value: object) -> None:
-    """Raise InvalidArgumentError if a value has more values within it than a template takes."""
+    """Raise InvalidArgumentError if a value contains more nested values than a template may get."""
     waiting, number = [value], 0
     while waiting:
         each = waiting.pop()
@@ -156,14 +156,14 @@ def _call(where: str, call: ToolCall, *, is_short: bool) -> dict[str, Any]:
 
 
 def _id(given: str, *, is_short: bool) -> str:
-    """Return a call's id as the template takes it; equal ids stay equal."""
+    """Return a call's id in the form that the template accepts. Equal ids stay equal."""
     if not is_short or _SHORT_ID.fullmatch(given):
         return given
     return hashlib.blake2b(given.encode(errors="replace"), digest_size=5).hexdigest()[:9]
 
 
 def _described(tool: Tool) -> dict[str, Any]:
-    """Return a tool as chat templates take it."""
+    """Return a tool in the form for chat templates."""
     function = {"name": tool.function.name, "description": tool.function.description}
     given = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": given | {"parameters": tool.function.parameters or _NO_PARAMETERS}}

@@ -11,7 +11,7 @@ from baton import errors
 from baton.errors import BatonError
 
 CLIENT_GONE = 499
-"""Status of a request whose client left. It appears only in metrics."""
+"""Status of a request whose client disconnected. It appears only in metrics."""
 
 
 class BodyTooLargeError(errors.InvalidArgumentError):
@@ -19,11 +19,11 @@ class BodyTooLargeError(errors.InvalidArgumentError):
 
 
 class UnreadableBodyError(errors.InvalidArgumentError):
-    """The body of a request is not JSON as it is, by what its headers say."""
+    """According to its headers, the body of a request is not plain JSON."""
 
 
 class ContextTooLongError(errors.InvalidArgumentError):
-    """A prompt, alone or with the output that is asked for, has more tokens than the model takes. Clients know this
+    """A prompt, alone or with the requested output, has more tokens than the model's context. Clients recognize this
     error by its code, and may shorten the conversation."""
 
 
@@ -32,11 +32,11 @@ class HeadersTooLongError(errors.InvalidArgumentError):
 
 
 class WrongHostError(errors.PermissionDeniedError):
-    """The request names a host that the gateway does not answer for."""
+    """The request's header Host names a host that is not allowed."""
 
 
 class UnknownResponseError(errors.NotFoundError):
-    """The requested response is not kept."""
+    """The requested response is not stored."""
 
 
 _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
@@ -56,21 +56,22 @@ _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (errors.UnavailableError, 503, "service_unavailable_error", None),
     (errors.BatonError, 500, "server_error", None),
 )
-"""Class, status, type and code; the first class that an error belongs to counts."""
+"""Class, status, type and code of errors. The first class that an error is an instance of is used."""
 _FIELD = re.compile(r"[a-z_]+")
 
 
 @dataclass(frozen=True)
 class FieldNames:
-    """The fields that a request may have, by the names that its client knows."""
+    """Fields of a request, with the names that its client uses."""
 
     fields: Collection[str] = ()
     """Fields that an error may name as `param`."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Names at the start of errors, or after `sampling.`, with the client's names of these fields."""
+    """Client's names of fields, by the names that errors use. An error's text begins with the field's name, or has it
+    after `sampling.`."""
 
     def text(self, error: BatonError) -> str:
-        """Return an error's text with the client's names."""
+        """Return an error's text with the client's names of fields."""
         known = "|".join(map(re.escape, sorted(self.renamed, key=len, reverse=True)))
         ours = rf"(?:^(?:sampling\.)?|(?<![\w/'\"])sampling\.)(?:({known})(?!\w))?"
         return re.sub(ours, lambda found: self.renamed.get(found[1] or "", ""), str(error))
@@ -85,8 +86,8 @@ def status_of(error: BatonError) -> int:
 
 
 def error_body(error: BatonError, names: FieldNames = NO_FIELDS) -> dict[str, Any]:
-    """Return the body that says what went wrong, with the names that the client has for the request's fields. The one
-    with which the error's text begins is its `param`."""
+    """Return the body of an error answer, in which fields have the client's names. If the error's text begins with a
+    field, this field is `param`."""
     type_, code = next((type_, code) for kind, _, type_, code in _STATUSES if isinstance(error, kind))
     text = names.text(error)
     begun = _FIELD.match(text)
@@ -95,8 +96,8 @@ def error_body(error: BatonError, names: FieldNames = NO_FIELDS) -> dict[str, An
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
-    """Return the headers of an answer with this error: after how many seconds another attempt may be made, if that is
-    known, and how to send a key, if it is missing."""
+    """Return the headers of an error answer: Retry-After if the delay in seconds is known, and WWW-Authenticate if the
+    API key is missing."""
     if error.retry_after_s is not None:
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     return {"www-authenticate": "Bearer"} if isinstance(error, errors.UnauthenticatedError) else {}

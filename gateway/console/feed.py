@@ -1,4 +1,5 @@
-"""Answers that consoles share: all open consoles of a caller cause only one call to the server at a time. On the loop.
+"""Shares answers among consoles: all open consoles of a caller cause only one call to the server at a time. Runs on the
+asyncio loop.
 
 The feed never calls the server by itself: a console requests the latest answer repeatedly while it is visible. An
 answer, or an error, is reused for FRESH_S. Callers are identified by the headers that name the caller, because the
@@ -62,7 +63,7 @@ class Feed(Generic[T]):
             return latest.answer
 
     def _of(self, caller: Mapping[str, str]) -> _Latest[T]:
-        named = hashlib.sha256(json.dumps(sorted(caller.items())).encode()).hexdigest()  # of a key, nothing is kept
+        named = hashlib.sha256(json.dumps(sorted(caller.items())).encode()).hexdigest()  # keys are not stored
         latest = self._latest.setdefault(named, _Latest())
         self._latest.move_to_end(named)
         while len(self._latest) > MAX_CALLERS:

@@ -1,6 +1,7 @@
-"""The console's files: page, style and scripts, read once, served with a policy that forbids loading other files. Pure.
+"""The console's files: page, style and scripts. They are read once, and served with a policy that forbids the page to
+load other files. Pure.
 
-No file is read by a name that a client gives: only files that existed when the gateway started are served.
+No file is opened by a name from a request: only files that existed when the gateway started are served.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ _HEADERS = MappingProxyType(
         "content-security-policy": (
             "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
         ),
-        "cache-control": "no-cache",  # asked for again each time, and not sent again unless it has changed
+        "cache-control": "no-cache",  # browsers check each time whether it has changed
         "cross-origin-opener-policy": "same-origin",
         "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
@@ -34,7 +35,7 @@ class ConsolePage:
     content: bytes
     media_type: str
     tag: str
-    """Hash of the content, with which browsers check for changes."""
+    """Hash of the content, by which browsers detect changes."""
 
     def answer(self, request: Request) -> Response:
         """Return the file, or status 304 if the browser has this version."""

@@ -1,7 +1,7 @@
-"""Routes of the console: its files, the state that it shows, and the playground's streams. On the loop.
+"""Routes of the console: its files, the state that it shows, and the playground's streams. Runs on the asyncio loop.
 
-The files need no key. All that they ask for does, where the server requires one: the page sends the key that its user
-gives, and the server judges it.
+The files can be loaded without an API key. The state and the streams require a key if the server does: the page sends
+the key that its user enters, and the server checks it.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -28,7 +28,7 @@ from gateway.streaming import EventStream, caller_of, error_of, read_body, reque
 from gateway.upstream import Answers, Upstream
 
 NUM_ENDED = 48
-"""Maximum number of requests that have ended which the console shows."""
+"""Maximum number of ended requests that the console shows."""
 _UNCACHED = {"cache-control": "no-store"}
 
 
@@ -54,7 +54,7 @@ class Console:
         return router
 
     async def root(self, request: Request) -> Response:
-        """Redirect browsers to the console. Programs get status 404, as without a console."""
+        """Redirect browsers to the console. Other clients get status 404, as if there were no console."""
         if "text/html" not in request.headers.get("accept", ""):
             raise HTTPException(404)
         return RedirectResponse("console/")
@@ -74,7 +74,7 @@ class Console:
         return self._pages[name].answer(request)
 
     async def state(self, request: Request) -> Response:
-        """Return the console's view of the cluster, at most a second old."""
+        """Return the console's view of the cluster, which is at most one second old."""
         return JSONResponse(await self._feed.latest(caller_of(request, traces=False)), headers=_UNCACHED)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -88,8 +88,8 @@ class Console:
         return await self._stream(request, partial(self._reader.completion, body))
 
     async def _ask(self, caller: Mapping[str, str]) -> Object:
-        """Get the cluster's state, for which the server polls all workers, and after it the requests, so that the
-        requests are the more recent part."""
+        """Get the cluster's state, then the requests. The state takes longer, because the server polls all workers for
+        it. In this order the requests are the more recent part."""
         state = await self._upstream.state(caller)
         requests = await self._upstream.requests(NUM_ENDED, caller)
         reader = self._reader
@@ -109,7 +109,7 @@ class Console:
     async def _lines(
         self, answers: Answers, first: TokenEvent, events: AsyncIterator[tuple[int, TokenEvent]]
     ) -> AsyncIterator[bytes]:
-        """Yield a stream's lines, to its end or to the error that ended it."""
+        """Yield the lines of a stream until its end, or until the error that ended it."""
         yield line(begun(answers.outputs[0]), "begin")
         try:
             yield line(self._token(first), "token")

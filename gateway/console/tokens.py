@@ -1,7 +1,7 @@
-"""The playground's stream: its tokens, where each of them comes from, and what its request took. Pure.
+"""The playground's stream: its tokens, the origin of each token, and the times and usage of the request. Pure.
 
-An event says what the server's own stream says (`baton.TokenEvent`): where tokens come from when that changes, and
-which of a step's tokens were drafts with the step's last one. The page puts these together.
+An event has the same information as in the server's own stream (`baton.TokenEvent`). The origin of tokens is sent when
+it changes. The last event of a step reports which of the step's tokens were drafts. The page combines these events.
 """
 
 from dataclasses import asdict
@@ -15,7 +15,8 @@ from gateway.reading import Asked
 
 
 def check_single(asked: Asked) -> None:
-    """Raise InvalidArgumentError unless one choice of one prompt is asked for, which is what the page can show."""
+    """Raise InvalidArgumentError unless the request has one prompt and one choice, because the page can show only
+    one."""
     if len(asked.prompts) != 1 or asked.num_choices != 1:
         raise InvalidArgumentError("n and prompt: the playground shows one choice of one prompt; use /v1 for more")
 
@@ -32,8 +33,8 @@ def begun(output: Completion) -> Object:
 
 
 def token(event: TokenEvent, own_text: str) -> Object:
-    """Return one event of the stream. `own_text` is the token's text by itself, where the event's may be that of
-    several."""
+    """Return one event of the stream. `own_text` is the text of this token alone; the event's text may belong to
+    several tokens."""
     return {
         "index": event.index,
         "id": None if event.token is None else event.token.token_id,
@@ -47,7 +48,7 @@ def token(event: TokenEvent, own_text: str) -> Object:
 
 
 def ended(output: Completion) -> Object:
-    """Return the request's usage, and its measured times with the predicted ones."""
+    """Return the request's usage, and its measured and predicted times."""
     timings = output.timings
     return {
         "usage": None if output.usage is None else asdict(output.usage),

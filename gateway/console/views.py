@@ -1,6 +1,7 @@
 """The console's view of a cluster, as JSON: groups with their KV by tier, and requests with their stages. Pure.
 
-Times are milliseconds: instants since 1970, those of a request's stages since its arrival.
+Times are in milliseconds. Points in time count from 1970, except those of a request's stages, which count from its
+arrival.
 """
 
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ _KV = ("num_bytes", "num_bytes_free", "num_bytes_leased", "num_bytes_active", "n
 
 
 def snapshot(state: ClusterState, requests: RequestList, model: ModelInfo, *, has_chats: bool) -> Object:
-    """Return the cluster, the requests and the served model. `has_chats` says whether the gateway can put a chat into
-    the model's words."""
+    """Return the cluster, the requests and the served model. `has_chats` is true if the gateway can render chats with
+    the model's chat template."""
     return {
         "now_ms": requests.now_ns / 1e6,
         "version": state.version,
@@ -163,7 +164,7 @@ def _request(request: RequestStatus, now_ns: int) -> Object:
 
 
 def _stages(timings: Timings, num_output_tokens: int, now_ns: int) -> Iterator[Object]:
-    """Yield the stages of a request; the last one of a request that runs lasts until now."""
+    """Yield the stages of a request. If the request still runs, its last stage lasts until `now_ns`."""
     until_now = timings if timings.finished_ns else replace(timings, finished_ns=now_ns)
     for stage in stages_of(until_now, num_output_tokens):
         yield {

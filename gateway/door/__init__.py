@@ -1,1 +1,1 @@
-"""How requests come in: bounds on connections, headers and bodies, and who may call."""
+"""Admission of HTTP requests: bounds on connections, headers and bodies, and checks of the caller."""

@@ -1,4 +1,5 @@
-"""Checks with the server who may call, before a body is read: once a second for each caller. On the loop."""
+"""Checks with the server whether a caller may call, before its body is read. The server is called at most once a second
+for each caller. Runs on the asyncio loop."""
 
 import time
 from collections import OrderedDict
@@ -8,7 +9,7 @@ from baton.errors import BatonError, DeadlineExceededError, UnauthenticatedError
 from gateway.upstream import Upstream
 
 _VALID_S = 1.0
-"""Seconds for which an answer is reused. A revoked key is refused after this time at the latest."""
+"""Seconds for which the server's answer is reused. A revoked key is refused at the latest after this time."""
 _MAX_KEPT = 1024
 """Maximum number of callers whose answer is kept."""
 
@@ -39,7 +40,7 @@ class Access:
             self._until_s.popitem(last=False)
 
     async def requires_key(self) -> bool:
-        """Return whether the server refuses callers without a key; no, while it does not answer."""
+        """Return whether the server refuses callers without a key. Return False while the server does not answer."""
         try:
             await self.admit({})
         except UnauthenticatedError:

@@ -1,6 +1,8 @@
-"""uvicorn's HTTP protocol with bounds on what a connection may hold, and for how long without progress. On the loop.
+"""uvicorn's HTTP protocol with bounds on the memory of a connection, and on the time without progress. Runs on the
+asyncio loop.
 
-A client that is cut off meets a closed connection: it had its time, and its request is cancelled as if it had left.
+If a client exceeds a time limit, its connection is closed without an answer, and its request is cancelled as if the
+client had disconnected.
 """
 
 import asyncio
@@ -22,15 +24,15 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._is_in_head = True
         self._num_head_bytes = 0
-        """Bytes received of the present request's line and headers, while they are incomplete."""
+        """Number of bytes received of the current request's line and headers, while they are incomplete."""
         self._num_parsed_bytes = 0
-        """Bytes of the URL and of complete headers among them. Only these count if one piece also has the headers'
-        end."""
+        """Number of bytes of the URL and of complete headers. Only these count if one received piece also contains the
+        end of the headers."""
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for headers, unless there are too many connections."""
+        """Start the timeout for headers, or refuse the connection if there are too many."""
         super().connection_made(transport)
         self._await(HEADERS_S)
         if len(self.connections) > MAX_CONNECTIONS:
@@ -43,7 +45,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read the received data. A connection gets the allowed bytes of headers and at most one further piece."""
+        """Parse the received data. At most the permitted number of header bytes and one further piece are accepted."""
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -52,27 +54,27 @@ class BoundedProtocol(HttpToolsProtocol):
             self._check_head(self._num_head_bytes)
 
     def on_message_begin(self) -> None:
-        """Begin to count and to wait for headers."""
+        """Start to count the bytes of headers, and start their timeout."""
         super().on_message_begin()
         self._is_in_head, self._num_head_bytes, self._num_parsed_bytes = True, 0, 0
         self._await(HEADERS_S)
 
     def on_url(self, url: bytes) -> None:
-        """Take a part of the URL, if there is room for it."""
+        """Accept a part of the URL, unless the limit on bytes is exceeded."""
         self._num_parsed_bytes += len(url)
         self._check_head(self._num_parsed_bytes)
         if not self.transport.is_closing():
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, if there is room for it."""
+        """Accept a header, unless the limit on bytes is exceeded."""
         self._num_parsed_bytes += len(name) + len(value)
         self._check_head(self._num_parsed_bytes)
         if not self.transport.is_closing():
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to wait for the body."""
+        """Start the timeout for the body."""
         self._is_in_head = False
         if not self.transport.is_closing():
             self._await(BODY_S)
@@ -81,29 +83,29 @@ class BoundedProtocol(HttpToolsProtocol):
                 _leave_unchunked(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body, and wait for the next."""
+        """Accept a part of the body, and start the timeout for the next part."""
         if not self.transport.is_closing():
             self._await(BODY_S)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Wait no longer: what is next is the answer."""
+        """Stop the timeout, because the request is complete and the answer follows."""
         if not self.transport.is_closing():
             self._stop_waiting()
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait no longer for the rest of a body that was answered before its end."""
+        """Stop the timeout for the rest of a body whose request was answered before the body's end."""
         self._stop_waiting()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Begin to watch whether the client takes what waits for it."""
+        """Start to check whether the client reads the data that waits for it."""
         super().pause_writing()
         self._watch(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Watch the client no longer."""
+        """Stop to check whether the client reads."""
         self._stop_watching()
         super().resume_writing()
 
@@ -112,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reading = self.loop.call_later(seconds, self._late, seconds)
 
     def _late(self, seconds: float) -> None:
-        """Cut off a client that is awaited, unless what it sends is not being read."""
+        """Disconnect a client that sent no data in time, unless the gateway itself has paused reading."""
         if self.flow.read_paused:
             self._await(seconds)
         else:
@@ -127,7 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._writing = self.loop.call_later(WRITE_S, self._look, num_waiting)
 
     def _look(self, num_waiting: int) -> None:
-        """Cut off a client that has taken nothing since the last look."""
+        """Disconnect a client that has read no data since the last check."""
         left = self.transport.get_write_buffer_size()
         if left >= num_waiting:
             self.transport.abort()
@@ -145,7 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(HeadersTooLongError(text))
 
     def _refuse(self, error: BatonError) -> None:
-        """Answer with an error in OpenAI's shape, and close the connection."""
+        """Answer with an error in OpenAI's format, and close the connection."""
         if self.transport.is_closing():
             return
         body = json.dumps(error_body(error)).encode()
@@ -155,7 +157,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _leave_unchunked(cycle: RequestResponseCycle) -> None:
-    """Let an answer of unknown length end with its connection: clients of HTTP/1.0 do not know chunks."""
+    """Make an answer of unknown length end with its connection, because clients of HTTP/1.0 do not support chunked
+    transfer."""
     send, has_length = cycle.send, False
 
     async def send_unchunked(message: Any) -> None:
@@ -164,13 +167,13 @@ def _leave_unchunked(cycle: RequestResponseCycle) -> None:
             has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
             cycle.chunked_encoding = None if has_length else False
         elif not has_length:
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks that no more comes
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks the length
         await send(message)
 
     cycle.send = send_unchunked  # type: ignore[method-assign]
 
 
 def allow_connections() -> None:
-    """Let this process have as many open files as it may: a connection is one."""
+    """Raise this process's limit on open files to the permitted maximum, because each connection is an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

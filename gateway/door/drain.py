@@ -1,4 +1,5 @@
-"""The end of an HTTP server: running requests get time to end by themselves, new ones are refused. On the loop."""
+"""Graceful end of an HTTP server: running requests get time to end by themselves, new ones are refused. Runs on the
+asyncio loop."""
 
 import asyncio
 import contextlib
@@ -10,11 +11,11 @@ from baton.errors import UnavailableError
 from gateway.errors import error_body, status_of
 
 _OPEN = ("/health", "/metrics")
-"""Paths that are answered to the end."""
+"""Paths that are answered until the server has ended."""
 
 
 class Drain:
-    """An ASGI application that knows how many requests of another one run."""
+    """ASGI application that wraps another one and counts its running requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -24,7 +25,7 @@ class Drain:
         self._idle.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or refuse it with status 503 once the server ends."""
+        """Serve one request, or refuse it with status 503 if the server is ending."""
         if self._is_ending and scope["type"] == "http" and scope["path"] not in _OPEN:
             error = UnavailableError("the HTTP gateway is ending: try again, on a new connection")
             answer = JSONResponse(error_body(error), status_of(error), headers={"connection": "close"})
@@ -40,7 +41,7 @@ class Drain:
                 self._idle.set()
 
     async def end(self, grace_s: float) -> None:
-        """Refuse new requests from now on; return when none runs, or after `grace_s` seconds."""
+        """Start to refuse new requests. Return when no request runs, or after `grace_s` seconds."""
         self._is_ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

@@ -1,7 +1,9 @@
-"""Refuses requests that a web page of another site had its reader's browser send, by the headers Host and Origin.
+"""Refuses requests that a web page of another site makes a user's browser send. They are recognized by the headers Host
+and Origin.
 
-If the owner of a name points it at 127.0.0.1 (DNS rebinding), such a page and this server are one site for the browser,
-and only the header Host distinguishes them. If the server requires API keys, no page has one, and nothing is refused.
+If the owner of a domain name maps it to 127.0.0.1 (DNS rebinding), a browser treats the owner's page and this server as
+the same site, and only the header Host distinguishes them. If the server requires API keys, nothing is refused, because
+a foreign page has no key.
 """
 
 from ipaddress import ip_address
@@ -16,13 +18,14 @@ from gateway.door.rules import HttpRules, name_of
 from gateway.errors import WrongHostError, error_body, status_of
 
 _OPEN = ("/health", "/ready", "/metrics")
-"""Paths that probes may request by any host name or address."""
+"""Paths that health probes may request with any host name or address."""
 
 
 class HostCheck:
     """Answers 421 for a Host that is not allowed, and 403 for an Origin that is neither the host nor allowed.
 
-    With `allowed_hosts` these are always checked; without, where the server listens on loopback and requires no key.
+    If `allowed_hosts` is set, both headers are always checked. If it is empty, they are checked only if the server
+    listens on loopback and requires no key.
     """
 
     def __init__(self, app: ASGIApp, rules: HttpRules, access: Access, *, is_loopback: bool) -> None:
@@ -39,7 +42,7 @@ class HostCheck:
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> BatonError | None:
-        hosts = headers.getlist("host")  # browsers always send one
+        hosts = headers.getlist("host")  # browsers always send a Host
         for host in hosts:
             if not (is_loopback(name_of(host)) or name_of(host) in self._rules.allowed_hosts):
                 return WrongHostError(f"host {host!r:.80} is not allowed: use localhost, or set http.allowed_hosts")
@@ -51,7 +54,7 @@ class HostCheck:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address is one of this machine alone."""
+    """Return whether a host's name or address can only mean this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,6 +1,7 @@
-"""Middleware around the routes: a limit on bodies, and counts of requests. For any ASGI application; on the loop.
+"""Middleware around the routes: a limit on bodies, and counts of requests. Works with any ASGI application. Runs on the
+asyncio loop.
 
-Streams pass through message by message: nothing between a route and its client buffers or copies.
+Streams pass through message by message, without buffering or copying.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -15,8 +16,8 @@ _RETRY_S = 1.0
 
 
 class BodyLimit:
-    """Bounds the bytes of each body and of all together. Refuses a body that is too long as soon as its length is
-    known, and cuts off one that does not say its length."""
+    """Bounds the bytes of each body, and the total bytes of all bodies. A body whose header declares too many bytes is
+    refused at once. A body without a declared length is cut off when it exceeds the limit."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -55,7 +56,7 @@ class BodyLimit:
             self._num_bytes -= num_bytes
 
     def _refusal(self, num_bytes: int) -> BatonError | None:
-        """Return the error with which a request is refused for a body of `num_bytes` bytes, if it is."""
+        """Return the error with which a request with a body of `num_bytes` bytes is refused; None if it is accepted."""
         if num_bytes > MAX_BODY_BYTES:
             return _too_large(num_bytes)
         if self._num_bytes > MAX_BODIES_BYTES:
@@ -65,7 +66,7 @@ class BodyLimit:
 
 
 class RequestCounts:
-    """Counts requests by route and status, and those that are being answered, to the end of their streams."""
+    """Counts requests by route and status, and running requests. A request runs until the end of its stream."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self._app = app
