@@ -1,7 +1,7 @@
 """Reads bodies into arguments of `baton.AsyncClient.generate`, and into the options of the answer.
 
-Prompts are tokenized here, because the room that they leave must be known: OpenAI's chats limit their output only by
-the model's context. Blocks while long prompts are tokenized, so it is called in a thread.
+Prompts are tokenized in the gateway, because their number of tokens is needed: a chat without a limit on its output may
+fill the rest of the model's context. Tokenizing a long prompt blocks, so the functions are called in a thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _OPTIONS = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty",
     "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
 )  # fmt: skip
-"""Fields that bodies and sampling options name and mean alike."""
+"""Fields that have the same name and meaning in bodies and in sampling options."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Prompt:
 
     token_ids: Sequence[int]
     echo: str = ""
-    """Text with which each choice's text begins."""
+    """Text that precedes the generated text of each choice."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Content of a body, read and checked."""
+    """Checked content of a body."""
 
     prompts: tuple[Prompt, ...]
     options: tuple[SamplingOptions, ...]
@@ -55,7 +55,7 @@ class Asked:
     logprobs: int | None = None
     """Number of most likely tokens that are reported with each token; None: no logprobs."""
     output: OutputRules = PLAIN
-    """How the output is read."""
+    """Rules for parsing the output."""
 
 
 class Reader:
@@ -122,7 +122,7 @@ class Reader:
         raise InvalidArgumentError("prompt and messages: give one of them")
 
     def check_model(self, name: str) -> None:
-        """Raise NotFoundError if that is not the served model's name, nor empty."""
+        """Raise NotFoundError unless `name` is empty or the served model's name."""
         if name and name != self.model.name:
             raise NotFoundError(f"model {name!r:.100} is not served: use {self.model.name}")
 
@@ -145,12 +145,14 @@ class Reader:
         )
 
     def _rendered(self, body: ChatBody | TokenizeBody, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """Return a chat as its template renders it. Each message takes a token at least: too many are not rendered."""
+        """Return a chat rendered by its template. A chat with more messages than the model's context has tokens is
+        refused before it is rendered."""
         self._check_fits("messages", len(messages), least=" at least")
         return self._renderer.render(messages, tools, body.chat_template_kwargs or {}, _ending(body))
 
     def _encoded(self, field: str, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the token ids of a text. One that is too long for the model by its length alone is not tokenized."""
+        """Return the token ids of a text. A text that is certainly too long for the model is refused before it is
+        tokenized."""
         self._check_fits(field, self.tokenizer.min_tokens(text), least=" at least")
         return encode(text)
 
@@ -163,8 +165,8 @@ class Reader:
             )
 
     def _with_room(self, options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
-        """Return the options, with as many output tokens as the prompt leaves room for if none are asked for. Raises
-        ContextTooLongError if more are."""
+        """Return the options. If they do not limit the output tokens, the limit is the rest of the model's context
+        after the prompt. Raises ContextTooLongError if the requested number exceeds this rest."""
         num_tokens = len(prompt.token_ids)
         room = self.model.max_tokens - num_tokens
         most = options.get("max_tokens", room)
@@ -203,7 +205,7 @@ def _sampling(body: SamplingBody) -> SamplingOptions:
 
 
 def _ending(body: ChatBody | TokenizeBody) -> Ending:
-    """Return how a chat's prompt ends. Raises InvalidArgumentError for two ways at once."""
+    """Return the kind of end of a chat's prompt. Raises InvalidArgumentError if the body requests two kinds at once."""
     if not body.continue_final_message:
         return Ending.MESSAGE if body.add_generation_prompt is False else Ending.TURN
     if body.add_generation_prompt:

@@ -1,4 +1,5 @@
-"""Functions that routes share: the caller's identity, clients that leave, server-sent events. On the loop."""
+"""Functions that routes share: the caller's identity, detection of clients that disconnect, and server-sent events.
+Runs on the asyncio loop."""
 
 import asyncio
 import logging
@@ -29,15 +30,17 @@ _TRACE = ("traceparent", "tracestate")
 """Headers with the caller's trace context."""
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 _METADATA = re.compile(r"[\x20-\x7e]*")
-"""Text that gRPC takes as metadata."""
+"""Text that gRPC accepts as metadata."""
 _TRACE_VALUE = re.compile(r"[\x20-\x7e]{0,512}")
-"""The same, of at most the number of bytes that W3C's Trace Context requires to be passed on."""
+"""Text that gRPC accepts as metadata, of at most 512 bytes, the length that W3C's Trace Context requires to be passed
+on."""
 FAULT = "the HTTP process failed at this request: see its log"
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """A stream's answer, which closes what its lines come from, also when the client leaves before the first one."""
+    """Response that streams lines and closes their source at the end, even if the client disconnects before the first
+    line."""
 
     def __init__(self, lines: AsyncIterator[bytes], stack: AsyncExitStack, headers: Mapping[str, str]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={**headers, **_SSE})
@@ -67,7 +70,8 @@ async def read_body(request: Request, read: Callable[[], T], num_more_bytes: int
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return the work's result. Raises RequestCancelledError when the client leaves before."""
+    """Return the result of `work`. Raises RequestCancelledError if the client disconnects before the result is
+    ready."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_until_gone(request))
     try:

@@ -48,12 +48,14 @@ class Upstream:
         await self.close()
 
     async def model(self, metadata: Mapping[str, str]) -> ModelInfo:
-        """Return the model that is served. Raises what the server refuses, and UnavailableError without an answer."""
+        """Return the model that is served. Raises the server's error if it refuses the call, and UnavailableError if it
+        does not answer."""
         with self.unless_closed():
             return await self._client.model(metadata=metadata)
 
     async def state(self, metadata: Mapping[str, str]) -> ClusterState:
-        """Return the cluster's state. Raises what the server refuses, and UnavailableError without an answer."""
+        """Return the cluster's state. Raises the server's error if it refuses the call, and UnavailableError if it does
+        not answer."""
         with self.unless_closed():
             return await self._client.cluster_state(_ANSWER_S, metadata=metadata)
 
@@ -64,7 +66,7 @@ class Upstream:
 
     @contextmanager
     def unless_closed(self) -> Iterator[None]:
-        """Raise UnavailableError for what is cancelled because the upstream was closed."""
+        """Raise UnavailableError if the code in the `with` block is cancelled because the upstream was closed."""
         try:
             yield
         except RequestCancelledError as error:
@@ -73,7 +75,7 @@ class Upstream:
             raise UnavailableError("the HTTP gateway is ending: try again, on a new connection") from error
 
     async def is_serving(self) -> bool:
-        """Return whether the server says that it serves."""
+        """Return whether the server reports that it serves."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
         try:
             with translate_rpc_errors():
@@ -84,7 +86,8 @@ class Upstream:
 
     @asynccontextmanager
     async def answers(self, asked: Asked, request_id: str, metadata: Mapping[str, str]) -> AsyncIterator["Answers"]:
-        """Send one request for each prompt; those that still run are cancelled in the end."""
+        """Send one request for each prompt, and yield their streams. Requests that still run at the end of the `with`
+        block are cancelled."""
         async with AsyncExitStack() as stack:
             stack.enter_context(self.unless_closed())
             streams = []
@@ -116,7 +119,7 @@ class Answers:
 
     @property
     def outputs(self) -> list[Completion]:
-        """Output of each prompt, as far as it has come."""
+        """Output of each prompt so far."""
         return [each.output for each in self._streams]
 
     async def collect(self) -> list[Completion]:
@@ -124,7 +127,8 @@ class Answers:
         return await asyncio.gather(*(each.collect() for each in self._streams))
 
     async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Yield the events of all streams as they come, each with the number of its prompt. Raises the first error."""
+        """Yield the events of all streams in the order of arrival, each with the number of its prompt. Raises the first
+        error."""
         with self._upstream.unless_closed():
             if len(self._streams) == 1:
                 async for event in self._streams[0]:

@@ -1,1 +1,1 @@
-"""Reads what a model writes: its reasoning, its text, and its calls of tools, token by token."""
+"""Parses a model's output token by token into reasoning, text and tool calls."""

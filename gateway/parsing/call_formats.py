@@ -1,4 +1,4 @@
-"""How families of models write calls of tools, and which of them a model's chat template belongs to. Pure."""
+"""Formats in which model families write tool calls. The format of a model is recognized by its chat template. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a family writes calls."""
+    """Format in which a model family writes tool calls."""
 
     name: str
     begin: str
     """Text that calls begin with."""
     end: str = ""
-    """Text that calls end with; empty: each ends with its JSON."""
+    """Text that calls end with; empty: a call ends at the end of its JSON."""
     is_bare: bool = False
     """True if an answer may also begin directly with a call's JSON."""
     is_all: bool = False
@@ -32,10 +32,10 @@ LLAMA3 = CallFormat("llama3", "<|python_tag|>", is_bare=True, markers=("<|python
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), has_short_ids=True)
 SMOLLM2 = CallFormat("smollm2", "<tool_call>", "</tool_call>", is_prompted=True)
 OBLIGED = CallFormat("obliged", "[", is_bare=True, is_all=True)
-"""How a model writes calls that its output is constrained to."""
+"""Format of calls when the model's output is constrained to calls."""
 FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL, SMOLLM2)}
 FORMAT_NAMES = ("auto", *FORMATS, "none")
-"""Formats that may be requested: one by its name, none, or auto for the format of the chat template."""
+"""Names of formats for the configuration: a format's name, "none", or "auto" for the format of the chat template."""
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
 _SIGNS = (
@@ -44,12 +44,12 @@ _SIGNS = (
     ("Environment: ipython", LLAMA3),
     ("<tool_call>", HERMES),
 )
-"""Texts in the chat template of each family; the first that is found decides the format."""
+"""Texts in the chat templates of families, with the format. The first text that the template contains decides."""
 
 
 def format_of(template: str, asked: str = "auto") -> CallFormat | None:
-    """Return the format of a model with this chat template, or the one with the name `asked`; None when the model
-    cannot use tools. Raises ConfigError for an unknown name."""
+    """Return the format with the name `asked`; for "auto", the format of a model with this chat template. Return None
+    if the model cannot use tools. Raises ConfigError for an unknown name."""
     if asked not in FORMAT_NAMES:
         raise ConfigError(f"tool format {asked!r} is unknown: use one of {', '.join(FORMAT_NAMES)}")
     if asked != "auto":

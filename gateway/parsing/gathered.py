@@ -1,4 +1,4 @@
-"""Gathers the pieces of one choice. Pure."""
+"""Collects the pieces of one choice. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ class GatheredCall:
 
 @dataclass
 class Gathered:
-    """All of one choice so far."""
+    """All pieces of one choice so far, combined."""
 
     text: str = ""
     reasoning: str = ""

@@ -1,13 +1,13 @@
 """Reads one call of a tool, `{"name": ..., "arguments": {...}}`, character by character. Pure.
 
-The arguments are passed on as the model writes them, so that a client may follow them, and nothing is parsed twice.
+The arguments are passed on while the model writes them, so that a client can stream them, and nothing is parsed twice.
 """
 
 import json
 from enum import Enum, auto
 
 _ARGUMENTS = ("arguments", "parameters")
-"""Names by which models call the arguments."""
+"""Keys that models use for the arguments."""
 _KEYS = ("name", "type", "id", "function", *_ARGUMENTS)
 """Keys that a call may have."""
 _OPENING, _CLOSING = "{[", "}]"
@@ -26,11 +26,11 @@ class _Place(Enum):
     VALUE = auto()
     """In the value of a key."""
     OVER = auto()
-    """Behind the object's end."""
+    """After the object's end."""
 
 
 class CallReader:
-    """Reads one call. Made for each."""
+    """Reads one call. A new reader is made for each call."""
 
     def __init__(self, *, is_strict: bool = False) -> None:
         """With `is_strict`, an object with a key that calls do not have is not a call."""
@@ -50,7 +50,7 @@ class CallReader:
 
     @classmethod
     def of_arguments(cls, name: str) -> "CallReader":
-        """Return a reader of the arguments alone, of a call whose name has been read."""
+        """Return a reader that reads only the arguments of a call whose name is already known."""
         reader = cls()
         reader._is_short = True
         for char in f'{{"name": {json.dumps(name)}, "arguments":':
@@ -63,7 +63,7 @@ class CallReader:
         return self._place is _Place.OVER or (self._is_short and self.has_arguments)
 
     def push(self, char: str) -> str:
-        """Take the next character; return the part of the arguments that became certain. Raises NotACallError."""
+        """Read the next character. Return the part of the arguments that can now be passed on. Raises NotACallError."""
         match self._place:
             case _Place.BEFORE:
                 self._expect(char, "{", _Place.KEY)
@@ -117,7 +117,7 @@ class CallReader:
         return ""
 
     def _follow(self, char: str) -> None:
-        """Keep account of strings and brackets."""
+        """Track the state of strings and the depth of brackets."""
         if self._is_escaped:
             self._is_escaped = False
         elif self._is_string:
@@ -131,7 +131,7 @@ class CallReader:
             self._depth -= 1
 
     def _end_value(self) -> str:
-        """Take a value that is complete; return the arguments that it brings."""
+        """Process a complete value. Return the part of the arguments that can now be passed on."""
         self._place, span, self._span = _Place.KEY, self._span, ""
         if self._key == "name":
             name = _parsed(span)

@@ -1,4 +1,4 @@
-"""Reads what a model writes for one choice: reasoning first, then text and calls of tools. Pure."""
+"""Parses a model's output for one choice: first reasoning, then text and tool calls. Pure."""
 
 import secrets
 import string
@@ -17,7 +17,7 @@ _SHORT_ID = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class OutputRules:
-    """How the output of a request's choices is read."""
+    """Rules for parsing the output of a request's choices."""
 
     format: CallFormat | None = None
     """Format of tool calls; None: no tools are called."""
@@ -29,7 +29,7 @@ class OutputRules:
     is_reasoning_open: bool = False
     """True if the prompt ends within reasoning."""
     markers: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Text of tokens that mark something and have no text of their own, by id."""
+    """Text of special tokens that are markers and produce no text when they are detokenized, by token id."""
 
     @property
     def is_plain(self) -> bool:
@@ -60,14 +60,14 @@ class OutputParser:
         return self._calls is not None and self._calls.num_calls > 0
 
     def push(self, text: str, token_id: int | None = None) -> Iterator[Piece]:
-        """Yield the pieces that became certain with the next token and the text that came with it."""
+        """Read the next token and its text. Yield the pieces that are complete enough to be passed on."""
         if token_id is not None:
             text += self._rules.markers.get(token_id, "")
         if text:
             yield from merged(self._answer([Text(text)] if self._reasoning is None else self._reasoning.push(text)))
 
     def end(self) -> Iterator[Piece]:
-        """Yield what was held back, when the model has ended."""
+        """Yield the remaining pieces after the model's last token."""
         reasoning = () if self._reasoning is None else self._answer(self._reasoning.end())
         calls = () if self._calls is None else self._calls.end()
         yield from merged(chain(reasoning, calls))

@@ -20,19 +20,19 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallBegun:
-    """The beginning of a call of a tool."""
+    """The beginning of a tool call."""
 
     number: int
-    """Number of the call among those of the answer, from 0."""
+    """Number of the call among all calls of the answer, from 0."""
     id: str
-    """Name of the call, by which the tool's answer refers to it."""
+    """Id of the call. The tool's answer refers to it."""
     name: str
     """Name of the function that is called."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A part of a call's arguments; all parts of the call make one JSON object."""
+    """A part of a call's arguments. All parts of one call, joined, are a JSON object."""
 
     number: int
     text: str
@@ -42,7 +42,7 @@ Piece = Text | Reasoning | CallBegun | Arguments
 
 
 def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the pieces, those that belong together as one."""
+    """Yield the pieces. Successive pieces of the same kind that belong together are merged into one."""
     last: Piece | None = None
     for piece in pieces:
         joined = None if last is None else _joined(last, piece)

@@ -11,14 +11,15 @@ class ReasoningParser:
     """Splits one choice's text into reasoning, at its beginning, and the answer."""
 
     def __init__(self, *, is_open: bool) -> None:
-        """`is_open`: whether the prompt ends within the reasoning, so that the model begins there."""
+        """`is_open` is true if the prompt ends within the reasoning, so that the model's output begins with
+        reasoning."""
         self._held = ""  # text that is not decided yet
         self._is_decided = is_open
         self._is_inside = is_open
         self._is_at_start = True  # white space at the beginning of reasoning and answer is left out
 
     def push(self, text: str) -> Iterator[Piece]:
-        """Yield the pieces that became certain with the next text."""
+        """Read the next text. Yield the pieces that are complete enough to be passed on."""
         self._held += text
         if not self._is_decided:
             self._begin()
@@ -29,7 +30,7 @@ class ReasoningParser:
             yield from self._answer(answer)
 
     def end(self) -> Iterator[Piece]:
-        """Yield what was held back, when the model has ended."""
+        """Yield the remaining pieces after the model's last token."""
         held, self._held = self._held, ""
         if held and self._is_inside:
             yield from self._reasoning(held.rstrip())

@@ -1,7 +1,7 @@
-"""Finds the calls of tools in what a model writes, token by token. Pure; one parser a choice.
+"""Finds tool calls in a model's output, token by token. Pure; one parser per choice.
 
-A marker may be split over tokens: text that may become one is held back until it is decided. What turns out to be no
-call is text, with its markers.
+A marker may be split over several tokens, so text that may become a marker is held back until this is known. If the
+text after a marker is not a call, it is passed on as text, including the marker.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -17,12 +17,12 @@ _SEPARATORS = ",;[]"
 
 class _Mode(Enum):
     START = auto()
-    """Nothing has come yet, and a call may begin without a marker."""
+    """No text has arrived yet, and a call may begin without a marker."""
     TEXT = auto()
     BETWEEN = auto()
-    """Behind the marker, and within no call."""
+    """After the marker, but not within a call."""
     NAME = auto()
-    """In a name that stands before its arguments."""
+    """Within a name that precedes the arguments."""
     CALL = auto()
 
 
@@ -36,8 +36,8 @@ class CallParser:
         make_id: Callable[[], str],
         most_calls: int | None = None,
     ) -> None:
-        """`names` are those of the available functions. Only these can be called without a marker. Calls beyond
-        `most_calls` are left out."""
+        """`names` are the names of the available functions. Only these functions can be called without a marker. Only
+        the first `most_calls` calls are passed on."""
         self.num_calls = 0
         self._format = format_
         self._names = names
@@ -53,7 +53,7 @@ class CallParser:
         self._is_after_call = False  # white space that follows calls is left out
 
     def push(self, text: str) -> Iterator[Piece]:
-        """Yield the pieces that became certain with the next text."""
+        """Read the next text. Yield the pieces that are complete enough to be passed on."""
         self._held += text
         while self._held:
             if self._mode is _Mode.START and not self._starts():
@@ -67,8 +67,8 @@ class CallParser:
                 yield from self._read_char(char)
 
     def end(self) -> Iterator[Piece]:
-        """Yield what was held back, when the model has ended. A call that is cut before its name is known is text,
-        unless the output's form leaves room for calls alone."""
+        """Yield the remaining pieces after the model's last token. A call that ends before its name is known is passed
+        on as text, unless the output is constrained to calls."""
         if self._format.is_all:
             return
         is_marker_alone = self._mode is _Mode.BETWEEN and not self.num_calls and self._raw.strip() == self._format.begin
@@ -78,7 +78,8 @@ class CallParser:
             yield from self._text(self._held.rstrip() if self.num_calls else self._held)
 
     def _starts(self) -> bool:
-        """Decide how the answer begins, and set the mode. Return whether that was possible yet."""
+        """Decide from the first text whether the answer begins with a call, and set the mode. Return whether enough
+        text had arrived to decide."""
         start = self._held.lstrip()
         if not start:
             return False
@@ -86,7 +87,7 @@ class CallParser:
         return True
 
     def _read_text(self) -> Iterator[Piece]:
-        """Take text up to a marker, or up to what may become one."""
+        """Yield text up to a marker, or up to the beginning of a possible marker."""
         begin = self._format.begin
         before, found, after = self._held.partition(begin)
         if found:
@@ -117,7 +118,7 @@ class CallParser:
             self._raw = ""
 
     def _read_tail(self) -> Iterator[Piece]:
-        """Take a character between calls that belongs to the closing marker, to a name, or to no call."""
+        """Process a character between calls. It belongs to the closing marker, to a name, or to ordinary text."""
         end = self._format.end
         if end and self._tail == end:
             self._mode, self._raw = _Mode.TEXT, ""
@@ -155,8 +156,8 @@ class CallParser:
             self._mode, self._raw = _Mode.BETWEEN, ""
 
     def _give_back(self) -> Iterator[Piece]:
-        """Take as text what has been read since the marker, or since the last call. The rest of a call that has begun
-        is dropped: the client sees arguments that break off."""
+        """Yield as text everything that was read since the marker, or since the last call. If the client has already
+        got the beginning of a call, the rest of that call is dropped: its arguments are incomplete."""
         raw, is_told = self._raw, self._mode is _Mode.CALL and self._is_told
         self._mode, self._raw, self._tail = _Mode.TEXT, "", ""
         if not is_told:

@@ -1,6 +1,6 @@
-"""Writes a response as the sequence of events that OpenAI's API has for it. Pure; one writer a response.
+"""Writes a response as the sequence of events that the OpenAI API defines. Pure; one writer per response.
 
-A response that is not streamed is the last event's, so that both say the same.
+A response that is not streamed is taken from the last event, so that both forms are equal.
 """
 
 import uuid
@@ -36,7 +36,7 @@ class ResponseEvents:
         self._finish: FinishReason | None = None
 
     def begin(self) -> Iterator[Object]:
-        """Yield what comes before the output."""
+        """Yield the events that precede the output."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._head.object("in_progress", []))
 
@@ -53,7 +53,7 @@ class ResponseEvents:
             yield from self._write(piece)
 
     def end(self, usage: Usage | None) -> Iterator[Object]:
-        """Yield what comes after the output; the last event has the whole response."""
+        """Yield the events that follow the output. The last event contains the whole response."""
         is_cut = self._finish is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
         if self._item is None and not self.output:

@@ -1,4 +1,4 @@
-"""The items that a response was made from, as they are listed: named, and page by page. Pure."""
+"""Lists the items that a response was made from: gives them ids, and divides the list into pages. Pure."""
 
 import uuid
 from collections.abc import Collection, Sequence
@@ -14,8 +14,8 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def named(items: Sequence[Item], taken: Collection[str | None]) -> list[Item]:
-    """Return the items, each with an id of its own: the one that it has, unless it is `taken` or that of an earlier
-    item, or else a new one."""
+    """Return the items, each with a unique id. An item keeps its id, unless the id is in `taken` or belongs to an
+    earlier item; then it gets a new one."""
     seen, found = set(taken), []
     for item in items:
         if item.id is None or item.id in seen:
@@ -27,18 +27,18 @@ def named(items: Sequence[Item], taken: Collection[str | None]) -> list[Item]:
 
 @dataclass(frozen=True)
 class Page:
-    """Which items of a list are asked for."""
+    """Request for one page of a list of items."""
 
     limit: int
-    """Items of a page, at most."""
+    """Maximum number of items of the page."""
     order: Literal["asc", "desc"]
-    """The oldest first, or the newest."""
+    """asc: the oldest item first; desc: the newest item first."""
     after: str | None
-    """The item before the page's first; None: the page is the first."""
+    """Id of the item that precedes the page; None: the page is the first one."""
 
     def of(self, items: Sequence[Item]) -> Object:
-        """Return the page of these items, the oldest of which comes first. Raises InvalidArgumentError when `after` is
-        none of them."""
+        """Return the page. `items` is the whole list, the oldest item first. Raises InvalidArgumentError if no item has
+        the id `after`."""
         ordered = items if self.order == "asc" else items[::-1]
         start = 0
         if self.after is not None:

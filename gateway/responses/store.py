@@ -15,12 +15,12 @@ from gateway.responses.bodies import Item
 
 _ITEMS = TypeAdapter(tuple[Item, ...])
 _ENTRY_BYTES = 512
-"""Bytes that a response takes in addition to its texts."""
+"""Bytes of memory that a response uses in addition to its texts."""
 
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """How much is kept, and for how long."""
+    """Limits on the number, memory and age of stored responses."""
 
     max_responses: int = 4096
     max_bytes: int = 64 * 2**20
@@ -70,8 +70,8 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, owner: str, id_: str, response: bytes, conversation: bytes) -> None:
-        """Keep a response in JSON, with the conversation before it as `written` returns it. One that is larger than all
-        that may be kept is not."""
+        """Store a response in JSON, with the conversation before it in the form that `written` returns. A response that
+        alone exceeds the memory limit is not stored."""
         kept = Kept(owner, response, conversation, self._clock.now_s() + self._limits.keep_s)
         if kept.num_bytes > self._limits.max_bytes or not self._limits.max_responses:
             return
@@ -82,7 +82,7 @@ class ResponseStore:
             self._drop(next(iter(self._kept)))
 
     def get(self, owner: str, id_: str) -> Kept | None:
-        """Return a response that is kept for this caller; None when there is none of that id."""
+        """Return the response of this caller with the id `id_`; None if none is stored."""
         self._forget_old()
         kept = self._kept.get(id_)
         return kept if kept is not None and kept.owner == owner else None
