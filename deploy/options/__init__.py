@@ -1,1 +1,1 @@
-"""Reads command-line options that several commands share, and shows what they show alike."""
+"""Options and terminal output that several commands share."""

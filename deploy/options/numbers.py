@@ -11,12 +11,13 @@ Number = TypeVar("Number", int, float)
 
 
 def ascending(option: str, text: str, parse: Callable[[str, str], Number]) -> tuple[Number, ...]:
-    """Parse numbers joined by commas with `parse`, which is given option and text; return them ascending, each once."""
+    """Parse comma-separated numbers with `parse(option, text)`. Return them in ascending order without duplicates."""
     return tuple(sorted({parse(option, each.strip()) for each in text.split(",")}))
 
 
 def counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...]:
-    """Parse whole numbers joined by commas; return them ascending, each once. Raises InvalidArgumentError."""
+    """Parse comma-separated integers from `least` to `most`. Return them in ascending order without duplicates. Raises
+    InvalidArgumentError."""
     return ascending(option, text, partial(count, most=most, least=least))
 
 
@@ -50,7 +51,7 @@ def part(option: str, text: str) -> float:
 
 
 def rate(option: str, text: str) -> float:
-    """Parse a rate above 0 like 25GBps; return bytes a second. Raises InvalidArgumentError."""
+    """Parse a rate above 0, for example 25GBps, and return it in bytes per second. Raises InvalidArgumentError."""
     try:
         found = parse_rate(text)
     except ValueError as error:
@@ -79,6 +80,6 @@ def check_threads(num_threads: int) -> None:
 
 
 def check_timeout(seconds: float | None) -> None:
-    """Raise InvalidArgumentError for a time to wait that is not above 0, or endless; None, no bound, is fine."""
+    """Raise InvalidArgumentError unless the timeout is above 0 and finite. None (no timeout) is allowed."""
     if seconds is not None and not 0 < seconds < float("inf"):
         raise InvalidArgumentError(f"--timeout {seconds:g} is out of range: use a time above 0 seconds")

@@ -35,7 +35,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> SamplingOptions:
-    """Return the sampling parameters that the options give; a seed only if one was given."""
+    """Return the sampling parameters of the options. They contain a seed only if the option was given."""
     options: SamplingOptions = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
@@ -51,8 +51,8 @@ def sampling_options(args: argparse.Namespace) -> SamplingOptions:
 
 
 def read_prompt(argument: str) -> str:
-    """Return the prompt of the command line, or for `-` that of standard input (blocks). Raises InvalidArgumentError
-    for one that is empty, too long, or not UTF-8."""
+    """Return the prompt from the command line, or from standard input if the argument is `-` (blocks). Raises
+    InvalidArgumentError for a prompt that is empty, too long, or not UTF-8."""
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if argument == "-" else argument.encode(errors="surrogateescape")
     if len(data) > MAX_PROMPT_BYTES:
         raise InvalidArgumentError(f"prompt is longer than {MAX_PROMPT_BYTES} bytes: send less text")

@@ -18,8 +18,9 @@ def number_table(title: str, headings: Sequence[str], words: str = "") -> Table:
 
 @contextlib.contextmanager
 def progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar for work of `total` units, if the console is a terminal. Yields a function that takes the units that
-    were done. The bar is drawn only then, because a thread that draws would disturb what is timed."""
+    """Show a progress bar for work of `total` units, if the console is a terminal. Yields a function that is called
+    with the number of further units that were done. Only this call draws the bar, because a drawing thread would
+    disturb time measurements."""
     columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
     is_off = not console.is_terminal
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=is_off) as bar:
@@ -34,8 +35,8 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[int]
 
 @contextlib.contextmanager
 def late_progress(console: Console, what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar, with these columns behind it, once there is progress. Yields a function that takes what is done and
-    the total; several threads may call it."""
+    """Show a progress bar, followed by `columns`, after the first progress. Yields a function that is called with the
+    number of units done and the total. Several threads may call it."""
     bar = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True)
     task = bar.add_task(what, total=None)
 

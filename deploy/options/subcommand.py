@@ -1,4 +1,4 @@
-"""Adds commands to the command line, in the form that all commands with a longer description have."""
+"""Adds commands with a longer description to the command line, all in the same form."""
 
 import argparse
 
