@@ -20,7 +20,7 @@ _UNITS = ("B", "K", "M", "G", "T")
 
 
 def frame(target: str, now: Snapshot, rates: Rates | None, clock: str) -> RenderableType:
-    """Return a frame of the cluster at `target`. `clock` is the time of day, as it is to be shown."""
+    """Return a frame of the cluster at `target`. `clock` is the time of day as text."""
     state = now.state
     title = Text.assemble((f"baton {state.version}", "bold"), f" at {target}  {clock}  ", _health(state))
     parts: list[RenderableType] = [title]
@@ -59,7 +59,7 @@ def generation_table(state: ClusterState, rates: Rates | None) -> Table:
 
 
 def prefill_table(state: ClusterState, rates: Rates | None) -> Table:
-    """Return the table of prefill groups: requests, and what each rank of a chain has to do."""
+    """Return the table of prefill groups: requests, and the jobs of each rank of a chain."""
     table = _table("prefill", "state", "work>", "epoch>", "jobs/s>", "jobs by rank")
     for group in state.groups:
         if group.role != "prefill":
@@ -77,8 +77,8 @@ def prefill_table(state: ClusterState, rates: Rates | None) -> Table:
 
 
 def kv_table(state: ClusterState, rates: Rates | None) -> Table:
-    """Return the table of KV by tier, all groups together: slots, stores in memory and, where slots got KV from there,
-    on disk. The groups of one node share a store."""
+    """Return the table of the KV of all groups by tier: slots, stores in memory and, if slots have read KV from it, the
+    disk. The groups of one node share a store."""
     table = _table("KV", "", "used>", "of>", "read a second>")
     ledgers = [group.generation.kv for group in state.groups if group.generation is not None]
     if ledgers:
@@ -126,7 +126,7 @@ def _health(state: ClusterState) -> tuple[str, str]:
 
 
 def _ranks(group: GroupState) -> Iterator[str]:
-    """Yield for each rank the jobs that it has, or why it does none."""
+    """Yield for each rank the number of its jobs, or the reason why it does not work."""
     for rank in range(len(group.endpoints)):
         status = group.ranks.get(rank)
         if status is None:
@@ -138,12 +138,12 @@ def _ranks(group: GroupState) -> Iterator[str]:
 
 
 def _stores(state: ClusterState) -> list[PrefixStoreStatus]:
-    """Return the store of each group that has one: groups of one node show the same."""
+    """Return the prefix stores of all groups. Groups of one node report the same store."""
     return [store for group in state.groups if (store := group.prefix_store) is not None]
 
 
 def _accepted(held: GenerationStatus) -> str:
-    """Return the part of all drafts that were accepted."""
+    """Return the fraction of all drafts that were accepted."""
     if not held.HasField("speculation") or not held.speculation.num_drafted:
         return "-"
     return f"{held.speculation.num_accepted / held.speculation.num_drafted:.0%}"
@@ -162,7 +162,7 @@ def _bar(part: float, whole: float) -> ProgressBar:
 
 
 def _rate(value: float) -> str:
-    """Return a rate in three digits or more."""
+    """Return a rate as text with at least three digits."""
     return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
@@ -175,7 +175,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _table(*headings: str) -> Table:
-    """Return an empty table; columns whose headings end in > are flush right, and only the last one may wrap."""
+    """Return an empty table. Columns whose headings end in > are right-aligned. Only the last column may wrap."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for heading in headings:
         side: JustifyMethod = "right" if heading.endswith(">") else "left"

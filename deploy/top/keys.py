@@ -1,4 +1,4 @@
-"""Keys of the terminal, as they are pressed. Blocks; on the main thread."""
+"""Reads keys of the terminal when they are pressed. Blocks; used on the main thread."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ from baton.errors import ConfigError
 
 @contextlib.contextmanager
 def pressed_keys() -> Iterator[Callable[[float], str]]:
-    """Read keys without echo and without the return key, until the block ends. Yields a function that waits for a key,
-    at most the given number of seconds, and returns it; "" when no key was pressed.
+    """Read keys without echo and without the return key, until the `with` block ends. Yields a function that waits for
+    a key for at most the given number of seconds, and returns it, or "" if no key was pressed.
 
     Raises ConfigError when standard input is not a terminal.
     """

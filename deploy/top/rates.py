@@ -12,7 +12,8 @@ _TOKEN = "baton_time_per_output_token_seconds"
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates a second between two samples; of requests that ended between them, for tokens and latencies."""
+    """Rates per second between two samples. Tokens and latencies are those of the requests that ended between the
+    samples."""
 
     seconds: float
     requests: float
@@ -20,24 +21,24 @@ class Rates:
     prompt_tokens: float
     output_tokens: float
     cached_share: float | None
-    """Part of the prompt tokens whose KV was cached; None without prompt tokens."""
+    """Fraction of the prompt tokens whose KV was cached; None if there were no prompt tokens."""
     first_token_s: tuple[float | None, float | None]
     """Median and 95th percentile of the time to first token; None without requests."""
     token_s: tuple[float | None, float | None]
     """Median and 95th percentile of the time between tokens; None without requests."""
     steps: Mapping[str, float]
-    """Steps of each generation group, by name, without groups that restarted their count."""
+    """Steps of each generation group, by name. Groups whose count was reset are left out."""
     jobs: Mapping[str, float]
-    """Jobs done by the last rank of each prefill group, by name, without groups that restarted their count."""
+    """Jobs done by the last rank of each prefill group, by name. Groups whose count was reset are left out."""
     pushed_bytes: float
     """Bytes of KV that chains pushed to generation groups."""
     read_bytes: Mapping[str, float]
-    """Bytes of KV that slots got from prefix stores, by the tier that had it."""
+    """Bytes of KV that slots read from prefix stores, by the tier in which the KV was."""
 
 
 def between(before: Snapshot, after: Snapshot) -> Rates | None:
-    """Return the rates between two samples; None for two of the same instant, and across a restart of the
-    orchestrator, which resets its counts."""
+    """Return the rates between two samples. Return None if both have the same time, or if the orchestrator was
+    restarted between them, which resets its counts."""
     seconds = after.at_s - before.at_s
     name = "baton_requests_total"
     if seconds <= 0 or after.value(name) < before.value(name):

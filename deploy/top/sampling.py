@@ -1,4 +1,4 @@
-"""Samples of a cluster: its state over gRPC, its metrics over HTTP, and the instant. Blocks."""
+"""Samples of a cluster: its state over gRPC, its metrics over HTTP, and the time. Blocks."""
 
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -22,35 +22,36 @@ class Snapshot:
     """A cluster at one instant."""
 
     at_s: float
-    """Instant by the clock of this process."""
+    """Time of the sample by the clock of this process."""
     state: ClusterState
     metrics: Samples
     """The orchestrator's metrics; empty where they could not be read."""
     complaint: str = ""
-    """Why the metrics could not be read; empty where they were."""
+    """Reason why the metrics could not be read; empty if they were read."""
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric's samples that have these labels, among others; 0 without any."""
+        """Return the sum of a metric's samples that have at least these labels; 0 if there are no such samples."""
         wanted = set(labels.items())
         return sum(value for (found, has), value in self.metrics.items() if found == name and wanted <= set(has))
 
 
 def take(client: Client, clock: Clock) -> Snapshot:
-    """Return the cluster as it is now. Blocks for some seconds at most. Raises UnavailableError, DeadlineExceededError
-    or UnauthenticatedError when the orchestrator does not say."""
+    """Take a sample of the cluster. Blocks for at most some seconds. Raises UnavailableError, DeadlineExceededError or
+    UnauthenticatedError if the orchestrator does not return its state."""
     state = client.cluster_state(_ANSWER_S)
     metrics, complaint = _scraped(state.metrics_endpoint)
     return Snapshot(clock.now_s(), state, metrics, complaint)
 
 
 def parsed(text: str) -> Samples:
-    """Return the samples of a scrape's text."""
+    """Parse the text of a Prometheus scrape and return its samples."""
     families = text_string_to_metric_families(text)
     return {(each.name, tuple(sorted(each.labels.items()))): each.value for one in families for each in one.samples}
 
 
 def buckets(before: Samples, after: Samples, name: str) -> list[tuple[float, float]]:
-    """Return upper bounds and counts, up to each bound, of what a histogram has observed between two samples."""
+    """Return pairs (upper bound, number of observations up to this bound) of a histogram, for the observations between
+    two samples."""
     found = [
         (float(dict(labels)["le"]), value - before.get((f"{name}_bucket", labels), 0.0))
         for (key, labels), value in after.items()
@@ -60,8 +61,9 @@ def buckets(before: Samples, after: Samples, name: str) -> list[tuple[float, flo
 
 
 def quantile(share: float, of: Iterable[tuple[float, float]]) -> float | None:
-    """Return the value that a part `share` of a histogram's observations do not exceed, interpolated linearly within
-    its bucket as Prometheus does; None without observations. `of` are bounds and counts up to each, ascending."""
+    """Return the quantile `share` of a histogram's observations, interpolated linearly within its bucket as in
+    Prometheus. Return None if there are no observations. `of` are pairs (upper bound, number of observations up to it),
+    ascending."""
     counted = list(of)
     if not counted or counted[-1][1] <= 0:
         return None

@@ -1,4 +1,5 @@
-"""Watches one cluster: takes samples, and makes a frame of the latest with rates over the last half minute. Blocks."""
+"""Watches one cluster: takes samples, and makes a frame from the latest sample, with rates over the last 30 seconds.
+Blocks."""
 
 from collections import deque
 from datetime import datetime
@@ -17,7 +18,7 @@ from deploy.top.rates import between
 from deploy.top.sampling import Snapshot, take
 
 WINDOW_S = 30.0
-"""Seconds over which rates and latencies are taken."""
+"""Seconds over which rates and latencies are computed."""
 
 
 class Watch:
@@ -36,7 +37,7 @@ class Watch:
         return not self._window[-1].state.why_not_serving
 
     def look(self) -> RenderableType:
-        """Take a sample and return its frame. Raises a BatonError when the orchestrator does not answer."""
+        """Take a sample and return its frame. Raises a BatonError if the orchestrator does not answer."""
         now = take(self._client, self._clock)
         while self._window and now.at_s - self._window[0].at_s > WINDOW_S:
             self._window.popleft()
@@ -49,7 +50,7 @@ class Watch:
         return self._last
 
     def look_patiently(self) -> RenderableType:
-        """Return a new frame, or the last one below a line that says why there is no newer one."""
+        """Return a new frame. If that fails, return the last frame below a line with the reason."""
         try:
             return self.look()
         except (UnavailableError, DeadlineExceededError) as error:
@@ -57,15 +58,15 @@ class Watch:
 
 
 def print_once(watch: Watch, interval_s: float, console: Console) -> None:
-    """Print one frame, with the rates of one interval. Raises a BatonError without an answer."""
+    """Print one frame, with the rates of one interval. Raises a BatonError if the orchestrator does not answer."""
     watch.look()
     Event().wait(interval_s)  # the time over which rates are taken
     console.print(watch.look())
 
 
 def draw_until_quit(watch: Watch, interval_s: float, console: Console) -> None:
-    """Draw a frame every interval, and at each key, until q is pressed. An orchestrator that goes away is waited for;
-    one that is away from the beginning raises UnavailableError. Raises ConfigError without a terminal."""
+    """Draw a frame every interval, and at each key, until q is pressed. If the orchestrator stops answering, wait for
+    it. Raises UnavailableError if it does not answer at the beginning, and ConfigError without a terminal."""
     with pressed_keys() as wait:
         first = watch.look()
         with Live(first, console=console, screen=True, auto_refresh=False) as live:
