@@ -1,5 +1,5 @@
-"""The `baton` command line. A BatonError, and a package that cannot be imported, end the process with status 1 or 2 and
-one line: what, where, remedy."""
+"""The `baton` command line. If a command raises a BatonError, or a package cannot be imported, the process prints one
+line (the error, its place, the remedy) and exits with status 1 or 2."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ _MODULES = (
 )
 
 _OURS = ("baton", "baton_lab", "deploy", "gateway", "generate_workers", "orchestrator", "prefill_workers")
-"""Packages of Baton: one that cannot be imported is a defect."""
+"""Packages of Baton. If one of them cannot be imported, this is a defect."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _failed_package(error: ImportError) -> str:
-    """Return the package that cannot be imported. An error without a name is that of the module that raised it."""
+    """Return the name of the package that cannot be imported. If the error has no name, return the package of the
+    module that raised it."""
     *_, (raising, _) = traceback.walk_tb(error.__traceback__)
     return (error.name or str(raising.f_globals["__name__"])).partition(".")[0]
 

@@ -23,7 +23,7 @@ class WrittenConfig:
     """A configuration as it was written: in a file, by --set, and by options of a command."""
 
     sections: Mapping[str, Any]
-    """Values and sections by name. Fields that are missing are open: they have defaults, or follow the machine."""
+    """Values and sections by name. A missing field is open: it has its default, or is chosen for the machine."""
 
     @cached_property
     def config(self) -> ClusterConfig:
@@ -41,7 +41,7 @@ class WrittenConfig:
         return WrittenConfig({**self.sections, "orchestrator": section, "name": f"local-{os.getpid()}"})
 
     def writes(self, section: str, field: str) -> bool:
-        """Return whether the field is written, and therefore not open."""
+        """Return whether the configuration sets the field, so that it is not open."""
         return field in self.sections.get(section, {})
 
     def with_choices(self, config: ClusterConfig, choices: Mapping[str, Mapping[str, Any]]) -> ClusterConfig:

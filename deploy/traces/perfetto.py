@@ -1,7 +1,7 @@
-"""Writes a request's way in the Trace Event Format, which Perfetto and Chrome show. Pure.
+"""Writes the stages of a request in the Trace Event Format, which Perfetto and Chrome can display. Pure.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("X": a span, "i": an
-instant, "M": a name). Times are microseconds; those of the file begin with the request's arrival.
+instant, "M": a name). Times are in microseconds since the request's arrival.
 """
 
 import json
@@ -15,18 +15,18 @@ from orchestrator.observability.stages import Trace
 _PROCESS = 1
 _REQUEST_THREAD = 1
 _THREADS_OF_RANK = 2
-"""Rows of a rank: what it computes, and what it pushes."""
+"""Number of lines per rank: one for its computation, and one for its pushes."""
 
 
 def perfetto_json(trace: Trace) -> str:
-    """Return the file's text: one row for the request's stages, and for each rank one for its layers and one for what
-    it pushed to the generation group."""
+    """Return the file's text. It has one line for the request's stages, and for each rank one line for its layers and
+    one for its pushes to the generation group."""
     events = [*_names(trace), *_stages(trace), *_layers(trace), *_failures(trace)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
 
 
 def _names(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield the names of the rows, and their order."""
+    """Yield the names and the order of the lines."""
     rows = {_REQUEST_THREAD: "request"}
     for each in trace.timings.prefill.ranks:
         computes = _thread(each.rank)
@@ -76,5 +76,5 @@ def _thread_of(stage: Stage) -> int:
 
 
 def _thread(rank: int) -> int:
-    """Return the number of the row that shows what a rank computes; the next one shows what it pushes."""
+    """Return the number of the line that shows a rank's computation. The next line shows its pushes."""
     return _REQUEST_THREAD + 1 + _THREADS_OF_RANK * rank
