@@ -1,1 +1,1 @@
-"""Commands that serve clients in front of a server that runs elsewhere."""
+"""Commands that run gateways: processes that serve clients and forward requests to a server elsewhere."""

@@ -1,5 +1,5 @@
-"""`baton gateway`: serves clients in a process of its own, in front of an orchestrator elsewhere. Any number of
-gateways may share one orchestrator."""
+"""`baton gateway`: serves clients in a separate process, and forwards their requests to an orchestrator elsewhere. Any
+number of gateways may share one orchestrator."""
 
 import argparse
 import logging
@@ -120,7 +120,7 @@ def _finder(args: argparse.Namespace) -> "OrchestratorFinder | None":
 
 
 class _Upstream:
-    """Channel to the orchestrator at its present address. Owned by the command."""
+    """Channel to the orchestrator at its current address. Owned by the command."""
 
     def __init__(self, target: str) -> None:
         from baton.transport.channel import make_channel
@@ -140,8 +140,8 @@ class _Upstream:
             ) from error
 
     async def follow(self, finder: "OrchestratorFinder", gateway: "GrpcGateway") -> None:
-        """Move the gateway to each new address of the orchestrator, until cancelled. While Ray does not answer, the
-        present address stays."""
+        """Connect the gateway to each new address of the orchestrator, until cancelled. While Ray does not answer, the
+        current address stays in use."""
         import asyncio
 
         from baton.process.backoff import Backoff
@@ -160,5 +160,5 @@ class _Upstream:
         await repeat("the search for the orchestrator", look, Backoff(_LOOK_S, _MOST_PAUSE_S))
 
     async def close(self) -> None:
-        """Close the channel, which ends what is left of its calls. Idempotent."""
+        """Close the channel, which ends its remaining calls. Idempotent."""
         await self.channel.close()

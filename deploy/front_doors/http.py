@@ -1,5 +1,5 @@
-"""`baton http`: serves OpenAI's API over HTTP, in a process of its own, in front of a running server. Any number of
-them may share one server."""
+"""`baton http`: serves the OpenAI API over HTTP in a separate process, and forwards requests to a running server. Any
+number of these processes may share one server."""
 
 import argparse
 import logging

@@ -31,7 +31,7 @@ from gateway.upstream import Upstream
 
 
 def main() -> int:
-    """Serve until standard input ends or SIGTERM comes; return the exit status."""
+    """Serve until standard input ends or SIGTERM arrives; return the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr
     plan = from_json(HttpPlan, sys.stdin.readline())
@@ -75,7 +75,7 @@ def _answer(answers: TextIO, message: dict[str, object]) -> None:
 
 
 async def _beat(answers: int, every_s: float) -> None:
-    """Report to the launcher that the loop runs, until cancelled. Does not wait for a launcher that does not read."""
+    """Send heartbeats to the launcher until cancelled. Does not wait if the launcher does not read them."""
     os.set_blocking(answers, False)
     while True:
         with contextlib.suppress(OSError):
@@ -84,7 +84,8 @@ async def _beat(answers: int, every_s: float) -> None:
 
 
 async def _serve_until_told(server: HttpServer, grace_s: float) -> None:
-    """Serve until SIGTERM and for `grace_s` seconds of running requests, or to the end of standard input."""
+    """Serve until SIGTERM, and then at most `grace_s` seconds for running requests; or until the end of standard
+    input."""
     loop, told, reader = asyncio.get_running_loop(), asyncio.Event(), asyncio.StreamReader()
     loop.add_signal_handler(signal.SIGTERM, told.set)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

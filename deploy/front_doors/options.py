@@ -1,4 +1,4 @@
-"""Options of commands that serve clients in front of a server, for any protocol, and how such a command ends."""
+"""Options of commands that run a gateway for any protocol, and the handling of signals that end such a command."""
 
 import argparse
 from pathlib import Path
@@ -53,8 +53,7 @@ def check_front_door(args: argparse.Namespace) -> None:
 
 
 def stopped_by_signals() -> "asyncio.Event":
-    """Return an event that SIGINT and SIGTERM set from now on, in place of ending the process. To be called on the
-    loop."""
+    """Return an event that SIGINT and SIGTERM set instead of ending the process. Must be called on the asyncio loop."""
     import asyncio  # here and not above, so that --help and mistyped options are answered at once
     import signal
 

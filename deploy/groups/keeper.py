@@ -1,7 +1,7 @@
-"""Keeps the orchestrator alive and informed: pushes the cluster's view, replaces a process that ended or is silent.
+"""Supervises the orchestrator: sends it the cluster's view, and replaces its process if it ends or does not answer.
 
-A push is the heartbeat; operators' orders come back with its answer. The replacement listens on the same ports, and
-takes over the orders. An exception that was not foreseen is logged and reported, and ends neither the keeper nor the
+Each view that is sent is also a heartbeat; its answer contains the operators' orders. A replacement listens on the same
+ports, and takes over the orders. An unexpected exception is logged and reported, and ends neither the keeper nor the
 cluster. Works over any Spawner; the other half is `orchestrator.api.host`. Runs on the supervisor's loop, in one task.
 """
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OrchestratorPlan:
-    """Settings from which an orchestrator and each of its replacements are started."""
+    """Settings with which the orchestrator and each of its replacements are started."""
 
     worker: WorkerConfig
     """Configuration of the orchestrator's process, equal for all replacements."""
@@ -62,11 +62,11 @@ class OrchestratorPlan:
     calibration_path: Path | None = None
     """File for calibrations that the orchestrator receives while it runs; None: they are not kept."""
     start_timeout_s: float = 60.0
-    """Seconds in which the orchestrator must serve clients once its process runs."""
+    """Timeout in seconds for the orchestrator to serve clients after its process has started."""
 
 
 class _Incarnation:
-    """One process of the orchestrator, with the channel to it. Its replacement is another _Life."""
+    """One process of the orchestrator, with the channel to it. A replacement is another _Incarnation."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
@@ -114,13 +114,14 @@ class OrchestratorKeeper:
         return 0 if self._incarnation is None or self._incarnation.handle.ended else self._incarnation.handle.pid
 
     def tell(self) -> None:
-        """Push the changed view now, without waiting for the next heartbeat."""
+        """Send the changed view immediately instead of at the next heartbeat."""
         self._news.set()
 
     async def start(self, process: WorkerHandle | None = None) -> None:
-        """Start the orchestrator, or take over one that an earlier supervisor left. Return when it serves; after
-        that it is supervised, and replaced when it ends. `process`, if any, was started before from the plan's worker
-        configuration. Raises the orchestrator's error when it cannot serve, and then leaves no process behind."""
+        """Start the orchestrator, or take over an orchestrator that an earlier supervisor started. Return when it
+        serves; after that it is supervised, and replaced when it ends. `process`, if not None, is a process that was
+        already started with the plan's worker configuration. If the orchestrator cannot serve, end its process and
+        raise its error."""
         await self._begin(process)
         self._keeping = asyncio.create_task(self._keep())
         self._keeping.add_done_callback(self._tell_end)
@@ -143,8 +144,8 @@ class OrchestratorKeeper:
             tell_end("the supervision of the orchestrator", self._around.report)(keeping)
 
     async def _turn(self) -> None:
-        """Push the view when a heartbeat is due or it has changed; replace an orchestrator that has ended, or has been
-        silent for too long."""
+        """Wait for the next heartbeat or a change of the view, then send the view. Replace an orchestrator that has
+        ended, or has not answered for too long."""
         with contextlib.suppress(TimeoutError):  # no news: the regular heartbeat is due
             async with asyncio.timeout(self._around.heartbeat.interval_s):  # wait_for may swallow a cancellation
                 await self._news.wait()
@@ -192,7 +193,7 @@ class OrchestratorKeeper:
         self._failure_detector.end()
 
     async def _serve(self, incarnation: _Incarnation) -> pb.OrchestratorStatus:
-        """Let the orchestrator serve clients, unless it does already. Raises its error when it cannot."""
+        """Make the orchestrator serve clients, unless it already does. Raises its error if it cannot serve."""
         timeout_s = self._plan.start_timeout_s
         try:
             with translate_rpc_errors():
@@ -213,8 +214,8 @@ class OrchestratorKeeper:
         )
 
     async def _plan_chains(self) -> ChainPlanner:
-        """Return a planner that uses the calibration file as it is now; an earlier orchestrator process may have
-        replaced it. A file that has been damaged since does not end a cluster that serves."""
+        """Return a planner that uses the current calibration file, which an earlier orchestrator process may have
+        replaced. If the file has been damaged since the cluster started to serve, the cluster keeps serving."""
         try:
             self._planner = await asyncio.to_thread(self._plan.make_planner, self._planner)
         except ConfigError as error:

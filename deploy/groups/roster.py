@@ -1,15 +1,15 @@
-"""Which groups of a cluster have workers: configured groups and stand-ins, except those that operators sent away.
-Groups leave and come back one by one, while the others serve.
+"""Decides which groups of a cluster have workers: configured groups and stand-ins (extra groups), except groups that
+operators ordered to leave. Groups leave and return one by one, while the others serve.
 
 A stand-in may borrow its worker from a group of the other role: the worker's process takes that role, and its model
 stays loaded. The lending group continues with its remaining workers, and has none when all are lent. When the stand-in
 leaves, the worker returns to its group, unless that group must leave, too. All these workers run in the lending group's
-room, which is released when none is left.
+room, which is released when no worker uses it.
 
-The orders of operators come with every heartbeat (`orchestrator.membership.members.Orders`), and are compared with the
-present groups: an order that was missed is carried out later, and one that was taken back meanwhile is not. A group
-that cannot be started is tried again, after pauses that grow. Runs on the supervisor's loop, in one task for each group
-that is starting or ending.
+The operators' orders arrive with every heartbeat (`orchestrator.membership.members.Orders`), and are compared with the
+existing groups. So an order that was missed is carried out later, unless it was withdrawn meanwhile. If a group cannot
+be started, the start is retried after pauses that grow. Runs on the supervisor's loop, in one task for each group that
+is starting or ending.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from orchestrator.membership.view import AbsentGroup, Orders, place_of, role_of
 logger = logging.getLogger(__name__)
 
 Given = dict[int, WorkerHandle]
-"""Workers on their way from one group to another, by the rank that they are to have."""
+"""Processes of workers that move from one group to another, by their rank in the new group."""
 MakeGroup = Callable[[str, Orders], WorkerGroup]
-"""Makes a group from its name and the orders, which say its model and which workers it has lent or borrowed. Raises
-ConfigError for a model that cannot be served here."""
+"""Function that makes a group from its name and the orders, which contain its model and the workers that it has lent or
+borrowed. Raises ConfigError if the model cannot be served here."""
 
 
 class Roster:
     """Starts and ends the groups of a cluster as operators order. Owned and used by the cluster's supervisor."""
 
     def __init__(self, cluster: Cluster, names: Iterable[str], make: MakeGroup, around: Surroundings) -> None:
-        """Make a roster that starts nothing yet. `names` are those of all configured groups, like prefill-0."""
+        """Make a roster that starts no groups yet. `names` are the names of all configured groups, like prefill-0."""
         self._cluster = cluster
         self._configured = tuple(names)
         self._make = make
@@ -49,12 +49,12 @@ class Roster:
         self._orders = Orders()
         self._absent: dict[str, AbsentGroup] = {}
         self._restarts: dict[str, Restarts] = {}
-        """Failed starts of groups that could not be started, by name."""
+        """Counters of the failed starts of groups, by name."""
         self._moves: dict[str, asyncio.Task[None]] = {}
-        """Running task of each group that is starting or ending, by name. Two groups that pass on a worker share one
-        task."""
+        """Running task of each group that is starting or ending, by name. If a worker moves between two groups, they
+        share one task."""
         self._lent_out: set[str] = set()
-        """Names of groups that have no workers because all are lent."""
+        """Names of groups that have no workers because they have lent all of them."""
 
     @property
     def absent(self) -> tuple[AbsentGroup, ...]:
@@ -62,9 +62,9 @@ class Roster:
         return tuple(self._absent[name] for name in sorted(self._absent))
 
     async def adopt(self, orders: Orders, within_s: float | None = None) -> None:
-        """Take over after a restart of the supervisor: find the groups that should exist, and end what is left of the
-        others. Return when that is done, or after `within_s` seconds (None: no limit), while the work continues. A
-        group that does not start is absent, and `follow` starts it again."""
+        """Take over after a restart of the supervisor: find the groups that should exist, and end the remaining workers
+        of all other groups. Return when this is done, or after `within_s` seconds (None: no limit); then the work
+        continues in the background. A group that does not start is absent, and `follow` starts it again."""
         back = [name for name in orders.lent if name in orders.leaving and self._returns(name, orders)]
         self._orders = orders.without(back)  # their workers belong to their own groups again
         for name in self._known:
@@ -72,8 +72,8 @@ class Roster:
         await asyncio.wait(self._moves.values(), timeout=within_s)
 
     def follow(self, orders: Orders) -> None:
-        """Carry out the orders: give workers to groups that are configured or stand in, except those that are to leave.
-        To be called with every heartbeat."""
+        """Carry out the orders: start workers for configured groups and stand-ins, except groups that must leave. Must
+        be called with every heartbeat."""
         self._orders = orders
         present = {group.name: group for group in self._cluster.groups}
         for name in {*self._known, *present, *self._absent}:
@@ -92,8 +92,8 @@ class Roster:
         return (*self._configured, *sorted(self._orders.stand_ins))
 
     async def close(self) -> None:
-        """Cancel starts and ends that are under way; a group that was being started is ended, and so is a worker on its
-        way to another group. Groups of the cluster are left to it, and rooms to the supervisor."""
+        """Cancel running starts and ends. A group that was being started is ended, and so is a worker that was moving
+        to another group. The cluster ends its own groups, and the supervisor releases the rooms."""
         moves = {*self._moves.values()}
         for move in moves:
             move.cancel()
@@ -103,7 +103,8 @@ class Roster:
         return next((group for group in self._cluster.groups if group.name == name), None)
 
     def _is_due(self, name: str) -> bool:
-        """Return whether an absent group is to be started now: not if it has lent all its workers, or failed lately."""
+        """Return whether an absent group should be started now. Return False if it has lent all its workers, or if a
+        start failed recently."""
         if name in self._lent_out and self._orders.borrowers(name):
             return False
         return name not in self._restarts or self._restarts[name].is_due
@@ -120,12 +121,12 @@ class Roster:
             self._move(self._end_leftover(name) if group is None else self._end(group), name)
 
     def _returns(self, name: str, orders: Orders) -> bool:
-        """Return whether the group has borrowed a worker from a group that is to have workers."""
+        """Return whether the group has borrowed a worker from a group that should have workers."""
         lender = orders.lender(name)
         return lender in (*self._configured, *orders.stand_ins) and lender not in orders.leaving
 
     def _move(self, work: Coroutine[Any, Any, None], *names: str) -> None:
-        """Run `work` as a task, during which the groups of these names, if not empty, are left alone."""
+        """Run `work` as a task. Until it ends, no other task changes the groups `names`; empty names are ignored."""
         task = asyncio.create_task(self._watch(work, names))
         self._moves |= {name: task for name in names if name}
 
@@ -146,7 +147,7 @@ class Roster:
             await self._begin(name, orders, given)
 
     async def _borrow(self, worker: str, given: Given) -> None:
-        """Take the worker of that name from its group, if that has it."""
+        """Take the worker of that name from its group, if the group has it, and add it to `given`."""
         name, rank = place_of(worker)
         lender = self._present(name)
         if lender is None:
@@ -160,7 +161,7 @@ class Roster:
             self._set_lent_out(name)
 
     async def _return(self, name: str, group: WorkerGroup | None) -> None:
-        """Let the worker that the group has borrowed go back to its own group, which may have no other workers."""
+        """Return the worker that the group has borrowed to the worker's own group, which may have no other workers."""
         lender, rank = place_of(self._orders.lent[name])
         orders = replace(self._orders, lent=self._orders.without([name]).lent)
         async with _in_transit() as given:
@@ -179,7 +180,8 @@ class Roster:
         self._set_absent(AbsentGroup(name, role_of(name)))
 
     def _complete(self, group: WorkerGroup) -> None:
-        """Start a worker that the group once lent, and that did not come back: its orders were dropped meanwhile."""
+        """Start a worker that the group had lent and that was not returned, because the orders for it were dropped
+        meanwhile."""
         lacking = set(range(group.num_places)) - group.configs.keys() - self._orders.borrowers(group.name).keys()
         if group.room == group.name and lacking:
             self._move(self._refill(group, min(lacking)), group.name)
@@ -188,8 +190,8 @@ class Roster:
         await group.receive(self._make(group.name, self._orders).configs[rank], None)
 
     async def _begin(self, name: str, orders: Orders, given: Given) -> None:
-        """Start the group, with the workers `given` in place of new ones of their ranks. A failure is reported, and the
-        start is tried again later."""
+        """Start the group. The processes `given` are used for their ranks instead of new ones. A failure is reported,
+        and the start is retried later."""
         before = self._absent.get(name, AbsentGroup(name, role_of(name)))
         self._set_absent(replace(before, starts=True))
         try:
@@ -227,7 +229,7 @@ class Roster:
         self._set_absent(AbsentGroup(name, role_of(name), starts=True, error=text))
 
     async def _end_leftover(self, name: str) -> None:
-        """End what is left of a group, regardless of its model."""
+        """End the remaining workers of a group, regardless of its model."""
         await self._end(self._make(name, replace(self._orders, models={})))
 
     async def _end(self, group: WorkerGroup) -> None:
@@ -243,7 +245,7 @@ class Roster:
         self._set_absent(AbsentGroup(group.name, role_of(group.name)))
 
     async def _leave_room(self, group: WorkerGroup) -> None:
-        """Release the room of a closed group, unless other groups have workers there, or are to have some."""
+        """Release the room of a closed group, unless other groups have workers in it, or should get some."""
         others = (name for name in self._known if name not in self._orders.leaving)
         users = {self._orders.lender(name) or name for name in others if name != group.name}
         users |= {each.room for each in self._cluster.groups if each.workers}
@@ -261,7 +263,8 @@ class Roster:
 
 @asynccontextmanager
 async def _in_transit() -> AsyncIterator[Given]:
-    """Hold workers that no group has, by the rank that they are to have; those that are left at a failure are ended."""
+    """Yield a dict for workers that no group has, by their rank in their next group. If the `with` block fails, end the
+    workers that are still in the dict."""
     given: Given = {}
     try:
         yield given
