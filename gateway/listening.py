@@ -1,6 +1,6 @@
 """Opens the socket on which HTTP is served, for the server's own process or for a launcher that passes it on.
 
-A launcher that keeps the socket keeps its address across restarts of the server. Imports nothing of the server.
+A launcher that keeps the socket keeps its address across restarts of the server. Imports no code of the server.
 """
 
 import socket

@@ -1,4 +1,4 @@
-"""Serves the application over HTTP or HTTPS, by uvicorn. On the loop."""
+"""Serves the application over HTTP or HTTPS with uvicorn. Runs on the asyncio loop."""
 
 import asyncio
 import socket
@@ -36,7 +36,7 @@ def run_on_own_loop(serving: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Files in PEM by which the server identifies itself over HTTPS."""
+    """PEM files with which the server identifies itself over HTTPS."""
 
     chain: Path
     key: Path
@@ -105,7 +105,8 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which leaves signals to the command that runs it and says when it has begun."""
+    """uvicorn's server, but without signal handlers, which the command installs itself, and with an event that is set
+    when it serves."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -121,7 +122,7 @@ class _Server(uvicorn.Server):
 
 
 def _traced(app: ASGIApp, spans: "TracerProvider") -> ASGIApp:
-    """Return the application with a span around each request, to the end of its stream."""
+    """Return an application that makes a trace span for each request, until the end of its stream."""
     from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware  # here, because few gateways need it
 
     untraced = "/health,/ready,/metrics,/openapi.json,/console/$,/console/static,/console/api/state"

@@ -48,5 +48,5 @@ def read_variable(name: str) -> str:
 
 
 def use_threads(num_threads: int) -> int:
-    """Return the number of threads to use: `num_threads`, or one for each core when it is 0."""
+    """Return the number of threads to use: `num_threads`, or the number of cores if it is 0."""
     return num_threads or os.cpu_count() or 1

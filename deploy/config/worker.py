@@ -20,7 +20,7 @@ class WorkerConfig:
 
     role: Role
     group: int
-    """Number of the worker's group among those of its role."""
+    """Number of the worker's group among the groups of its role."""
     rank: int
     """Rank in the prefill group; 0 for other roles."""
     place: WorkerPlace

@@ -1,4 +1,4 @@
-"""The names that clients have for fields that errors name otherwise: those of Baton's own API, or of a chat. Pure."""
+"""Translates names of fields in errors (those of Baton's own API, or of a chat) to the names that clients use. Pure."""
 
 from gateway.bodies import ChatBody, CompletionBody, SamplingBody, TokenizeBody
 from gateway.errors import FieldNames

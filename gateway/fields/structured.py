@@ -1,6 +1,6 @@
 """Reads how a body constrains its output: OpenAI's `response_format`, vLLM's `structured_outputs` and its older names.
 
-Whether a schema or grammar is supported is for the server to say. Pure.
+The server decides whether a schema or grammar is supported. Pure.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from baton.sampling_params import StructuredOutput, structured_from_option
 from gateway.bodies import SamplingBody
 
 _GUIDED = ("json", "regex", "grammar", "choice")
-"""Constraints that vLLM once took as `guided_json` and so on."""
+"""Constraints that older versions of vLLM accepted as `guided_json` and so on."""
 _IGNORED = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-"""Options of vLLM's `structured_outputs` that say how a library works, not what it allows."""
+"""Options of vLLM's `structured_outputs` that configure a library, and do not change the permitted output."""
 
 
 def structured_of(body: SamplingBody) -> StructuredOutput | None:

@@ -1,6 +1,7 @@
-"""Fields of OpenAI's, vLLM's and SGLang's APIs that Baton does not know, and without which an answer would be another.
+"""Fields of the OpenAI, vLLM and SGLang APIs that Baton does not support, and that would change the answer. They are
+refused.
 
-Other fields that Baton does not know are ignored.
+Other unknown fields are ignored.
 """
 
 from collections.abc import Mapping

@@ -47,12 +47,12 @@ class ResponseHead:
 
     id: str
     created: int
-    """When the response was begun, in seconds since 1970."""
+    """Time at which the response was begun, in seconds since 1970."""
     model: str
     body: ResponsesBody
 
     def object(self, status: str, output: list[Object], **more: Any) -> Object:
-        """Return the response in this state, with further fields put over those of the request."""
+        """Return the response in this state. The fields `more` override those of the request."""
         body = self.body
         return {
             "id": self.id,

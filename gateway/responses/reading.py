@@ -1,4 +1,4 @@
-"""Reads what a response is asked for: the body and the conversation before it, as the body of a chat. Pure."""
+"""Converts the body of a request for a response, and the conversation before it, to the body of a chat. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,13 +33,13 @@ _NAMES = {
     "response_format.type": "text.format.type",
     "token_ids": "input",
 }
-"""Fields of a chat and of Baton's own API, and those of a response that they are read from."""
+"""Names of a response's fields, by the names that a chat or Baton's own API has for them."""
 _PLACES = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("function.parameters", "parameters"),
 )
-"""Places in a chat's fields, and where a response has them."""
+"""Pairs of a path in a chat's fields and the corresponding path in a response's fields."""
 _REFUSED = (
     ("background", "the answer comes while the client waits"),
     ("conversation", "use previous_response_id"),
@@ -54,8 +54,8 @@ def items_of(body: ResponsesBody) -> list[Item]:
 
 
 def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
-    """Return the chat that the body asks for; `items` are its whole conversation. Raises InvalidArgumentError for what
-    is not supported, or wrong."""
+    """Return the chat that corresponds to the body. `items` are its whole conversation. Raises InvalidArgumentError for
+    values that are wrong or not supported."""
     refuse_unsupported(body, adds_special_tokens=False)
     for name, why in _REFUSED:
         if getattr(body, name):
@@ -92,8 +92,8 @@ def response_names(body: ResponsesBody) -> FieldNames:
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Return a conversation's items as the messages of a chat: what the assistant thinks, says and calls in a row is
-    one message. Raises InvalidArgumentError for an item that is not known, or lacks something."""
+    """Return a conversation's items as the messages of a chat. Successive reasoning, text and calls of the assistant
+    become one message. Raises InvalidArgumentError for an item that is unknown or incomplete."""
     messages: list[Message] = []
     for index, item in enumerate(items):
         read = _READERS.get(item.type)
@@ -167,7 +167,7 @@ def _choice(given: str | NamedFunction | None) -> Any:
 
 
 def _format(body: ResponsesBody) -> dict[str, Any] | None:
-    """Return the form of the text as chats have it: a schema stands in an object of its own."""
+    """Return the form of the text in the format of chats, in which the schema is in a separate object."""
     format_ = None if body.text is None else body.text.format
     if format_ is None:
         return None

@@ -34,7 +34,7 @@ from gateway.upstream import Answers, Upstream
 
 
 class Responses:
-    """Answers requests for responses by one upstream server, and keeps what it answers."""
+    """Answers requests for responses by calls to one upstream server, and stores the responses."""
 
     def __init__(self, upstream: Upstream, reader: Reader, store: ResponseStore) -> None:
         self._upstream = upstream
@@ -85,7 +85,7 @@ class Responses:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Object:
-        """List the items that a kept response was made from, those of the conversation before it included."""
+        """List the items that a kept response was made from, including the conversation before it."""
         request.state.fields = FieldNames(("after",))
         return Page(limit, order, after).of(await asyncio.to_thread(self._kept(response_id, request).read_input))
 
@@ -151,8 +151,8 @@ async def _lines(
     tokens: AsyncIterator[tuple[int, TokenEvent]],
     keep: Callable[[Object], Awaitable[object]],
 ) -> AsyncIterator[bytes]:
-    """Yield a stream's lines, to its end or to the error that ended it. A complete response is kept before its last
-    line is sent, so that the client may continue from it at once."""
+    """Yield the lines of a stream until its end, or until the error that ended it. A complete response is stored before
+    its last line is sent, so that the client can continue from it at once."""
     try:
         for each in (*events.begin(), *events.take(first)):
             yield line(each, each["type"])
@@ -170,7 +170,7 @@ async def _lines(
 
 
 async def _check_caller(request: Request) -> None:
-    """Raise the error with which the server refuses the caller, also while it does not answer."""
+    """Raise the server's error if it refuses the caller, and an error if the server does not answer."""
     await request.app.state.admit(caller_of(request, traces=False), must_answer=True)
 
 

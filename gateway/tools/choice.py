@@ -61,7 +61,7 @@ def parameter_names(tools: Sequence[Tool], choice: str | NamedTool | None) -> di
 
 
 def _called(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[int]:
-    """Return the numbers of the tools of which one must be called."""
+    """Return the indices of the tools of which at least one must be called."""
     name = choice.function.name if isinstance(choice, NamedTool) else None
     return [n for n, tool in enumerate(tools) if choice == "required" or tool.function.name == name]
 
