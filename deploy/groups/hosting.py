@@ -31,12 +31,12 @@ class Server(Protocol):
 
 
 StartServer = Callable[[WorkerConfig, "LoadedModel | None"], Awaitable[Server]]
-"""Function that starts the server of a worker. The second argument is the model that the process has already loaded, or
-None. Raises BatonError with a text of one line."""
+"""Function that starts the server of a worker. The second argument holds the model that the process has loaded, if any.
+Raises BatonError with a text of one line."""
 
 
 async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None) -> Server:
-    """Start to serve. Load the worker's model first, unless `model` is the same model. Raises BatonError with a text of
+    """Start to serve. Load the worker's model first, unless `model` already holds it. Raises BatonError with a text of
     one line if that fails."""
     secret = ClusterSecret(config.place.secret)  # refused here, before a model is loaded
     match config.section:
