@@ -1,1 +1,1 @@
-"""A prefill group: KV-Runahead chains of ranks that compute prompts and stream their KV to a leased slot."""
+"""Prefill group: ranks that compute a prompt as a KV-Runahead chain and stream its KV to a leased slot."""

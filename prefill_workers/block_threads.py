@@ -1,8 +1,9 @@
-"""The threads on which a prefill rank opens, writes and sinks its node's cached blocks.
+"""Threads on which a prefill rank opens cached blocks, writes them, and copies them to disk.
 
-This work may wait for locks, and for seconds for a disk that does not answer (`baton.modeling.prefix_store.disk_tier`).
-Used by `prefill_workers.servicer`. The threads are separate from the asyncio loop's default pool, so that heartbeats
-and new epochs never wait for blocks. All methods except `close` are called on the loop.
+This work may wait for locks, or several seconds for a disk that does not answer
+(`baton.modeling.prefix_store.disk_tier`). Used by `prefill_workers.servicer`. The threads are separate from the asyncio
+loop's default thread pool, so that heartbeats and new epochs never wait for blocks. All methods except `close` are
+called on the loop's thread.
 """
 
 import asyncio
@@ -14,11 +15,13 @@ Result = TypeVar("Result")
 
 
 _MAX_SINKING = 64
-"""Largest number of prompts that may wait for the disk; others are copied to it when they are stored again."""
+"""Maximum number of prompts whose blocks are queued for the disk. Blocks of further prompts are not copied until they
+are stored again."""
 
 
 class BlockThreads:
-    """Two threads for work that a job waits for, and one thread that copies blocks to disk, for which no job waits."""
+    """Two threads for work that a job waits for, and one thread that copies blocks to disk. No job waits for the
+    copies."""
 
     def __init__(self) -> None:
         self._num_sinking = 0
@@ -31,8 +34,8 @@ class BlockThreads:
         return await asyncio.get_running_loop().run_in_executor(self._jobs, work)
 
     def sink(self, work: Callable[[], list[str]]) -> None:
-        """Queue `work` for the disk thread, or drop it when too much is queued already. Does not wait. `work` returns
-        the names of the blocks that were evicted to make room, and must not raise."""
+        """Queue `work` for the disk thread, or drop it if the queue is full. Does not block. `work` must return the
+        names of the blocks that it evicted to make room, and must not raise."""
         if self._num_sinking < _MAX_SINKING:
             self._num_sinking += 1
             asyncio.get_running_loop().run_in_executor(self._sinks, work).add_done_callback(self._end)
@@ -43,7 +46,7 @@ class BlockThreads:
         return tuple(evicted)
 
     def close(self) -> None:
-        """Drop queued work and wait until no work runs. Blocks. Idempotent."""
+        """Drop queued work, and block until running work has ended. Idempotent."""
         for pool in (self._jobs, self._sinks):
             pool.shutdown(cancel_futures=True)
 

@@ -2,24 +2,24 @@
 
 Rank i owns the tokens [s, e) of the prompt. Per layer it
 
-  1. projects its own rows into the job's buffer, pushes them to the slot (they are final, and leave while the chain
-     still runs), hands them to the pipeline, and attends to them: a causal square that needs no KV of other ranks;
-  2. once the earlier ranks' rows are in, attends densely to the cached prefix and to those rows, in place, merges with
+  1. projects its own KV rows into the job's buffer, pushes them to the slot (they are final, and are sent while the
+     chain still runs), hands them to the pipeline, and attends to them: a causal square that needs no other rank's KV;
+  2. waits for the earlier ranks' rows, attends densely to the cached prefix and to these rows, in place, merges with
      the result of 1 by log-sum-exp, and completes the layer.
 
-A turn is part 2 of one layer and part 1 of the next: it ends where part 2 may have to wait. Between turns the engine
-may serve other jobs; inside a turn it never waits. The dependencies are:
+A turn is step 2 of one layer and step 1 of the next: it ends where step 2 may have to wait. Between turns the engine
+may serve other jobs. Within a turn it never waits. The dependencies are:
 
     rank 0   layer 0 ------> layer 1 ------> layer 2 ...         a rank needs, in layer l, only layer l of the rank
                 |               |               |                before it: ranks run in step, one layer apart, and a
     rank 1      +--> layer 0 ---+--> layer 1 ---+--> layer 2     message's delay is paid once, not in every layer
                         |               |
 
-In the last layer only the last token's hidden state is needed: ranks before the last stop after projecting, and the
-last rank attends and completes for one token only, from which it samples the request's next token, one per choice.
+In the last layer only the last token's hidden state is needed. All ranks except the last stop after projecting. The
+last rank attends for one token only and completes the layer, and samples the request's next token for each choice.
 
-No collective is called. Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with causal squares
-instead of its dense rectangles. Called by `prefill_workers.engine`, on its thread.
+No collective operation is called. Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with causal
+squares instead of its dense rectangles. Called by `prefill_workers.engine`, on its thread.
 """
 
 from collections.abc import Generator
@@ -40,14 +40,16 @@ from prefill_workers.job import JobReport, KvSender
 from prefill_workers.kv_pipeline import KvPipeline
 
 _MASKS = -1
-"""Value instead of a layer's number, for a job that waits for its form to be compiled before it samples."""
+"""Value used instead of a layer's number while a job waits for its output grammar to be compiled before it samples."""
 _OVERHEAD_TOKENS = 32
-"""Rough fixed cost of a turn (mostly reading the weights), as the number of tokens that take as long to compute."""
+"""Rough fixed cost of a turn (mostly reading the weights), expressed as a number of tokens with the same compute
+time."""
 
 
 class ChainJob:
-    """One job on one rank. The engine calls `turn` while `runnable`; once `over`, it settles `future` and forgets the
-    job. Owned by the engine's thread, except `pipeline` (thread-safe), `fail` and the properties (under its lock)."""
+    """One job on one rank. The engine calls `turn` while the job is `runnable`. Once the job is `over`, the engine
+    resolves `future` and forgets the job. Used by the engine's thread only, with these exceptions: `pipeline` is
+    thread-safe, and any thread that holds the engine's lock may call `fail` and read the properties."""
 
     def __init__(self, kv_sender: KvSender, pipeline: KvPipeline, *, decoder: Decoder, clock: Clock) -> None:
         self.job = pipeline.kv.job
@@ -55,10 +57,11 @@ class ChainJob:
         self.pipeline = pipeline
         self.future: Future[JobReport] = Future()
         self.error: BaseException | None = None
-        """The error for which the job was given up, the first of several; None while it runs."""
+        """First error that made the job fail; None while it has not failed."""
         self.slowest_turn_s = 0.0
         self.parked_s = clock.now_s()
-        """Time at which the last turn ended, or the job was made, on the clock's now_s."""
+        """Time at which the last turn ended, in seconds of the clock's now_s; before the first turn, time of the job's
+        creation."""
         self._own_kv, self._decoder, self._clock = pipeline.kv.own, decoder, clock
         self._kv = kv_of(pipeline, decoder.device)
         self._token_ids = self.job.token_ids[pipeline.own.start : pipeline.own.end]
@@ -70,39 +73,41 @@ class ChainJob:
 
     @property
     def expected_turn_s(self) -> float:
-        """Return the seconds that one turn on this rank or an earlier one may take: this rank's slowest turn, scaled by
-        the largest chunk, because work grows with the chunk."""
+        """Return the number of seconds that one turn may take on this rank or an earlier one. The estimate is this
+        rank's slowest turn, scaled from its own chunk to the largest of these ranks' chunks."""
         own = len(self.pipeline.own)
         largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.pipeline.own.start)])
         return self.slowest_turn_s * (largest + _OVERHEAD_TOKENS) / (own + _OVERHEAD_TOKENS)
 
     @property
     def starved(self) -> bool:
-        """Return whether the job needs more KV from earlier ranks before it can take a turn or be over."""
+        """Return whether the job needs more KV from earlier ranks before it can run a turn or end."""
         if self._needs is not None:
             return self._needs != _MASKS and not self.pipeline.has_received(self._needs)
         return self._computed and not self.pipeline.has_received(self._decoder.config.num_layers - 1)
 
     @property
     def runnable(self) -> bool:
-        """Return whether the engine may call `turn` now: the job is not computed, over or starved, and does not wait
-        for its form."""
+        """Return whether the engine may call `turn` now. It may not when the job is computed, over or starved, or waits
+        for its output grammar."""
         masks = self.job.masks
         waits = self._needs == _MASKS and masks is not None and not masks.done()
         return not (self._computed or self.over or self.starved or waits)
 
     @property
     def over(self) -> bool:
-        """Return whether this rank has nothing left to do for the job: it has failed, or is computed and passed on."""
+        """Return whether this rank has no more work for the job, because the job failed, or its KV is computed and sent
+        on."""
         return self.error is not None or (self._computed and self.pipeline.done)
 
     def fail(self, error: BaseException) -> None:
-        """Give the job up with this error; keeps the first error if it was given up before."""
+        """Fail the job with this error. If the job has failed already, keep its first error."""
         if self.error is None:
             self.error = error
 
     def turn(self) -> None:
-        """Compute about one layer: up to the point that needs more KV, or to the end. Raises the outlet's errors."""
+        """Compute about one layer, up to the next point that needs more KV, or to the end. Raises the errors of the
+        KvSender."""
         start_s = self._clock.now_s()
         if self._needs is not None and self._needs != _MASKS:
             self._wait_s += max(self.pipeline.arrived_s(self._needs) - self.parked_s, 0.0)
@@ -112,8 +117,8 @@ class ChainJob:
         self.slowest_turn_s = max(self.slowest_turn_s, self.parked_s - start_s)
 
     def close(self) -> None:
-        """Drop the unfinished computation, and with it the last reference cycle that would keep its memory. Free the
-        job's memory on the device."""
+        """Drop the unfinished computation, which breaks the last reference cycle that would keep its memory alive. Free
+        the job's device memory."""
         self._turns.close()
         self._kv.close()
 
@@ -133,8 +138,9 @@ class ChainJob:
         )
 
     def _run(self) -> Generator[int]:
-        """Compute the chunk. Before part 2 of each layer, yield the layer whose earlier rows are needed. Yield _MASKS
-        when sampling needs masks that are not ready."""
+        """Compute the chunk. Before step 2 of each layer (see the module's docstring), yield the layer's number,
+        because the earlier ranks' rows of that layer are needed. Yield _MASKS when sampling needs masks that are not
+        ready."""
         decoder, pipeline = self._decoder, self.pipeline
         step = decoder.begin([self._kv.span])
         hidden_TD = decoder.embed(self._token_ids, step)
@@ -157,7 +163,8 @@ class ChainJob:
         self.kv_sender.finish(self._sample(hidden_TD) if pipeline.target is None else ())
 
     def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor, own: KvRows) -> Generator[int, None, Tensor]:
-        """Attend for the chunk's last len(q_TNH) rows and complete the layer; return these rows' hidden states."""
+        """Compute attention for the chunk's last len(q_TNH) tokens and complete the layer. Return these tokens' hidden
+        states."""
         pipeline = self.pipeline
         attention = self._decoder.attention(layer, q_TNH, pipeline.own.end - len(q_TNH))
         attention.add(own)
@@ -177,7 +184,7 @@ class ChainJob:
         self.kv_sender.push(layer, self.pipeline.own, self._own_kv.export(layer, self.pipeline.own))
 
     def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:
-        """Return the next token of each choice, all sampled from the last position's logits."""
+        """Sample the next token of each choice from the last position's logits, and return these tokens."""
         job, eos_token_ids = self.job, self._decoder.config.eos_token_ids
         choices = [job.params.of_choice(choice) for choice in range(job.params.n)]
         (masks,) = (None,) if job.masks is None else job.masks.result()

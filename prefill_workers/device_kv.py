@@ -1,12 +1,13 @@
-"""One job's KV in the memory that a rank computes in: that of links and pushes, or a device's, layer by layer.
+"""Access to one job's KV in the memory in which a rank computes: host memory or, layer by layer, device memory.
 
-`prefill_workers.kv_pipeline` receives KV into memory and sends it from there; pushes are sent from host memory. There
-are three cases:
+`prefill_workers.kv_pipeline` receives KV into its memory and sends it from there. Pushes are sent from host memory.
+There are three cases:
 
     HomeKv      the device computes in host memory: attention reads KV there
-    StagedKv    links carry host memory: the device holds one layer of a job's KV, regardless of the number of layers
-    LinkedKv    links carry device memory: own and earlier rows stay there, in all layers that the chain may be ahead
-                by. Only the prefix is fetched. Own rows are copied to host memory to be pushed
+    StagedKv    links transfer host memory: the device holds one layer of a job's KV, regardless of the number of layers
+    LinkedKv    links transfer device memory: own and earlier ranks' rows stay there, in as many layers as one rank may
+                be ahead of the next. Only the cached prefix is copied to the device. Own rows are copied to host
+                memory to be pushed
 
 With StagedKv, each layer
 
@@ -36,27 +37,29 @@ class JobKv(Protocol):
         """Return the span of the rank's own tokens."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the own tokens' rows of the layer that was projected last. Links and pushes may then send them."""
+        """Return the KV rows of the rank's own tokens in `layer`, which was projected last. Links and pushes may then
+        send them."""
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the rows of the cached prefix and of earlier ranks, which have arrived. Read them before `leave`."""
+        """Return the KV rows of the cached prefix and of earlier ranks, which must have arrived. They are valid until
+        `leave`."""
 
     def leave(self, layer: int) -> None:
-        """Note that attention to the layer has ended, so that its rows are not read any more."""
+        """Mark attention to the layer as complete: its rows are not read any more."""
 
     def close(self) -> None:
-        """Free the job's memory on the device. Call once the job does not compute any more. Idempotent."""
+        """Free the job's memory on the device. Call this when the job computes no more. Idempotent."""
 
 
 class HomeKv:
-    """A JobKv that is read where it arrives."""
+    """JobKv for a device that computes in host memory: rows are read where they arrive."""
 
     def __init__(self, pipeline: KvPipeline) -> None:
         self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
         self._pipeline = pipeline
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the rows in the buffer that is pushed."""
+        """Return the rows in the buffer from which they are pushed."""
         return self._pipeline.kv.own.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
@@ -74,7 +77,7 @@ class HomeKv:
 
 
 class FetchedPrefix:
-    """A job's cached prefix on a device, one layer at a time."""
+    """Copy of a job's cached prefix on a device, one layer at a time."""
 
     def __init__(self, kv: RankKv, device: Device) -> None:
         self._link = device.link
@@ -83,7 +86,7 @@ class FetchedPrefix:
             for piece, tokens in kv.job.cached_pieces
         ]
         self._fetching: Transfer | None = None
-        """The fetch of the layer that was requested last."""
+        """Copy to the device of the layer that was requested last."""
 
     def fetch(self, layer: int) -> None:
         if self._pieces:
@@ -91,11 +94,11 @@ class FetchedPrefix:
             self._fetching = self._link.fetch(copies)
 
     def rows(self, layer: int) -> list[KvRows]:
-        """Return the rows of the layer, which may not have arrived before `join`."""
+        """Return the rows of the layer. Call `join` before computing with them: they may not have arrived yet."""
         return [there.rows(layer, tokens) for _, tokens, there in self._pieces]
 
     def join(self) -> None:
-        """Make the device begin this thread's later computations after the fetch."""
+        """Make this thread's later computations on the device wait for the copy."""
         if self._fetching is not None:
             self._fetching.join()
 
@@ -107,7 +110,7 @@ class FetchedPrefix:
             there.release(layer)
 
     def close(self) -> None:
-        """Free all memory, once nothing is being copied to it."""
+        """Wait for the last copy, and free all memory."""
         if self._fetching is not None:
             self._fetching.wait()
         for *_, there in self._pieces:
@@ -115,7 +118,7 @@ class FetchedPrefix:
 
 
 class StagedKv:
-    """A JobKv in a device's memory, received and sent through host memory. Implements Span for the layer that is
+    """JobKv in device memory, for links that transfer host memory. Implements Span for the layer that is being
     projected."""
 
     def __init__(self, pipeline: KvPipeline, device: Device) -> None:
@@ -125,7 +128,7 @@ class StagedKv:
         self._earlier = LayerBuffers(layout, pipeline.earlier, device.buffer)
         self._prefix = FetchedPrefix(pipeline.kv, device)
         self._has_earlier = False
-        """True if the present layer's rows of earlier ranks are on the device."""
+        """True if the device holds the earlier ranks' rows of the current layer."""
 
     @property
     def span(self) -> Span:
@@ -142,19 +145,20 @@ class StagedKv:
         return self._own.span(layer, self.tokens)
 
     def own_rows(self, layer: int) -> KvRows:
-        """Store the rows in host memory, begin to fetch the cached prefix, and return the rows on the device."""
+        """Copy the rows to host memory, begin to fetch the cached prefix, and return the rows on the device."""
         self._link.store([(self._own_kv.span(layer, self.tokens), self.own(layer))]).result()
         self._prefix.fetch(layer)
         return self._own.rows(layer, self.tokens)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the cached prefix, which is being fetched, and fetch the rows of earlier ranks."""
+        """Fetch the earlier ranks' rows, and return them and the rows of the cached prefix, whose copy began in
+        `own_rows`."""
         rows = self._prefix.rows(layer)
         earlier = self._pipeline.earlier
         if len(earlier):
             self._has_earlier = True
             home = self._pipeline.earlier_span(layer)
-            self._link.fetch([(self._earlier.span(layer, earlier), home)]).result()  # the pipeline may free them then
+            self._link.fetch([(self._earlier.span(layer, earlier), home)]).result()  # the pipeline may then free them
             rows.append(self._earlier.rows(layer, earlier))
         self._prefix.join()
         return rows
@@ -170,21 +174,22 @@ class StagedKv:
             self._pipeline.attended(layer)
 
     def close(self) -> None:
-        """Free the device's memory, once nothing is being copied to it."""
+        """Wait for running copies, and free the device's memory."""
         self._prefix.close()
         self._own.drop()
         self._earlier.drop()
 
 
 class LinkedKv:
-    """A JobKv in a device's memory, which links receive into and send from."""
+    """JobKv in device memory, for links that receive into this memory and send from it."""
 
     def __init__(self, pipeline: KvPipeline, device: Device) -> None:
         self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
         self._pipeline, self._own_kv, self._link = pipeline, pipeline.kv.own, device.link
         self._prefix = FetchedPrefix(pipeline.kv, device)
         self._left: int | None = None
-        """The layer that this thread has left, and whose earlier rows the device may still read."""
+        """Layer for which `leave` was called, but whose earlier rows the device may still read; None if no such layer
+        exists."""
 
     def own_rows(self, layer: int) -> KvRows:
         """Begin to fetch the cached prefix, and return the rows once the device has written them. Links may then send
@@ -195,7 +200,8 @@ class LinkedKv:
         return self._own_kv.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the cached prefix, which is being fetched, and the rows that the links received in place."""
+        """Return the rows of the cached prefix, whose copy began in `own_rows`, and the rows that the links received in
+        place."""
         rows = self._prefix.rows(layer)
         if len(self._pipeline.earlier):
             rows.append(self._pipeline.earlier_rows(layer))
@@ -203,26 +209,28 @@ class LinkedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the prefix's layer for the next one, but not yet the rows of earlier ranks: links are not ordered with
-        this thread, and would write there while the device still reads."""
+        """Free the prefix's layer for the next one, but not yet the rows of earlier ranks: links are not synchronized
+        with the device's computations, and could overwrite these rows while the device still reads them."""
         self._prefix.leave(layer)
         self._left = layer
 
     def close(self) -> None:
-        """Free the prefix's memory. Returns once the device reads none of the job's memory, which may then be freed."""
+        """Free the prefix's memory, and block until the device no longer reads the job's memory, which may then be
+        freed."""
         self._prefix.close()
         self._link.store(()).result()
         self._read_last()
 
     def _read_last(self) -> None:
-        """Notify the pipeline that the layer was left. Call once the device has done this thread's earlier work."""
+        """Notify the pipeline that the rows of the layer passed to `leave` are not read any more. Call this after the
+        device has completed this thread's earlier work."""
         if self._left is not None and len(self._pipeline.earlier):
             self._pipeline.attended(self._left)
         self._left = None
 
 
 def kv_of(pipeline: KvPipeline, device: Device) -> JobKv:
-    """Return the pipeline's job's KV for that device."""
+    """Return the JobKv of the pipeline's job for this device."""
     if device.is_home:
         return HomeKv(pipeline)
     return (LinkedKv if pipeline.kv.on_device else StagedKv)(pipeline, device)

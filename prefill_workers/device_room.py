@@ -1,9 +1,9 @@
-"""Bound on the KV of a rank's jobs on its device: each job reserves its largest need before it begins.
+"""Limit on the device memory for KV of a rank's jobs: each job reserves its maximum need before it begins.
 
-`prefill_workers.engine` asks for room when a job is submitted, under its lock. A job has one layer on the device
-(`device_kv`): the cached prefix, earlier ranks' rows and its own, each in a buffer of whole pages. Where links carry
-the device's memory, it may have all layers of earlier ranks' and own rows, because earlier ranks may be ahead and the
-next rank behind.
+`prefill_workers.engine` asks for room when a job is submitted, under its lock. A job keeps one layer on the device
+(`device_kv`): the cached prefix, earlier ranks' rows and its own, each in a buffer of whole pages. If links transfer
+device memory, a job may keep all layers of earlier ranks' rows and its own, because earlier ranks may be several layers
+ahead and the next rank several layers behind.
 """
 
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
@@ -20,15 +20,15 @@ class DeviceRoom:
     """Device memory reserved for the jobs of one rank. Not thread-safe: guarded by the engine's lock."""
 
     def __init__(self, layout: KvLayout, limit_bytes: int | None = None) -> None:
-        """`limit_bytes`: largest bytes of KV on the device; None: no limit."""
+        """`limit_bytes`: maximum number of bytes of KV on the device; None: no limit."""
         self.limit_bytes = limit_bytes
         self._row_bytes = layout.row_bytes
         self._promised: dict[JobId, int] = {}
 
     @classmethod
     def of(cls, decoder: Decoder, device_memory_bytes: int = 0) -> "DeviceRoom":
-        """Return the room that weights leave of `device_memory_bytes`; 0: no limit. Raises ConfigError when they leave
-        none. A device that computes in host memory has no limit."""
+        """Return a DeviceRoom with `device_memory_bytes` minus the bytes of the weights; 0 means no limit. Raises
+        ConfigError if the weights need all of the memory. A device that computes in host memory has no limit."""
         if not device_memory_bytes or decoder.device.is_home:
             return cls(decoder.layout)
         weights = weight_bytes(decoder.weights)
@@ -37,9 +37,9 @@ class DeviceRoom:
         return cls(decoder.layout, device_memory_bytes - weights)
 
     def promise(self, job: Job, own: TokenRange, num_layers: int = 1) -> None:
-        """Reserve the largest need of a job whose rank computes the tokens `own`: `num_layers` layers of own and
-        earlier ranks' rows, and one layer of the cached prefix. Raises InvalidArgumentError for a job that never fits,
-        ResourceExhaustedError for one that does not fit in addition to the others."""
+        """Reserve the maximum need of a job whose rank computes the tokens `own`: `num_layers` layers of own and
+        earlier ranks' rows, and one layer of the cached prefix. Raises InvalidArgumentError if the job exceeds the
+        limit by itself, ResourceExhaustedError if it does not fit in addition to the other jobs."""
         if self.limit_bytes is None:
             return
         earlier = TokenRange(job.cached.end, own.start)
@@ -56,7 +56,7 @@ class DeviceRoom:
         self._promised[job.number] = need
 
     def give_back(self, number: JobId) -> None:
-        """Release the reservation of a job, which has ended. Idempotent."""
+        """Release the reservation of a job that has ended. Idempotent."""
         self._promised.pop(number, None)
 
     def _bytes_of(self, tokens: TokenRange) -> int:

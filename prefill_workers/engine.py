@@ -1,14 +1,15 @@
-"""A prefill rank's engine: one thread that runs the turns of the rank's jobs, and settles each job exactly once.
+"""Engine of a prefill rank: one thread runs the turns of the rank's jobs, and resolves each job's future exactly once.
 
-Each step settles the jobs that are over, and runs one turn of one job. When no job can use a turn, it waits until a
-message, a call, or a watchdog's deadline changes that. All other work runs on other threads and is short: the
-servicer's calls register jobs and cancellations; link threads receive messages, and pass on pieces that are ready
-(`prefill_workers.kv_pipeline`). They only set state; the engine's thread alone computes, calls outlets, and resolves
-futures. A second thread checks periodically whether the first still works (`baton.process.turn_watch`). One lock guards
-all bookkeeping; no thread computes, sends or receives while holding it.
+Each step resolves the futures of jobs that are over, and runs one turn (about one layer) of one job. If no job can run
+a turn, the step waits for a message, a call, or a watchdog's deadline. All other work runs on other threads and is
+short: the servicer's calls register jobs and cancellations; link threads receive messages, and pass on pieces that are
+ready (`prefill_workers.kv_pipeline`). Other threads only set state. Only the engine's thread computes, calls KvSenders,
+and resolves futures. A second thread checks periodically whether the engine's thread still works
+(`baton.process.turn_watch`). One lock guards all bookkeeping; no thread computes, sends or receives while holding it.
 
-Called by `prefill_workers.servicer`; runs jobs as `prefill_workers.chain`, within an epoch of `prefill_workers.epoch`.
-Does not depend on gRPC: it uses the ports KvSender and Links.
+Called by `prefill_workers.servicer`. Runs the jobs of `prefill_workers.chain` within an epoch of
+`prefill_workers.epoch`: the period in which one set of links connects the group's ranks. Does not depend on gRPC: it
+uses the ports KvSender and Links.
 """
 
 import logging
@@ -48,35 +49,36 @@ from prefill_workers.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 MAX_JOBS = 1024
-"""Most jobs in flight on a rank. Each job has a slot's lease, so slots bound them first."""
+"""Maximum number of jobs in flight on a rank. Each job holds a lease on a slot, so the number of slots limits them
+first."""
 
 
 @dataclass(frozen=True)
 class PrefillEngineStatus:
-    """A snapshot of one engine, which the supervisor's heartbeat reads."""
+    """Snapshot of one engine's state, for the supervisor's heartbeat."""
 
     epoch: Epoch
-    """The present or latest epoch; 0 before the first."""
+    """Current or latest epoch; 0 before the first."""
     epoch_error: str
     """Reason why no job can be served now; empty while the epoch is running."""
     num_jobs: int
     progress: int
-    """Count of all turns taken and messages passed."""
+    """Number of turns run, plus number of messages sent and received."""
     num_jobs_done: int
-    """Number of jobs settled, in success or failure."""
+    """Number of jobs that have ended, in success or failure."""
     stall: str = ""
     """Reason why the engine is considered hung, so that this rank must be replaced; empty while it works."""
 
 
 class PrefillEngine:
-    """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
-    block.
+    """Engine of one rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and
+    `close` block.
 
-    `config.watchdog_floor_s` is the least time without a sign of life from a peer that owes one, after which the epoch
-    is ended, and the least time without work in a turn, after which this engine is considered hung. `make_buffer`
-    allocates the host memory for the jobs' KV; None: the device's own function. Where links are between devices, KV is
-    in device memory. `crash_note`: file of the process's crash note, if it has one; the job of each turn is named
-    there. Raises ConfigError when weights exceed `config.device_memory_bytes`.
+    `config.watchdog_floor_s` is the shortest time in seconds after which the epoch ends because a peer that should send
+    or receive did neither, and the shortest time after which this engine is considered hung because a turn made no
+    progress. `make_buffer` allocates the host memory for the jobs' KV; None: the device's own function. If links
+    connect devices, KV is in device memory. `crash_note`: path of the process's crash note, which names the job of the
+    current turn; empty: no crash note. Raises ConfigError if the weights exceed `config.device_memory_bytes`.
     """
 
     def __init__(
@@ -99,20 +101,20 @@ class PrefillEngine:
         self._starting = threading.Lock()
         self._num_jobs_done = 0
         self._progress = 0
-        """Number of turns taken, and of messages of epochs before the present."""
+        """Number of turns run, plus number of messages of earlier epochs."""
         self._session: EpochSession | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
-        self._thread.start()  # uses only the lock until a job comes, so the rest may be set up after it
+        self._thread.start()  # uses only the lock before the first job, so other fields may be set later
         self._turns = TurnWatch.over(self._thread, clock, self._floor_s)
         self._has_left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="prefill-watch")
         self._watcher.start()
 
     def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
-        """End the present epoch and join the next, as `rank` of `num_ranks`. Blocks until all ranks have met. Raises
-        EpochEndedError for an epoch that is not above the last, UnavailableError while closing or hanging, and any
-        error of `connect`; no epoch is then running."""
+        """End the current epoch and join `epoch` as rank `rank` of `num_ranks`. Blocks until all ranks have joined.
+        Raises EpochEndedError if `epoch` is not higher than the last one, UnavailableError if the engine is closing or
+        hung, and all errors of `connect`. No epoch is running after an error."""
         with self._starting:
             session = self._begin_life(epoch, rank, num_ranks)
             try:
@@ -122,16 +124,17 @@ class PrefillEngine:
                 raise
 
     def end_epoch(self, error: BatonError) -> None:
-        """Fail all jobs with `error`, and serve none until the next `start_epoch`. Does nothing without an epoch."""
+        """Fail all jobs with `error`, and accept no jobs until the next `start_epoch`. Does nothing if no epoch is
+        running."""
         with self._changed:
             if self._session is not None:
                 self._session.end(error)
 
     @contextmanager
     def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
-        """Return a context in which a job is announced, while its caller prepares it for `submit`, for any time. Inside
-        it, messages of other ranks for this job wait, and those ranks are notified to keep waiting. Does nothing for
-        another epoch than the present."""
+        """Announce a job for the duration of the context, in which the caller prepares it for `submit`. The preparation
+        may take any time: messages of other ranks for this job wait, and these ranks are notified to keep waiting. Does
+        nothing if `epoch` is not the current epoch."""
         with self._changed:
             session = self._session if self._session is not None and self._session.epoch == epoch else None
             if session is not None:
@@ -143,10 +146,11 @@ class PrefillEngine:
                 session.withdraw(number)
 
     def submit(self, job: Job, kv_sender: KvSender) -> Future[JobReport]:
-        """Take a job and return its future. The future resolves, on the engine's thread, when the job is computed,
-        pushed to `kv_sender` and passed on, or with a BatonError. It cannot be cancelled: call `cancel` instead. Raises
-        at once, without calling `kv_sender`: EpochEndedError, JobAbortedError (the job was given up before it was
-        submitted), InvalidArgumentError, ResourceExhaustedError."""
+        """Accept a job and return the future of its report. The engine's thread resolves the future when the job is
+        computed, pushed to `kv_sender` and sent to the next rank, or has failed with a BatonError. The future cannot be
+        cancelled: call `cancel` instead. A job that is not accepted raises EpochEndedError, JobAbortedError (it was
+        aborted before it was submitted), InvalidArgumentError or ResourceExhaustedError, and `kv_sender` is not
+        called."""
         self._check_tokens(job)
         with self._changed:
             session = self._session
@@ -163,8 +167,8 @@ class PrefillEngine:
         return chain_job.future
 
     def cancel(self, number: JobId, error: BatonError | None = None) -> None:
-        """Give a job up, so that its future soon fails with `error`, by default RequestCancelledError, unless it is
-        over. Later ranks are notified by a message on the links. A number that is not in flight is ignored."""
+        """Abort the job `number`, if it is in flight. Its future soon fails with `error`, by default
+        RequestCancelledError, unless the job is over already. Later ranks are notified by a message on the links."""
         with self._changed:
             job = self._session.job_scheduler.get(number) if self._session is not None else None
             if job is not None:
@@ -182,7 +186,8 @@ class PrefillEngine:
             return PrefillEngineStatus(session.epoch, error, num_jobs, progress, self._num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the epoch and both threads; wait at most `timeout_s` for peers to close links. Blocks. Idempotent."""
+        """End the epoch and both threads. Blocks; waits at most `timeout_s` for peers to close their links.
+        Idempotent."""
         with self._changed:
             self._closing = True
             self.end_epoch(UnavailableError("this prefill rank is leaving: use another"))
@@ -196,7 +201,7 @@ class PrefillEngine:
 
     @property
     def rank(self) -> Rank | None:
-        """Return this rank's place in the present epoch's group; None before the first epoch."""
+        """Return this rank's number in the current epoch's group; None before the first epoch."""
         with self._changed:
             return self._session.rank if self._session is not None else None
 
@@ -267,7 +272,8 @@ class PrefillEngine:
                 self._turns.end()
 
     def _step(self) -> bool:
-        """Settle jobs that are over and run a turn, or wait for a change. Return False when closed and without jobs."""
+        """Resolve the futures of jobs that are over, and run a turn or wait for a change. Return False if the engine is
+        closed and has no jobs."""
         with self._changed:
             session = self._session
             patience_s = session.patience_s() if session is not None else None
@@ -315,7 +321,7 @@ class PrefillEngine:
                 job.fail(error)
 
     def _settle(self, job: ChainJob) -> None:
-        """End a job that is over: the only place where its future resolves."""
+        """End a job that is over, and resolve its future. No other method resolves it."""
         job.close()
         with self._changed:
             self._room.give_back(job.job.number)

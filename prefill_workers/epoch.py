@@ -1,18 +1,18 @@
 """One epoch on one rank: its jobs, its links, the messages that arrive on them, and its end.
 
-An epoch begins when all ranks of a group have met. It ends, for all of them, when any link breaks, any rank closes its
-links, a peer that owes a sign of life stays silent too long, or the next epoch begins. Its end fails all of its jobs
-with one typed, retryable error. The next epoch shares nothing with it: it has new links and an EpochSession of its own.
+An epoch begins when all ranks of a group have connected to each other. It ends for all ranks when any link breaks, any
+rank closes its links, a peer that should send or receive is silent for too long, or the next epoch begins. Its end
+fails all of its jobs with one typed, retryable error. The next epoch has new links and a new EpochSession.
 
 Messages are matched to jobs by number:
-- A job that is not known yet may still be on its way to this rank. Its first message waits for a bounded time. If the
-  job is announced, as it is while its call prepares it, the message waits until the call has submitted it or ended.
-- After that, and for jobs that are done or were given up, messages are received into scratch memory and dropped.
-- A job whose messages were dropped is refused when it arrives later, and later ranks are notified.
+- A job that is not known yet may be submitted to this rank later. Its first message waits for a bounded time. While a
+  call prepares the job, the job is announced: the message then waits until the call has submitted the job or ended.
+- When this time is over, and for jobs that are done or aborted, messages are received into scratch memory and dropped.
+- A job whose messages were dropped is refused when it is submitted later, and later ranks are notified.
 
 Owned by `prefill_workers.engine`; calls `prefill_workers.job_scheduler` and `prefill_workers.watchdog`, and handles the
-messages of `prefill_workers.links`. The engine's lock guards all state: `admit` and `patience_s` are called under it,
-all other methods take it, on any thread. No method waits, except `place_for`.
+messages of `prefill_workers.links`. The engine's lock guards all state. `admit` and `patience_s` are called with the
+lock held; all other methods acquire it and may be called on any thread. No method waits, except `place_for`.
 """
 
 import threading
@@ -34,8 +34,9 @@ from prefill_workers.links import LinkHeader, Links, LinkStatus, Payload
 from prefill_workers.watchdog import Watchdog
 
 _DOUBT_S = 0.25
-"""Seconds between finding a peer overdue and giving it up. A rank that was not scheduled itself, on a crowded machine,
-finds all of its peers overdue at first, while their messages are unread. In this time its link threads read them."""
+"""Seconds between finding a peer overdue and ending the epoch. On a crowded machine, a process that did not get CPU
+time finds all peers overdue at first, because it has not read their messages yet. The delay lets its link threads read
+them."""
 
 
 class EpochSession:
@@ -46,9 +47,9 @@ class EpochSession:
         self.rank = rank
         self.num_ranks = num_ranks
         self.links: Links | None = None
-        """The epoch's links; None until all ranks have met."""
+        """Links of the epoch; None until all ranks have connected."""
         self.error: BatonError | None = None
-        """The error that ended the epoch; None while it is running."""
+        """Error that ended the epoch; None while the epoch is running."""
         self.num_messages = 0
         """Number of messages sent and received."""
         self.job_scheduler = JobScheduler()
@@ -60,8 +61,8 @@ class EpochSession:
         """Time at which a peer became overdue, on the clock's now_s; None while no peer is overdue."""
 
     def open(self, links: Links) -> None:
-        """Begin to serve jobs over `links`, now that all ranks have met. When the epoch has ended in the meantime,
-        closes the links and raises the epoch's error."""
+        """Begin to serve jobs over `links`, which connect all ranks. If the epoch has ended in the meantime, close the
+        links and raise the epoch's error."""
         with self._changed:
             self.links = links
             if self.error is not None:
@@ -80,20 +81,21 @@ class EpochSession:
                 self._changed.notify_all()
 
     def announce(self, number: JobId) -> None:
-        """Note that a running call will submit this job or give up; the call ends the announcement by `withdraw`."""
+        """Record that a running call prepares this job. The call must end the announcement with `withdraw`, whether it
+        has submitted the job or not."""
         with self._changed:
             self._announced[number] += 1
 
     def withdraw(self, number: JobId) -> None:
-        """Note that a call that announced this job has submitted it or has ended."""
+        """Record that a call that announced this job has submitted it or has ended without it."""
         with self._changed:
             self._announced[number] -= 1
             if not self._announced[number]:
                 del self._announced[number]
 
     def admit(self, job: Job) -> None:
-        """Check that this rank can serve `job`. Raises EpochEndedError, InvalidArgumentError, or, for a job that was
-        given up before it arrived, JobAbortedError. Later ranks are notified of such a job."""
+        """Check that this rank can serve `job`. Raises EpochEndedError or InvalidArgumentError. Raises JobAbortedError
+        if the job was aborted before it was submitted, and notifies later ranks."""
         number = job.number
         if self.error is not None:
             raise EpochEndedError(f"epoch {self.epoch} has ended ({self.error}): wait for the next") from self.error
@@ -110,15 +112,16 @@ class EpochSession:
             raise JobAbortedError(f"job {number} is no longer served by rank {self.rank}: make it a new attempt")
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
-        """Send a pipeline's message, watched by the watchdog, through the links; drop it once the epoch has ended."""
+        """Send a pipeline's message over the links, and let the watchdog track it. Drop the message if the epoch has
+        ended."""
         with self._changed:
             if self.error is None and self.links is not None:
                 self._watchdog.sending(target)
                 self.links.send(target, header, payload)
 
     def patience_s(self) -> float | None:
-        """Return the seconds until a peer may be overdue; None when no peer owes a sign of life. Ends the epoch with
-        LinkStalledError when a peer has been overdue for a while already."""
+        """Return the number of seconds until a peer may be overdue; None if no message is expected from a peer or waits
+        to be sent to it. If a peer has been overdue for a while, end the epoch with LinkStalledError."""
         if self.error is not None:
             return None
         jobs = [job for job in self.job_scheduler.jobs if job.error is None]
@@ -145,9 +148,10 @@ class EpochSession:
         return 0.0
 
     def tell_waiting(self, has_worked: bool) -> None:
-        """Send ALIVE to the ranks that may wait for this one, so that they keep waiting. While this rank works
-        (`has_worked`), sends it to the next rank of each of its jobs. For each announced job, sends it to all ranks:
-        the rank before may have sent KV that waits here, and the rank after may wait already."""
+        """Send ALIVE to the ranks that may wait for this one, so that they keep waiting. If this rank has made progress
+        (`has_worked`), send ALIVE to the next rank of each of its jobs. For each announced job, send ALIVE to all
+        ranks: the previous rank may have sent KV that is not received yet, and the next rank may wait for KV
+        already."""
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)
             idle = [rank for rank in ranks if self._watchdog.is_idle(rank)]
@@ -159,7 +163,8 @@ class EpochSession:
                     self.send(rank, LinkHeader.bare(self.epoch, number, LinkStatus.ALIVE), None)
 
     def place_for(self, source: Rank, header: LinkHeader) -> Payload | None:
-        """Return the job's memory for a payload; None to drop the payload. Blocks until the job is known."""
+        """Return the job's memory for a payload; None to drop the payload. Blocks until the job is known or is
+        refused."""
         with self._changed:
             self._heard(source)
             self._await_job(header.job)
@@ -173,7 +178,8 @@ class EpochSession:
                 return None
 
     def received(self, source: Rank, header: LinkHeader) -> None:
-        """Pass a message on to its job, as KV, abort or sign of life; an abort of an unknown job buries its number."""
+        """Pass a received message (KV, abort or ALIVE) to its job. An abort of an unknown job marks its number as not
+        served."""
         with self._changed:
             self._heard(source)
             job = self._job_of(header)
@@ -189,7 +195,7 @@ class EpochSession:
                 job.pipeline.received(header)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
-        """Note that a message has left, with the watchdog and with its job's pipeline."""
+        """Record in the watchdog and in the job's pipeline that a message was sent."""
         with self._changed:
             self._watchdog.sent(target)
             self.num_messages += 1
@@ -208,12 +214,12 @@ class EpochSession:
         self._changed.notify_all()
 
     def _await_job(self, number: JobId) -> None:
-        """Wait until the job is known, or bury a job that no call has announced in time.
+        """Wait until the job is known. Mark it as not served if no call has announced it in time.
 
-        The wait for an announced job lasts until it is submitted, its call ends, or the epoch ends: dropping its
+        The wait for an announced job lasts until the job is submitted, its call ends, or the epoch ends: dropping its
         message would fail the attempt, and blame the group for a slow disk. Other messages of the same source wait too.
-        No rank counts this as silence: this rank sends ALIVE, and receiving that is the source's sign of life
-        (`tell_waiting`).
+        No rank is considered silent meanwhile: this rank sends ALIVE (`tell_waiting`), and the source shows that it
+        works by receiving ALIVE.
         """
         while not self._changed.wait_for(
             lambda: self._is_known(number) or self.error is not None, self._watchdog.floor_s / 2
@@ -226,6 +232,6 @@ class EpochSession:
         return self.job_scheduler.get(number) is not None or self.job_scheduler.is_buried(number)
 
     def _job_of(self, header: LinkHeader) -> ChainJob | None:
-        """Return the job that a message is for; None when it is unknown, given up, or of another epoch."""
+        """Return the job that a message belongs to; None if the job is unknown, has failed, or is of another epoch."""
         job = self.job_scheduler.get(header.job) if header.epoch == self.epoch else None
         return job if job is not None and job.error is None else None

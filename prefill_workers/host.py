@@ -1,4 +1,4 @@
-"""Hosts one prefill rank: loads its model and runs its server, in the calling process.
+"""Starts one prefill rank in the calling process: loads its model and runs its server.
 
 `deploy.groups.hosting` calls it in a child process or in a Ray actor; this module depends on neither. Starts
 `prefill_workers.servicer`. Runs on its process's asyncio loop.
@@ -19,8 +19,8 @@ from prefill_workers.servicer import PrefillServer
 
 
 async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedModel | None = None) -> PrefillServer:
-    """Load the model unless `model` has it, start the rank's server and return it, serving. Raises ModelError or
-    ConfigError, one line."""
+    """Load the model, unless `model` is given, start the rank's server and return it while it is serving. Raises
+    ModelError or ConfigError with a one-line message."""
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     prefixes = prefix_place(place)
     server = await PrefillServer.start(
@@ -30,5 +30,5 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
         may_share=config.transfer == "auto",
         grammars=Grammars.of_folder(place.model_folder, decoder.config.eos_token_ids),
     )
-    await asyncio.to_thread(sweep)  # now that its own folder is in use
+    await asyncio.to_thread(sweep)  # after this process's own folder was marked as in use
     return server

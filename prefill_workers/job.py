@@ -1,4 +1,5 @@
-"""The values that describe a prefill job and its report, and KvSender, the port through which its KV leaves the rank.
+"""Job (a prefill job), JobReport (its report) and KvSender, the port through which a rank sends the job's KV to the
+slot.
 
 `prefill_workers.servicer` makes jobs of messages and implements KvSender; `prefill_workers.engine` and
 `prefill_workers.chain` run the jobs.
@@ -25,33 +26,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt at prefilling one request. All of its ranks get an equal Job. `ranks[i]` computes `chunks[i]`. The
-    chunks are consecutive and end with the prompt, which is `prompt_ids` followed by `output_ids`; tokens before the
-    first chunk are cached, in `prefix`. Raises InvalidArgumentError otherwise."""
+    """One attempt at prefilling one request. All ranks of the job get an equal Job. `ranks[i]` computes `chunks[i]`.
+    The chunks are consecutive and together end where `prompt_ids` followed by `output_ids` ends. The KV of tokens
+    before the first chunk is cached, in `prefix`. Raises InvalidArgumentError if these conditions do not hold."""
 
     number: JobId
     epoch: Epoch
     request_id: RequestId
     attempt: int
     ranks: tuple[Rank, ...]
-    """The group's ranks that compute the job, one or more, ascending."""
+    """Ranks of the group that compute the job, at least one, in ascending order."""
     chunks: tuple[TokenRange, ...]
     prompt_ids: Sequence[int]
     output_ids: Sequence[int] = ()
-    """Tokens that earlier attempts emitted."""
+    """Tokens that earlier attempts at the request emitted."""
     params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of the request, whose choices share this prompt."""
     prefix: tuple[KvBuffer, ...] = ()
-    """Consecutive pieces of cached KV that together have at least the tokens [0, chunks[0].start). Never written; all
-    ranks of a node read them from the same memory. Empty when no prefix is cached."""
+    """Consecutive pieces of cached KV that together cover at least the tokens [0, chunks[0].start). They are read-only:
+    all ranks of a node read them from the same memory. Empty when no prefix is cached."""
     due_s: float = 0.0
-    """Seconds on the orchestrator's clock. A rank serves the runnable job due first, and of equals the one with the
-    lower number."""
+    """Due time in seconds on the orchestrator's clock. A rank serves the runnable job with the earliest due time; if
+    due times are equal, the job with the lowest number."""
     layer_s: float = 0.0
-    """Predicted seconds of the longest layer on any of the job's ranks; 0 when unknown."""
+    """Predicted seconds of the slowest layer on any of the job's ranks; 0 if unknown."""
     masks: "Future[list[ChoiceMasks]] | None" = None
-    """On the last rank, future of the masks of a constrained output's first token, the same for all choices; else None.
-    The job computes while the form is compiled, and no other job waits for it."""
+    """Future of the token masks of a constrained output's first token, which are the same for all choices. None on all
+    ranks except the last, and for outputs without constraints. The job computes while the grammar is compiled, and no
+    other job waits for the compilation."""
 
     def __post_init__(self) -> None:
         ranks, chunks = self.ranks, self.chunks
@@ -75,7 +77,8 @@ class Job:
 
     @cached_property
     def cached_pieces(self) -> list[tuple[KvBuffer, TokenRange]]:
-        """Return the cached tokens by their place in memory: pairs of a piece of `prefix` and its used tokens."""
+        """Return the memory of the cached tokens, as tuples of a piece of `prefix` and the range of its tokens that are
+        used."""
         pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
         return [(piece, TokenRange(piece.tokens.start, min(piece.tokens.end, self.cached.end))) for piece in pieces]
 
@@ -95,33 +98,34 @@ class Job:
 
 
 class KvSender(Protocol):
-    """The port through which a rank's own KV leaves while the chain still runs. Called on the engine's thread; no
-    method may block.
+    """Port through which a rank sends its own KV to the slot while the chain still runs. Called on the engine's thread;
+    no method may block.
 
-    `num_present` is the number of first tokens whose KV the slot has already, so that no rank has to push it. After any
-    number of calls of `push` and `received` follows one of `finish` or `abort`. If the job fails between its last
-    computation and its last message, `abort` follows `finish`. No call follows `abort`. An exception from any method
-    except `abort` fails the job with that exception.
+    `num_present` is the number of tokens at the start of the prompt whose KV the slot has already, so that no rank has
+    to push it. `push` and `received` are called any number of times, then `finish` or `abort` once. If the job fails
+    between its last computation and its last message, `abort` is called after `finish`. No method is called after
+    `abort`. An exception from any method except `abort` fails the job with this exception.
     """
 
     @property
     def num_present(self) -> int: ...
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Take the rows of `tokens` in `layer`, which `data` holds; they never change again."""
+        """Accept `data`, the KV rows of `tokens` in `layer`. The rows never change again."""
         ...
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Take the rows of `tokens` in `layer`, which earlier ranks computed and push themselves. Called on a chain's
-        last rank. `data` holds the rows, and is valid only until this call returns."""
+        """Accept `data`, the KV rows of `tokens` in `layer` that earlier ranks computed; these ranks also push them to
+        the slot. Called only on a chain's last rank. `data` is valid only until this call returns."""
         ...
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
-        """Complete the job: all layers were pushed. `firsts`: each choice's next token on the last rank, else empty."""
+        """Complete the job after all layers were pushed. `firsts`: next token of each choice; empty on all ranks except
+        the last."""
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Discard all pushed rows, because the job has failed. Must not raise."""
+        """Discard all pushed rows because the job has failed. Must not raise."""
         ...
 
 
@@ -137,12 +141,13 @@ class JobReport:
     end_ns: int
     """End of the job's last turn, in unix nanoseconds."""
     layers: tuple[Interval, ...]
-    """One interval per layer, waits and other jobs' turns included."""
+    """Time interval of each layer, including waits and other jobs' turns."""
     wait_s: float
-    """Seconds in which the job could only wait for earlier ranks' KV, summed over all layers."""
+    """Seconds in which the job waited for earlier ranks' KV, summed over all layers."""
     num_bytes_sent: int
     """Bytes of KV sent to the chain's next rank."""
     num_messages_sent: int
     """Number of messages in which `num_bytes_sent` were sent."""
     send_s: float
-    """Seconds of transfer of these messages, each from the time when the link was free for it to its arrival."""
+    """Transfer time of the KV messages to the next rank, in seconds. Each message counts from the time when the link
+    was free for it to its arrival."""

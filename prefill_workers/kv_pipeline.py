@@ -1,23 +1,23 @@
-"""Relays KV along a chain: receives earlier tokens' KV and sends it on with this rank's own, layer by layer.
+"""Relays KV along a chain: receives earlier ranks' KV and sends it on together with this rank's own KV, layer by layer.
 
-A layer's KV travels in pieces. Each rank's chunk is one piece or, where the chunk is long and several ranks need it,
-several. Sender and receiver derive the pieces from the job. A rank that owns the tokens [s, e), after a cached prefix
-that ends at P,
+A layer's KV is sent in pieces. Each rank's chunk is one piece, or several if the chunk is long and more than one rank
+needs it. Sender and receiver derive the pieces from the job. With a cached prefix that ends at token P, a rank that
+owns the tokens [s, e)
 
-    receives the pieces of [P, s) in place, into memory that the layer has only until it is used (LayerBuffers),
-    writes   its own rows [s, e) in place, into a buffer that keeps all layers, as they are pushed to the slot as well,
-    sends    each piece from its place in memory as soon as it is final: received, or projected.
+    receives the pieces of [P, s) in place, into memory that belongs to the layer until it was used (LayerBuffers),
+    writes   its own rows [s, e) in place, into a buffer of all layers, from which they are pushed to the slot as well,
+    sends    each piece from its place in memory as soon as it is final, that is, received or projected.
 
-So no piece is copied, waits for another of its layer, or is sent before its last byte is final. A rank that is still
-attending delays no later rank: the thread that makes a piece final (the link's receiving thread, or the engine's)
-passes it on. Pieces of a layer are sent in the order in which they become final, since the next rank needs all of them
-before it can continue. Layers are sent one after another, so that rows of a later layer do not delay rows that are
-needed sooner. The last rank passes no KV on, and the first receives none: the total traffic is the sum over all ranks
-except the last of (e_i - P), times row bytes, times layers.
+So no piece is copied, waits for another piece of its layer, or is sent before its last byte is final. A rank that still
+computes attention does not delay later ranks: the thread that makes a piece final (the link's receiving thread, or the
+engine's) passes it on. Pieces of a layer are sent in the order in which they become final, because the next rank needs
+all of them. Layers are sent one after another, so that rows of a later layer do not delay rows that are needed sooner.
+The last rank sends no KV to other ranks, and the first receives none. The total traffic in bytes is sum_i (e_i - P) *
+row_bytes * num_layers, where i runs over all ranks except the last, and e_i is the end of rank i's chunk.
 
-Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4.1, without its concatenation, and with cut-through
-where the paper stores and forwards; docs/kv_runahead.md. Used by `prefill_workers.chain` on the engine's thread and by
-`prefill_workers.epoch` on link threads, under the engine's lock.
+Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4.1, but without its concatenation, and with
+cut-through forwarding where the paper stores and forwards; see docs/kv_runahead.md. Used by `prefill_workers.chain` on
+the engine's thread and by `prefill_workers.epoch` on link threads, under the engine's lock.
 """
 
 import math
@@ -37,9 +37,9 @@ from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus, Payload
 
 PIECE_TOKENS = 1024
-"""Largest number of tokens in a piece that some rank passes on: large enough that a message's fixed costs hardly
-matter, small enough that the next link begins long before a long chunk has arrived. Must be the same on all ranks of a
-group."""
+"""Maximum number of tokens in a piece that its receiver sends on. It is large enough to make a message's fixed costs
+negligible, and small enough that the receiver begins to send on a long chunk long before all of it has arrived. Must be
+the same on all ranks of a group."""
 
 SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
 """A function that enqueues a message as `Links.send` does, and never blocks."""
@@ -47,7 +47,7 @@ SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
 
 @dataclass(frozen=True)
 class RankKv:
-    """KV that one rank of a job has, in the memory from and to which links carry it."""
+    """KV of a job on one rank, in the memory that links send from and receive into."""
 
     job: Job
     rank: Rank
@@ -56,31 +56,32 @@ class RankKv:
     earlier: LayerBuffers
     """KV of the tokens that earlier ranks compute."""
     on_device: bool = False
-    """True if links carry the device's memory, which then holds this KV."""
+    """True if links transfer device memory; this KV is then in device memory."""
 
     def payload(self, rows: Tensor) -> Payload:
-        """Return contiguous rows as a payload: a view of their bytes, between devices of type uint8."""
+        """Return contiguous rows as a payload that shares their memory: a byte view in host memory, a uint8 tensor on a
+        device."""
         return rows.view(torch.uint8).view(-1) if self.on_device else byte_view(rows)
 
 
 class KvPipeline:
     """Relay of one job's KV on one rank of a chain. Owns the counters and `kv.earlier`; `kv.own` is shared with
-    ChainJob. Thread-safe: `lock` is the engine's, re-entrant, and `send` may take it."""
+    ChainJob. Thread-safe. `lock` is the engine's lock; it is re-entrant, so that `send` may acquire it again."""
 
     def __init__(self, kv: RankKv, *, clock: Clock, lock: threading.Condition, send: SendMessage) -> None:
         self.kv = kv
         job, place = kv.job, kv.job.ranks.index(kv.rank)
         self.source = job.ranks[place - 1] if place else None
-        """The rank that sends to this one; None on the chain's first rank."""
+        """Rank that sends KV to this rank; None on the chain's first rank."""
         self.target = job.ranks[place + 1] if place + 1 < len(job.ranks) else None
-        """The rank that this one sends to; None on the chain's last rank."""
+        """Rank to which this rank sends KV; None on the chain's last rank."""
         self.own = job.chunks[place]
         self.earlier = TokenRange(job.cached.end, self.own.start)
         self.num_bytes_sent = 0
         self.num_sent = 0
         """Number of messages in which `num_bytes_sent` were sent."""
         self.send_s = 0.0
-        """Seconds of transfer of these messages, each from the time when the link was free to its arrival."""
+        """Transfer time of the sent messages in seconds, each from the time when the link was free to its arrival."""
         self._job, self._clock, self._lock, self._send = job, clock, lock, send
         self._num_layers = kv.own.layout.num_layers
         self._earlier_pieces = [piece for before in range(place) for piece in _pieces(job, before)]
@@ -90,18 +91,20 @@ class KvPipeline:
         self._num_received = self._num_layers if self.source is None else 0
         self._num_projected = 0
         self._final: dict[int, list[TokenRange]] = {}
-        """Final pieces that were not sent yet, by layer: they wait until earlier layers were sent."""
+        """Final pieces that are not sent yet, by layer. They wait until all earlier layers were sent."""
         self._passing_layer = self._num_passed = 0
-        """The layer that is being sent, and the number of its pieces that have been passed to the link."""
+        """Layer that is being sent, and number of its pieces that were passed to the link."""
         self._handed_s: deque[float] = deque()
         self._last_sent_s = -math.inf
         self._uses: Counter[int] = Counter()
-        """Number of uses of each layer's earlier rows so far: attending to them, and sending each of their pieces."""
+        """Number of uses so far of the earlier ranks' rows, by layer. Attention counts as one use, and so does sending
+        each piece."""
         self._aborted = False
 
     @property
     def done(self) -> bool:
-        """Return whether all layers have arrived or, where there is a next rank, have left."""
+        """Return whether all pieces of all layers were sent to the next rank or, on the last rank, whether all layers
+        have arrived."""
         if self.target is None:
             return self._num_received == self._num_layers
         return self.num_sent == self._num_layers * self._num_pieces
@@ -111,12 +114,13 @@ class KvPipeline:
         return layer < self._num_received
 
     def arrived_s(self, layer: int) -> float:
-        """Return when a received layer arrived, on the clock's now_s; minus infinity on the chain's first rank."""
+        """Return the time at which a layer arrived, in seconds of the clock's now_s; minus infinity on the chain's
+        first rank."""
         return self._arrived_s[layer] if self.source is not None else float("-inf")
 
     def place(self, source: Rank, header: LinkHeader) -> Payload:
-        """Return the memory into which the payload of `header` is to be written. Raises ChainError when the piece is
-        not expected now, and when there is no memory for it."""
+        """Return the memory into which the payload of `header` must be written. Raises ChainError if the piece is not
+        expected now or memory for it cannot be allocated."""
         expected = self._header(self._num_received, header.tokens)
         is_due = header == expected and header.tokens in self._missing and not self.has_received(self._num_layers - 1)
         if source != self.source or not is_due:
@@ -130,7 +134,7 @@ class KvPipeline:
             raise ChainError(f"job {self._job.number}: no memory for layer {header.layer}: retry later") from error
 
     def received(self, header: LinkHeader) -> None:
-        """Note that the payload of `header` is in its place, and pass its piece on."""
+        """Record that the payload of `header` was received into its memory, and send its piece to the next rank."""
         with self._lock:
             self._missing.remove(header.tokens)
             if not self._missing:
@@ -140,29 +144,30 @@ class KvPipeline:
             self._pass_on(header.layer, (header.tokens,))
 
     def projected(self) -> None:
-        """Note that the next layer's own rows are in place, and pass them on."""
+        """Record that the next layer's own rows are written, and send them to the next rank."""
         with self._lock:
             self._num_projected += 1
             self._pass_on(self._num_projected - 1, self._own_pieces)
 
     def earlier_rows(self, layer: int) -> KvRows:
-        """Return the earlier tokens' rows of a layer that was received. Read them before `attended`."""
+        """Return the earlier tokens' rows of a received layer. They are valid until `attended` is called."""
         with self._lock:
             return self.kv.earlier.rows(layer, self.earlier)
 
     def earlier_span(self, layer: int) -> Tensor:
-        """Return the earlier tokens' rows of a layer that was received, `[T, 2, G, H]`. Read them before `attended`."""
+        """Return the earlier tokens' rows of a received layer as one tensor `[T, 2, G, H]`, valid until `attended` is
+        called."""
         with self._lock:
             return self.kv.earlier.span(layer, self.earlier)
 
     def attended(self, layer: int) -> None:
-        """Note that this rank has read the earlier tokens' rows of `layer` for the last time: the memory may be written
-        to. Must not be called without earlier tokens."""
+        """Record that this rank has read the earlier tokens' rows of `layer` for the last time, so that their memory
+        may be reused. Must not be called if the rank has no earlier tokens."""
         with self._lock:
             self._used(layer)
 
     def sent(self, header: LinkHeader) -> None:
-        """Count a message of this job that was sent, and release its rows."""
+        """Record that a message of this job was sent, and release its rows."""
         with self._lock:
             self.num_bytes_sent += header.num_bytes
             if header.status is LinkStatus.DATA:
@@ -174,16 +179,16 @@ class KvPipeline:
                     self._used(header.layer)
 
     def alive(self) -> None:
-        """Send ALIVE to the next rank, so that it keeps waiting, if it may be waiting for more of this job."""
+        """Send ALIVE to the next rank, if it may wait for more KV of this job, so that it keeps waiting."""
         self._tell(LinkStatus.ALIVE)
 
     def abort(self) -> None:
-        """Send ABORT to the next rank, if more of this job was due; pass no piece on from now on."""
+        """Send ABORT to the next rank, if it has not received all KV of this job, and send no more pieces."""
         self._tell(LinkStatus.ABORT)
 
     @property
     def _num_pieces(self) -> int:
-        """Return the number of pieces of each layer that leave this rank."""
+        """Return the number of pieces per layer that this rank sends."""
         return len(self._earlier_pieces) + len(self._own_pieces)
 
     def _tell(self, status: LinkStatus) -> None:
@@ -193,7 +198,8 @@ class KvPipeline:
             self._aborted |= status is LinkStatus.ABORT
 
     def _pass_on(self, layer: int, pieces: Sequence[TokenRange]) -> None:
-        """Take pieces of `layer` that have become final, and send all final pieces up to the first unfinished layer."""
+        """Add `pieces` of `layer`, which have become final. Send all final pieces, up to and including the first layer
+        that still has pieces to come."""
         if self.target is None or self._aborted:
             return
         self._final.setdefault(layer, []).extend(pieces)
@@ -211,7 +217,7 @@ class KvPipeline:
         return self.kv.payload(kv.span(self._passing_layer, tokens))
 
     def _used(self, layer: int) -> None:
-        """Count a use of a layer's earlier rows, and give their memory to a later layer after the last use."""
+        """Count a use of a layer's earlier rows. After the last use, release their memory for a later layer."""
         self._uses[layer] += 1
         num_sends = len(self._earlier_pieces) if self.target is not None else 0
         if self._uses[layer] == 1 + num_sends:
@@ -224,6 +230,7 @@ class KvPipeline:
 
 
 def _pieces(job: Job, place: int) -> list[TokenRange]:
-    """Return the pieces in which the chunk of the rank at `place` is sent: one if the next rank passes none on."""
+    """Return the pieces in which the chunk of the rank `job.ranks[place]` is sent: one piece if the next rank is the
+    last."""
     chunk = job.chunks[place]
     return chunk.split(PIECE_TOKENS) if place + 2 < len(job.ranks) else [chunk]

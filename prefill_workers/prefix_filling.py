@@ -1,13 +1,14 @@
-"""Fills the node's prefix store from a finished prefill, on its chain's last rank, which sees the KV of all tokens.
+"""Stores a prefill's KV in the node's prefix store, on the chain's last rank, which has the KV of all tokens.
 
 The rows that earlier ranks computed are in memory only layer by layer (`prefill_workers.kv_pipeline`), so they are
 copied at once, on the engine's thread. The rows that this rank computed stay valid as long as a view of them exists, so
-they are copied after the first token was committed. Only then are the blocks sealed; a job that fails or is cancelled
-leaves none. In chains of several ranks, the cost before the first token is room for the blocks and one copy of the
-earlier ranks' rows. The blocks are then copied to disk, if the node has a disk for them.
+they are copied after the first token was committed. Only then are the blocks sealed, that is, completed and made
+readable for others; a job that fails or is cancelled stores none. In chains of several ranks, the cost before the first
+token is the allocation of the blocks and one copy of the earlier ranks' rows. Finally the blocks are copied to disk, if
+the node keeps blocks on disk.
 
-Called by `prefill_workers.servicer`; writes to `baton.modeling.prefix_store.store`. `write` and `hold` run on the
-engine's thread, `take`, `finish` and `sink` on any thread that may wait, `drop` on any thread.
+Called by `prefill_workers.servicer`; writes to `baton.modeling.prefix_store.store`. Threads: the engine's thread calls
+`write` and `hold`. Any thread may call `drop`, and any thread that may block calls `take`, `finish` and `sink`.
 """
 
 import logging
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixFilling:
-    """One job's blocks to store: consecutive, beginning at the token `start`, where the cached blocks end."""
+    """Blocks of one job that are to be stored. They are consecutive, and begin at the token `start`, where the cached
+    blocks end."""
 
     def __init__(self, store: PrefixStore, names: Sequence[str], start: int, block_tokens: int) -> None:
         self._store = store
@@ -36,8 +38,8 @@ class PrefixFilling:
         self._held: list[tuple[int, TokenRange, memoryview]] = []
 
     def take(self) -> None:
-        """Take room in the store for all blocks that fit. Takes some milliseconds, in which it blocks. Must be called
-        before the first `write`. For a job without `write`, `finish` takes the room."""
+        """Reserve memory in the store for as many blocks as fit. Blocks for some milliseconds. Must be called before
+        the first `write`. If a job has no `write`, `finish` reserves the memory."""
         room = self._taken()
         with self._lock:
             if not self._over:
@@ -46,7 +48,7 @@ class PrefixFilling:
         room.drop()
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy the rows of `tokens` in `layer` into their blocks at once."""
+        """Copy the rows of `tokens` in `layer` into their blocks before returning."""
         with self._lock:
             room = self._room
         if room is not None:
@@ -57,13 +59,13 @@ class PrefixFilling:
         self._held.append((layer, tokens, data))
 
     def finish(self) -> Filled:
-        """Copy the held rows, seal the blocks, and return the names of blocks stored and evicted. Call once all layers
-        of all tokens have arrived. Returns an empty Filled after a `drop`, and without room or when the store fails.
-        Blocks for as long as copying takes."""
+        """Copy the held rows, seal the blocks, and return the names of stored and evicted blocks. Call this when all
+        layers of all tokens have arrived. Returns an empty Filled after `drop`, if no block fits, or if the store
+        fails. Blocks until the copies are complete."""
         with self._lock:
             if self._over:
                 return Filled()
-            self._over = True  # now this call owns the room
+            self._over = True  # now this call owns the reserved memory
             room, self._room = self._room, None
             held, self._held = self._held, []
         room = room or self._taken()
@@ -72,15 +74,15 @@ class PrefixFilling:
                 self._copy(room, *piece)
             room.seal()
             return room.filled(self._names)
-        except (BatonError, OSError) as error:  # the folder is gone
+        except (BatonError, OSError) as error:  # the folder was removed
             logger.warning("nothing is kept of a prompt: %s", error)
             return Filled()
         finally:
             room.drop()
 
     def sink(self, stored: Sequence[str]) -> list[str]:
-        """Copy to disk the blocks that `finish` stored, and return the names of blocks evicted to make room. Does
-        nothing where the node keeps no blocks on disk. Blocks for as long as copying takes."""
+        """Copy the blocks that `finish` stored to disk, and return the names of blocks evicted to make room. Does
+        nothing if the node keeps no blocks on disk. Blocks until the copies are complete."""
         try:
             return self._store.sink(stored, self._tokens(len(stored)), self._block_tokens)
         except (BatonError, OSError) as error:
@@ -97,7 +99,8 @@ class PrefixFilling:
             room.drop()
 
     def _taken(self) -> BlockRoom:
-        """Return room for the blocks; empty if the folder is gone or the disk fails, so that no job fails for it."""
+        """Reserve memory for the blocks and return it. It is empty if the folder was removed or the disk fails, so that
+        the job does not fail."""
         try:
             return self._store.take(self._names, self._tokens(len(self._names)), self._block_tokens)
         except (BatonError, OSError) as error:

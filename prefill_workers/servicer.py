@@ -1,4 +1,4 @@
-"""Serves one prefill rank over gRPC: its epochs, its jobs, its heartbeat, and the pushes of KV to a leased slot.
+"""Serves one prefill rank over gRPC: epochs, jobs and heartbeats. Pushes KV to a leased slot.
 
 Called by `orchestrator.workers.client` (Run, GetStatus, ListPrefixBlocks) and by `deploy.groups` (StartEpoch,
 GetStatus). Submits jobs to `prefill_workers.engine`, and pushes KV by `baton.transport.kv_sender`. Runs on the
@@ -48,16 +48,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PushSender:
-    """Implements KvSender by a push session and, on a rank that keeps the prompt's KV, by filling the prefix store."""
+    """KvSender that pushes KV in a push session and, if this rank stores the prompt's KV, writes it to the prefix
+    store."""
 
     def __init__(self, session: PushSession, num_present: int, filling: PrefixFilling | None = None) -> None:
         self.num_present = num_present
         self.firsts: tuple[SampledToken, ...] = ()
-        """Each choice's next token, on the last rank once the job is computed."""
+        """Next token of each choice; empty until the job is computed, and on all ranks except the last."""
         self._session, self._filling = session, filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Offer the rows that the slot lacks to the push session, and hold all rows for the prefix store."""
+        """Pass the rows that the slot lacks to the push session, and hold all rows for the prefix store."""
         missing = TokenRange(min(max(tokens.start, self.num_present), tokens.end), tokens.end)
         if len(missing):
             self._session.offer(layer, missing, data[(len(tokens) - len(missing)) * (data.nbytes // len(tokens)) :])
@@ -80,11 +81,11 @@ class PushSender:
 
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
-    """Serves baton.v1.PrefillRank over an engine, which it owns from now on, as it does `store` and `grammars`.
+    """Serves baton.v1.PrefillRank with an engine. Takes ownership of `engine`, `store` and `grammars`.
 
-    `place`: address of the interface that the links use, and the cluster's secret, sent to generation groups. `store`:
-    the node's prefix store, if it keeps one. `may_share`: True if KV may go through shared memory to groups of the same
-    node. `grammars`: the model's grammars; without them constrained outputs are refused.
+    `place`: address of the interface that the links use, and the cluster's secret, which is sent to generation groups.
+    `store`: the node's prefix store; None if the node has none. `may_share`: True if KV may go through shared memory to
+    groups of the same node. `grammars`: the model's grammars; None: constrained outputs are refused.
     """
 
     def __init__(
@@ -104,19 +105,19 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         connect = partial(make_channel, secret=ClusterSecret(place.secret))
         self._channels = ChannelCache(connect)
         self._exchange = None
-        """Exchange of blocks with other nodes."""
+        """Exchange of prefix blocks with other nodes; None without a prefix store."""
         if store is not None:
             self._exchange = BlockExchange(store.blocks, clock=engine.clock, connect=connect)
         self._blocks = BlockThreads()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve PrefillRank on the server and, with a prefix store, the exchange of blocks."""
+        """Add PrefillRank to the server and, if a prefix store exists, the exchange of blocks."""
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(self, server)
         if self._exchange is not None:
             self._exchange.add_to(server)
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
-        """Join the next epoch. Answers once all ranks have met; other calls are served meanwhile."""
+        """Join the next epoch. Replies when all ranks have joined; other calls are served meanwhile."""
         rendezvous = rendezvous_from_proto(request, self._host)
         connect = partial(connect_torch_links, rendezvous, backend=self._backend)
         await asyncio.to_thread(
@@ -125,7 +126,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
-        """Run a job on this rank and report it. In any case job and push have ended after the call, or soon will."""
+        """Run a job on this rank and return its report. If the call fails, the job and its push end at once or soon
+        after."""
         with self.engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
                 return await self._run(request, channel)
@@ -160,7 +162,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return report_to_proto(report, summary, Filled(filled.stored, filled.evicted + self._blocks.take_evicted()))
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
-        """Answer a heartbeat with the engine's status and the prefix store's holdings."""
+        """Answer a heartbeat with the status of the engine and the content of the prefix store."""
         store = None
         if self.prefixes is not None:
             held = scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(self.prefixes.holdings))
@@ -177,13 +179,13 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     async def ListPrefixBlocks(
         self, request: common_pb2.ListPrefixBlocksRequest, context: Context
     ) -> common_pb2.ListPrefixBlocksReply:
-        """Return the names of all blocks in the node's prefix store; none when the node has no store."""
+        """Return the names of all blocks in the node's prefix store; no names if the node has no store."""
         blocks = await in_own_thread(self.prefixes.names) if self.prefixes is not None else []
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     async def close(self) -> None:
-        """End the engine and the work on blocks, and close all that the servicer owns. Call once no call runs.
-        Idempotent."""
+        """Close the engine, the block threads, and everything else that the servicer owns. Call this when no gRPC call
+        is running. Idempotent."""
         await in_own_thread(self.engine.close)
         await in_own_thread(self._blocks.close)
         if self._grammars is not None:
@@ -198,7 +200,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             await in_own_thread(store.close)
 
     async def _compute(self, job: Job, kv_sender: PushSender, session: PushSession) -> JobReport:
-        """Run the job on the engine and return its report; give the job up when its push fails or the call ends."""
+        """Run the job on the engine and return its report. Cancel the job if its push fails or the call ends."""
         computed = asyncio.wrap_future(self.engine.submit(job, kv_sender))
         pushed = asyncio.create_task(session.result())
         for each in (computed, pushed):
@@ -214,8 +216,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
                 self.engine.cancel(job.number)
 
     async def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
-        """Return the job's cached blocks, mapped for as long as the job or its push needs them. Raises StalePrefixError
-        without a prefix store, and the errors of PrefixStore.open."""
+        """Return the job's cached blocks, which stay mapped as long as the job or its push needs them. Raises
+        StalePrefixError if there is no prefix store, and the errors of PrefixStore.open."""
         if not request.prefix_blocks:
             return ()
         if self.prefixes is None:
@@ -223,8 +225,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return await self._blocks.run(partial(self.prefixes.open, tuple(request.prefix_blocks), _block_tokens(request)))
 
     def _masks(self, job: Job, form: StructuredOutput) -> "Future[list[ChoiceMasks]] | None":
-        """Begin to compute the masks of the job's first token and return their future; None on other ranks than the
-        last. Raises InvalidArgumentError without grammars."""
+        """Begin to compute the token masks of the job's first token, and return their future; None on all ranks except
+        the last. Raises InvalidArgumentError if `grammars` is None."""
         if self.engine.rank != job.ranks[-1]:
             return None
         if self._grammars is None:
@@ -232,7 +234,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return self._grammars.prepare(form, job.output_ids)
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
-        """Return the filling that stores the job's blocks; None on other ranks than the last, and if none are kept."""
+        """Return the PrefixFilling that stores the job's blocks; None on all ranks except the last, and if no blocks
+        are to be stored."""
         if self.prefixes is None or not request.keep_blocks or self.engine.rank != job.ranks[-1]:
             return None
         block_tokens = _block_tokens(request)
@@ -244,12 +247,12 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
 
 class PrefillServer:
-    """A prefill engine and the gRPC server of its service. Make one with `start`, on the loop."""
+    """Prefill engine and its gRPC server. Create one with `start`, on the asyncio loop."""
 
     def __init__(self, server: grpc.aio.Server, servicer: PrefillRankServicer, port: int) -> None:
         self.engine, self.port = servicer.engine, port
         self.prefixes = servicer.prefixes
-        """The node's prefix store; None if this rank keeps no prefixes."""
+        """Prefix store of the node; None if this rank stores no prefixes."""
         self._server, self._servicer = server, servicer
 
     @classmethod
@@ -262,11 +265,10 @@ class PrefillServer:
         may_share: bool = True,
         grammars: Grammars | None = None,
     ) -> Self:
-        """Serve callers that have the cluster's secret on a free port of `place.host`, with links over that address.
-
-        Takes ownership of `engine` and `grammars`, which are closed if this raises. `prefixes`: folders of the node's
-        prefix store, created if missing and removed by their last user. `may_share` and `grammars`: see
-        PrefillRankServicer. Raises ConfigError when the server cannot listen, or the folder cannot be made.
+        """Start a server on a free port of `place.host`, for callers that have the cluster's secret. Links use the same
+        address. Takes ownership of `engine` and `grammars`, which are closed if this raises. `prefixes`: folders of the
+        node's prefix store, created if missing and removed by their last user. `may_share` and `grammars`: see
+        PrefillRankServicer. Raises ConfigError if the server cannot listen, or a folder cannot be created.
         """
         try:
             secret = ClusterSecret(place.secret)
@@ -284,14 +286,15 @@ class PrefillServer:
         return cls(server, servicer, port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
+        """Refuse new calls, give running calls `grace_s` seconds to end, then cancel them and close the engine.
+        Idempotent."""
         await self._server.stop(grace_s)
         await self._servicer.close()
 
 
 def rendezvous_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Rendezvous:
-    """Return the meeting that a message describes. Raises InvalidArgumentError for an epoch beyond all bounds, a rank
-    that is not in the group, no time to meet, or a malformed store address."""
+    """Return the Rendezvous that a message describes. Raises InvalidArgumentError for an epoch out of range, a rank
+    that is not in the group, a timeout that is not positive, or a malformed store address."""
     if (epoch := message.epoch) > MAX_EPOCH:
         raise InvalidArgumentError(f"epoch = {epoch} is out of range: use at most {MAX_EPOCH}, one after another")
     if not message.rank < message.num_ranks:
@@ -305,7 +308,7 @@ def rendezvous_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> 
 
 def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:
     """Return the job that a message describes. `prefix` holds the cached blocks that the message names. Raises
-    InvalidArgumentError for ranks, chunks, a prompt and a prefix that do not fit together."""
+    InvalidArgumentError if ranks, chunks, prompt and prefix are inconsistent."""
     return read(
         Job,
         message,
@@ -339,7 +342,8 @@ def _block_tokens(request: prefill_pb2.PrefillJob) -> int:
 
 
 def _retrieve(future: "asyncio.Future[Any]") -> None:
-    """Read a future's exception, so that asyncio does not log it as lost when the call reports another failure."""
+    """Read a future's exception, so that asyncio does not log it as never retrieved when the call reports another
+    error."""
     if not future.cancelled():
         future.exception()
 

@@ -1,25 +1,26 @@
-"""Links between processes, over torch.distributed's gloo: point-to-point messages, never a collective.
+"""Links between processes, over torch.distributed's gloo: point-to-point messages, no collective operations.
 
-Implements the ports of `prefill_workers.links`; connected by `prefill_workers.servicer` when an epoch starts. Payloads
-follow their headers over gloo, too, unless the ranks have communicators between their devices
+Implements the ports of `prefill_workers.links`; connected by `prefill_workers.servicer` when an epoch starts. Headers
+are sent over gloo. Payloads follow them over gloo too, unless the ranks have communicators between their devices
 (`prefill_workers.communicators`).
 
-gloo is rendezvous: a send completes only when the peer has posted the receive, and reads the memory then. Between any
-two ranks there are two links, each with a sending thread on one side and a receiving thread on the other, which always
-has a receive posted. So every rank notices a dead peer at once, even when no job runs. A wait that times out would
-close the pair for ever, so waits have no timeout; `prefill_workers.watchdog` limits how long a peer may be silent.
+gloo uses a rendezvous protocol: a send reads its memory and completes only when the peer has posted the receive.
+Between any two ranks there are two links, each with a sending thread on one side and a receiving thread on the other,
+which always has a receive posted. So every rank notices a dead peer at once, even when no job runs. A wait that times
+out would close gloo's connection for ever, so waits have no timeout; `prefill_workers.watchdog` limits how long a peer
+may be silent.
 
 A rank that closes sends CLOSE on every link and continues to receive, into scratch memory, until its peers have closed
-as well. So no rank's send hangs on a rank that has closed, and all threads end. Only a stopped peer can block a thread.
-Such a thread, a daemon, is left behind until the supervisor kills the peer; then it ends, and its error is dropped.
+as well. So no send to a rank that has closed hangs, and all threads end. Only a stopped peer can block a thread. The
+blocked thread, a daemon, stays until the supervisor kills the peer; then it ends, and its error is dropped.
 
 For each communicator with a peer, a separate thread receives the payloads that the headers announce. So the thread that
-receives headers never waits for a payload that does not come, and detects the peer's end at once. Communicators are
-aborted when the links are closed, by a thread, since that may block. The flag that makes later payloads dropped is set
-before. A rank whose communicator broke still sends CLOSE.
+receives headers never waits for a missing payload, and detects the peer's end at once. When the links are closed, a
+thread aborts the communicators, because this may block. Before that, a flag is set so that later payloads are dropped.
+A rank whose communicator broke still sends CLOSE.
 
-Each epoch has a process group of its own, not torch's default group. The ranks meet at a TCPStore in the supervisor,
-which exists until all of them have met. The interface is chosen explicitly.
+Each epoch has a process group of its own, not torch's default group. The ranks connect through a TCPStore in the
+supervisor, which exists until all ranks are connected. The network interface is set explicitly.
 """
 
 import contextlib
@@ -57,8 +58,9 @@ _Message = tuple[LinkHeader, Payload | None]
 def connect_torch_links(
     rendezvous: Rendezvous, handler: LinkHandler, backend: CommunicatorBackend | None = None
 ) -> "TorchLinks":
-    """Join an epoch and return its links. Blocks until all ranks have met; raises LinkBrokenError on a timeout.
-    `backend`: communicators that can send from this rank's device; payloads go between devices if `refusal` allows it.
+    """Join an epoch and return its links. Blocks until all ranks have joined; raises LinkBrokenError on a timeout.
+    `backend`: factory of communicators for this rank's device; payloads are sent between devices if `refusal` allows
+    it.
     """
     lines: dict[Rank, Line] = {}
     try:
@@ -68,7 +70,7 @@ def connect_torch_links(
             communicators = connect_communicators(store, rendezvous, backend)
             peers = (Rank(rank) for rank in range(rendezvous.num_ranks) if rank != rendezvous.rank)
             lines = {peer: Line(GroupCommunicator(group, peer), communicators.get(peer)) for peer in peers}
-    except RuntimeError as error:  # torch's error for a store that is gone, and for peers that do not come
+    except RuntimeError as error:  # torch's error for a store that has closed, and for missing peers
         raise LinkBrokenError(
             f"rank {rendezvous.rank} met not all {rendezvous.num_ranks} ranks of epoch {rendezvous.epoch} "
             f"at {rendezvous.store} within {rendezvous.timeout_s:g} s: start the next epoch with all ranks alive "
@@ -78,7 +80,8 @@ def connect_torch_links(
 
 
 def make_group(rendezvous: Rendezvous, store: dist.Store | None = None) -> Group:
-    """Make a process group, separate from torch's default. Blocks until all ranks have met; raises RuntimeError."""
+    """Return a new process group, separate from torch's default. Blocks until all ranks have joined; raises
+    RuntimeError on a timeout."""
     store = store or _epoch_store(rendezvous)
     return gloo_group(store, rendezvous.rank, rendezvous.num_ranks, rendezvous.host, rendezvous.timeout_s)
 
@@ -95,18 +98,18 @@ class Line:
     """Connection of this rank with one peer."""
 
     gloo: GroupCommunicator
-    """The pair that carries headers, and payloads where there is no communicator."""
+    """gloo connection for headers, and for payloads if `communicator` is None."""
     communicator: Communicator | None
-    """The communicator that carries payloads between devices; None: gloo carries them."""
+    """Communicator for payloads between devices; None: payloads are sent over gloo."""
 
     @property
     def payloads(self) -> Communicator:
-        """Return the communicator that carries payloads: that between devices, else gloo's."""
+        """Return the communicator for payloads: `communicator`, or `gloo` if it is None."""
         return self.communicator or self.gloo
 
 
 class TorchLinks:
-    """Implements `prefill_workers.links.Links` over gloo. The last link thread drops the process groups."""
+    """Implements `prefill_workers.links.Links` over gloo. The last link thread to end drops the process groups."""
 
     def __init__(self, rendezvous: Rendezvous, lines: dict[Rank, Line], handler: LinkHandler) -> None:
         self.on_device = any(line.communicator is not None for line in lines.values())
@@ -135,7 +138,8 @@ class TorchLinks:
                 self._queues[target].put((header, payload))
 
     def close(self) -> None:
-        """Drop messages that are not being sent yet, notify all peers and return at once; any thread, idempotent."""
+        """Drop messages that are not being sent yet, notify all peers and return at once. May be called on any thread.
+        Idempotent."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()
@@ -167,7 +171,7 @@ class TorchLinks:
         try:
             self._send_messages(target, line)
         except RuntimeError as error:
-            self._break(target, error)  # then CLOSE, which the peer has to receive if only a communicator broke
+            self._break(target, error)  # CLOSE follows: the peer must receive it if only a communicator broke
         line.gloo.send(_as_tensor(LinkHeader.bare(self._epoch, JobId(0), LinkStatus.CLOSE).pack()))
 
     def _send_messages(self, target: Rank, line: Line) -> None:
@@ -191,7 +195,7 @@ class TorchLinks:
                 if header.status is LinkStatus.CLOSE:
                     raise LinkBrokenError("the peer closed its links: its epoch has ended")
                 if line.communicator is not None:
-                    inbox.put(header)  # never many: after a header, none follows before its payload was taken
+                    inbox.put(header)  # never many: the peer sends the next header after this payload
                 else:
                     self._take(source, header, line.gloo)
         finally:
@@ -202,12 +206,12 @@ class TorchLinks:
             self._take(source, header, communicator)
 
     def _take(self, source: Rank, header: LinkHeader, payloads: Communicator) -> None:
-        """Receive the payload that `header` announces, if any, and pass the message on."""
+        """Receive the payload that `header` announces, if any, and pass the message to the handler."""
         if header.num_bytes:
             place = None if self._closed.is_set() else self._handler.place_for(source, header)
             assert place is None or place.nbytes == header.num_bytes, header
             payloads.receive(payloads.empty(header.num_bytes) if place is None else _as_tensor(place))
-        if not self._closed.is_set():  # set before a communicator is aborted, which may have left any bytes
+        if not self._closed.is_set():  # set before a communicator is aborted, after which the bytes are arbitrary
             self._handler.received(source, header)
 
     def _abort(self, communicator: Communicator) -> None:
@@ -222,7 +226,7 @@ class TorchLinks:
 
 
 def _as_tensor(data: Payload | bytes) -> Tensor:
-    """Return the memory of a payload, or a copy of bytes, as uint8."""
+    """Return a uint8 tensor that shares a payload's memory, or holds a copy of `bytes`."""
     if isinstance(data, Tensor):
         return data
     return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
