@@ -1,14 +1,15 @@
-"""The batching policy: decoding sequences run first, and prefill gets the rest of a step. On the engine's thread.
+"""Batching policy: decoding sequences run first, and prefill gets the rest of a step. Runs on the engine's thread.
 
 1. Every sequence that lacks the KV of one token runs in each step: decoding never waits for prefill.
-2. The other sequences share the step's prefill tokens, in the order in which they joined. A step has at most
-   `max_prefill_tokens` of them. Next to decoding sequences it has no more than keep it within its bound (`step_bound`),
-   but always a few, except in the rare steps that measure what decoding alone takes.
-3. Prompts that wait together, each of at most `max_prefill_tokens`, are one step while no sequence streams, if in sum
-   they have at most the larger of `max_prefill_tokens` and min(4 * `max_prefill_tokens`, 2,048). Otherwise the first of
-   them would pause for the others after its first token.
-4. A prompt that does not fit into the rest of this step, but fits whole into an empty one, waits for the next step,
-   where it comes first. A shorter one behind it may use the rest. So the first of several prompts end early.
+2. The other sequences share the step's prefill tokens, in the order in which they joined. A step prefills at most
+   `max_prefill_tokens` tokens. If the step also decodes, its predicted time limits them further (`step_bound`), but
+   never to zero, except in the rare steps that measure the time of decoding alone.
+3. While no sequence streams, all waiting prompts run in one step, if each has at most `max_prefill_tokens` tokens and
+   their sum is at most max(`max_prefill_tokens`, min(4 * `max_prefill_tokens`, 2,048)). Otherwise the first prompt's
+   stream would pause after its first token until the others are prefilled.
+4. A prompt that does not fit into the rest of this step, but fits completely into an empty step, waits for the next
+   step, where it runs first. A later, shorter prompt may use the rest of this step. So the first of several prompts get
+   their first tokens early.
 """
 
 import math
@@ -23,12 +24,12 @@ from generate_workers.engine.scheduling_policy import Progress, RowSpan, StepPla
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 
 _BURST_STEPS, _BURST_TOKENS = 4, 2048
-"""Limits of a step for prompts that wait together: the tokens of `_BURST_STEPS` prefill steps, and at most
-`_BURST_TOKENS`, whose activations need little memory."""
+"""Limits of a step that prefills all waiting prompts: the tokens of `_BURST_STEPS` prefill steps, and at most
+`_BURST_TOKENS` tokens, whose activations need little memory."""
 
 
 class ChunkedPrefillPolicy:
-    """Batcher that runs all decoding sequences in every step, together with bounded chunks of prefill."""
+    """SchedulingPolicy that runs all decoding sequences in every step, together with bounded chunks of prefill."""
 
     def __init__(
         self, max_prefill_tokens: int, bound: StepBound | None = None, work: PrefillWork | None = None
@@ -43,7 +44,7 @@ class ChunkedPrefillPolicy:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
-        """Make the scheduling policy for an engine's configuration and model."""
+        """Return the scheduling policy for an engine's configuration and model."""
         work = PrefillWork.of_model(model)
         bound = StepBound(config.max_step_stretch, config.mixed_step_s, config.burst_step_s)
         return cls(config.max_prefill_tokens_per_step, bound, work)
@@ -79,7 +80,7 @@ class ChunkedPrefillPolicy:
         return sum(self._work.of(tokens) for tokens in left if len(tokens) > 1)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """Report the seconds that the plan's step took to the bound."""
+        """Pass the duration of the plan's step, in seconds, to the StepBound."""
         self._bound.observe(plan.decoding, plan.prefill_work, seconds)
 
 
@@ -91,19 +92,19 @@ def _decoding(rows: Mapping[SlotId, Progress]) -> Decoding:
 
 
 class _Budget:
-    """Prefill tokens and work that are left in one step."""
+    """Remaining prefill tokens and prefill work of one step."""
 
     def __init__(self, max_tokens: int, max_work: float, work: PrefillWork) -> None:
         self.num_taken = 0
-        """Number of tokens given out so far."""
+        """Number of tokens used so far."""
         self.work_taken = 0.0
         self._max_tokens = max_tokens
         self._max_work = max_work
         self._work = work
 
     def take(self, start: int, num_tokens: int) -> int:
-        """Take the number of tokens that run in this step, of the `num_tokens` that a sequence has to prefill from
-        position `start`, and return it."""
+        """Return how many of the `num_tokens` tokens that a sequence must prefill from position `start` run in this
+        step, and deduct them from the budget."""
         room = self._max_tokens - self.num_taken
         most = min(num_tokens, room)
         if self._max_work < math.inf:

@@ -1,4 +1,4 @@
-"""The generation engine: continuous batching on a thread of its own.
+"""Generation engine: continuous batching on its own thread.
 
 `servicer` submits a stream to the `request_queue`, from any thread. The stream joins the batch between two steps: when
 its lease is committed or, without a lease, when a slot is free. Each step runs one forward over all sequences
@@ -10,8 +10,8 @@ A stream with several choices has one slot, one sequence (Row) and one terminal 
 prefilled, or pushed, once, for the first choice. When its KV is in place, the other choices get a copy, and all choices
 sample their first tokens from the same logits.
 
-`step` and all that it calls run only on the thread 'generate-engine'. RequestQueue holds the state that other threads
-share.
+`step` and all functions that it calls run only on the thread 'generate-engine'. RequestQueue holds the state that other
+threads share.
 """
 
 import logging
@@ -55,8 +55,8 @@ class GenerationEngine:
         decode_steps: DecodeSteps | None = None,
         crash_note: str = "",
     ) -> None:
-        """Takes ownership of `running`, which has no sequences yet. `decode_steps`, if given, runs the steps that it
-        supports. `crash_note`: path of the process's crash note; empty without one."""
+        """Takes ownership of `running`, which must have no sequences yet. `decode_steps`, if given, runs the steps that
+        it supports. `crash_note`: path of the process's crash note; empty: no crash note."""
         slots, decoder, tokenizer = running.slots, model.decoder, model.tokenizer
         self.residency: Residency = slots.memory.residency
         """Policy that stores the sequences' KV. Any thread may read its traits."""
@@ -70,7 +70,7 @@ class GenerationEngine:
         self._grammars = Grammars(tokenizer.to_json, decoder.config.eos_token_ids)
         self._queue = RequestQueue(config.max_waiting, slots)
 
-        # Used by the engine's thread alone:
+        # Used only by the engine's thread:
         self._running = running
         self._runner = ModelRunner(decoder, self.residency, decode_steps)
         self._computed = ComputedNow(crash_note)
@@ -108,9 +108,9 @@ class GenerationEngine:
     def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> StreamId:
         """Open a stream. The engine's thread calls `on_event` for each event, and `hook` when sequences of the stream
         end. Each choice's last event has a finish reason. Any thread; does not block. Raises InvalidArgumentError for a
-        field out of its limits, StaleStampError or LeaseExpiredError for a lease that has ended, ResourceExhaustedError
-        when too many requests wait for a slot, UnavailableError when the engine is closed. On an error no stream is
-        opened, and the caller still owns the lease."""
+        field out of its limits, StaleStampError or LeaseExpiredError if the lease has ended, ResourceExhaustedError if
+        too many requests wait for a slot, UnavailableError if the engine is closed. On an error no stream is opened,
+        and the caller still owns the lease."""
         request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
         self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
         if request.lease_ref is not None:
@@ -132,7 +132,7 @@ class GenerationEngine:
         self._queue.cancel(stream_id)
 
     def status(self) -> EngineStatus:
-        """Return the engine's present state. Each call also checks whether the engine hangs. Any thread. Raises
+        """Return the engine's current state. Each call also checks whether the engine hangs. Any thread. Raises
         UnavailableError once the engine has failed or is closed."""
         self._queue.check_open()
         self._watch.look(self._has_rows or self._queue.has_messages)
@@ -152,8 +152,8 @@ class GenerationEngine:
         )
 
     def step(self) -> None:
-        """Take messages, end expired leases, and add waiting sequences to the batch. Then plan and run one step, and
-        accept the sequences' next tokens."""
+        """Process messages of other threads, end expired leases, and add waiting sequences to the batch. Then plan and
+        run one step, and accept the sequences' next tokens."""
         try:
             self._watched_step()
         finally:
@@ -242,8 +242,7 @@ class GenerationEngine:
             self._accept(row, row.first)
 
     def _join_waiting(self) -> None:
-        """Give free slots to streams without a lease, first come, first served, once all preempted sequences have
-        resumed."""
+        """Assign free slots to streams without a lease, first come, first served, if no preempted sequence waits."""
         has_turn = self._resume()
         while has_turn and self._waiting:
             stream = self._waiting[0]
@@ -260,8 +259,8 @@ class GenerationEngine:
             self._join(stream, batch_slots)
 
     def _resume(self) -> bool:
-        """Resume preempted sequences. Return whether none is left waiting. End the stream of a sequence for which no
-        memory can be allocated although no other sequence runs."""
+        """Resume preempted sequences. Return True if no preempted sequence waits any more. End the stream of a sequence
+        for which no memory can be allocated although no other sequence runs."""
         while True:
             try:
                 return self._running.resume()
@@ -269,8 +268,8 @@ class GenerationEngine:
                 self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
 
     def _join(self, stream: EngineStream, batch_slots: list[BatchSlot]) -> Row | None:
-        """Make a Row for each choice of a stream and add the first to the batch. The other choices join when they have
-        a copy of its KV. Return the first Row. If they cannot be made, end the stream and return None."""
+        """Make a Row for each choice of a stream, and add the first Row to the batch. The other Rows join when they
+        have a copy of its KV. Return the first Row. If the Rows cannot be made, end the stream and return None."""
         config = self._decoder.config
         try:
             rows = [
@@ -288,8 +287,8 @@ class GenerationEngine:
         return rows[0]
 
     def _run_plan(self, plan: StepPlan) -> bool:
-        """Run the plan and accept the tokens that its sequences sample. Return False if the step failed; the streams
-        concerned have then ended with an error."""
+        """Run the plan and accept the tokens that its sequences sample. Return False if the step failed; the affected
+        streams have then ended with an error."""
         self._num_steps += 1
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
@@ -320,7 +319,7 @@ class GenerationEngine:
         """Accept a sequence's next token and emit its event. For the last token, the slot is freed or handed over
         first."""
         stream = row.stream
-        if row not in stream.rows:  # the stream has ended with another of its choices' failure
+        if row not in stream.rows:  # the stream has ended because another of its choices failed
             return
         if token.token_id == NO_TOKEN:
             self._num_not_finite += 1

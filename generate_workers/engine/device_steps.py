@@ -1,6 +1,6 @@
 """Decode steps that run entirely on the device (`baton.modeling.forward.step_graphs`), for engines that support them.
 
-`memory_limits` reserves memory for them, and `servicer` makes them when the engine starts.
+`memory_limits` reserves memory for these steps, and `servicer` captures them when the engine starts.
 """
 
 import logging
@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 
 _ONE_QUERY = (1,)
 _QUERIES = tuple(2**power for power in range(1 + MOST_DRAFTS.bit_length()))
-"""Numbers of tokens per sequence for which kernels are compiled: powers of two up to one token and its drafts. A step
-uses the next larger one."""
+"""Numbers of tokens per sequence for which kernels are compiled: powers of two that cover one token and its drafts. A
+step uses the smallest number that is large enough."""
 
 
 def device_step_bytes(decoder: Decoder, config: EngineConfig) -> int:
-    """Return the bytes of device memory that the steps are expected to take in addition to weights and KV; 0 for an
-    engine that does not run them."""
+    """Return the expected bytes of device memory that captured steps need in addition to weights and KV; 0 if the
+    engine does not run such steps."""
     if not _wants_steps(decoder, config):
         return 0
     return step_bytes(decoder, config.num_slots, -(-config.max_slot_tokens // PAGE_TOKENS))
 
 
 def make_device_steps(decoder: Decoder, residency: Residency, config: EngineConfig, clock: Clock) -> StepGraphs | None:
-    """Capture an engine's steps for batches of a power of two and of `num_slots` sequences; None for an engine that
-    does not run them. Logs how long it took. Blocks meanwhile: call it before the engine starts. Raises ConfigError
-    when their memory cannot be allocated."""
+    """Capture an engine's decode steps for batches of each power of two and of `num_slots` sequences, and return them;
+    None if the engine does not run such steps. Logs the duration. Blocks: call this before the engine starts. Raises
+    ConfigError if memory cannot be allocated."""
     if not isinstance(residency, PagedResidency) or not _wants_steps(decoder, config):
         return None
     began_s, num_slots = clock.now_s(), config.num_slots

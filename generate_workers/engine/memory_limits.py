@@ -22,19 +22,19 @@ from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 
 _DEVICE_SHARE = 0.9
-"""Largest part of a device's free memory for KV by default; the rest is for activations."""
+"""Default fraction of a device's free memory that KV may use; the rest is for activations."""
 _SHARE = 0.5
-"""Largest part of the free host memory for KV of all engines by default; the rest is for weights and other
+"""Default fraction of the free host memory that KV of all engines may use; the rest is for weights and other
 processes."""
 
 
 def make_memory(
     decoder: Decoder, config: EngineConfig, num_engines: int = 1, *, draft_model: Decoder | None = None
 ) -> KvMemory:
-    """Make a group's KV memory as configured, for one of `num_engines` that share the machine. The memory of
-    `draft_model` is deducted from its limits. Raises ConfigError for an unknown policy or if memory cannot be
+    """Return a group's KV memory as configured, for one of `num_engines` engines that share the machine. The memory of
+    `draft_model` is deducted from the limits. Raises ConfigError for an unknown policy or if memory cannot be
     allocated, ModelError when the file of `baton prepare` is missing."""
-    decoder.device.bound(None)  # drop the limit that an earlier rank or engine of this process has set
+    decoder.device.bound(None)  # remove the limit that an earlier rank or engine of this process has set
     drafts = DraftKeys.of(config.draft_keys, MOST_DRAFTS) if _drafts_over_keys(config) else None
     shape = KvShape(
         decoder.layout,
@@ -64,9 +64,9 @@ def make_memory(
 
 
 def _drafts_over_keys(config: EngineConfig) -> bool:
-    """Return whether drafts attend to copies of each sequence's first and latest keys. If KV is in host memory and the
-    device has a limit, only if the configuration names such a source: the copies take device memory that sequences
-    could use."""
+    """Return whether drafts attend to copies of each sequence's first and latest keys. If KV is in host memory and
+    device memory is limited, they do so only if the configuration names such a draft source: the copies use device
+    memory that sequences could use."""
     if config.speculation == "auto":
         return config.residency != "host" or not config.device_memory_bytes
     return config.speculation not in ("off", "ngram", "model")
@@ -79,12 +79,12 @@ class TakenBytes:
     weights: int
     """Bytes of the weights of all models."""
     draft_kv: int = 0
-    """Bytes of a draft model's KV, of all slots together."""
+    """Bytes of a draft model's KV, for all slots together."""
     num_step_bytes: int = 0
-    """Bytes of steps that run whole on a device."""
+    """Bytes of the captured decode steps, which run entirely on a device."""
 
     def __str__(self) -> str:
-        """Return the users of the memory and their bytes as readable text."""
+        """Return a readable text that names each use of the memory and its bytes."""
         others = {"the KV of drafts": self.draft_kv, "step_graphs": self.num_step_bytes}
         return " and ".join(
             [f"weights take {self.weights}", *(f"{name} {taken}" for name, taken in others.items() if taken)]
@@ -98,8 +98,8 @@ def memory_limits(
     num_engines: int = 1,
     device_bytes: int | None = None,
 ) -> MemoryLimits:
-    """Return the limits of KV. `device_bytes`: bytes of device memory for KV; None without a limit. Raises ConfigError
-    when `taken.draft_kv`, or one token's KV, does not fit into them."""
+    """Return the limits of KV. `device_bytes`: bytes of device memory for KV; None: no limit. Raises ConfigError if
+    `taken.draft_kv`, or one token's KV, exceeds the limits."""
     kv_bytes = config.kv_memory_bytes
     if kv_bytes:
         kv_bytes -= taken.draft_kv
@@ -120,9 +120,9 @@ def memory_limits(
 
 
 def _device_bytes(config: EngineConfig, taken: TakenBytes, memory: MemoryUse) -> int | None:
-    """Return the bytes of device memory for the KV of sequences: as configured, else a part of the free memory if the
-    device has memory of its own; None without a limit. The weights must be loaded. Raises ConfigError when nothing is
-    left of the configured memory."""
+    """Return the bytes of device memory for the KV of sequences: the configured memory minus `taken` or, by default, a
+    fraction of the free memory if the device has its own memory; None: no limit. The weights must be loaded already.
+    Raises ConfigError if `taken` uses all of the configured memory."""
     if config.device_memory_bytes:
         left = config.device_memory_bytes - taken.weights - taken.draft_kv - taken.num_step_bytes
         if left <= 0:
@@ -134,7 +134,7 @@ def _device_bytes(config: EngineConfig, taken: TakenBytes, memory: MemoryUse) ->
 
 
 def _with_drafts(taken: TakenBytes, draft_model: Decoder, config: EngineConfig) -> TakenBytes:
-    """Return `taken` with a draft model added: its weights, and the most KV that it keeps for all slots."""
+    """Return `taken` plus the memory of a draft model: its weights, and the maximum KV that it keeps for all slots."""
     keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
     kv = DraftWindow(draft_model.layout, draft_model.device.row_memory, keys)
     return replace(

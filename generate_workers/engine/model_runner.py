@@ -41,7 +41,7 @@ class DecodeSteps(Protocol):
 
 
 class ModelRunner:
-    """Runner of step plans, for KV in host or device memory."""
+    """Runs step plans, for KV in host or device memory."""
 
     def __init__(self, decoder: Decoder, residency: Residency, decode_steps: DecodeSteps | None = None) -> None:
         """`decode_steps`, if given, runs the plans that it supports."""
@@ -65,7 +65,7 @@ class ModelRunner:
 
     def stats(self, plan: StepPlan, duration_s: float, drafted: SpeculationStats | None = None) -> StepStats:
         """Return the statistics of the last step, which ran `plan` and took `duration_s` seconds. They include the
-        drafts that it verified, which are those of the latest round in `drafted`."""
+        drafts that the step verified, which are the latest round in `drafted`."""
         round = drafted or SpeculationStats()
         return StepStats(
             num_decode_rows=plan.decoding.num_rows,
@@ -82,8 +82,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> Verified:
         """Run one forward over the plan's spans, each followed by its sequence's drafts. Return the logits of the
-        sequences that reach their last known token, each followed by its followers, which share them. Raises
-        RowError."""
+        sequences that reach their last known token. Followers (further choices of a request) come after their leader
+        and share its logits. Raises RowError."""
         self._num_drafts = sum(map(len, drafts.values()))
         token_ids: list[int] = []
         spans: list[tuple[SlotId, TokenRange]] = []

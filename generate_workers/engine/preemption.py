@@ -1,4 +1,4 @@
-"""The running sequences: their slots, the plan of the next step, and preemption when memory runs out.
+"""Running sequences: their slots, the plan of the next step, and preemption when memory runs out.
 
 `engine.core` adds and removes sequences (Row), `scheduling_policy` plans their tokens, and `slots.table` provides
 memory. A sequence needs more memory as it grows. When none is free, the youngest sequence releases its memory and
@@ -7,7 +7,7 @@ stream continues. In fp32 it gets the same tokens as without preemption. In bf16
 prefill rounds differently from decode steps.
 
 A request that does not fit alone is refused at the start, so the oldest sequence can always run. At worst it waits for
-leases, which end by themselves, and new leases leave the memory that it needs free.
+the memory of leases, which end at their deadlines; new leases do not use the memory that it needs.
 
 Owned by the engine's thread.
 """
@@ -68,8 +68,8 @@ class RunningRows:
         return tuple(row.stream.request.fingerprint for row in computed)
 
     def fork(self, leader: Row) -> None:
-        """Copy a leader's KV to its followers, and add these to the batch. The KV of all tokens that the leader knows
-        must be in place."""
+        """Copy a leader's KV to its followers, and add the followers to the batch. The KV of all tokens that the leader
+        knows must be in place."""
         followers, leader.followers = leader.followers, []
         for row in followers:
             self.slots.memory.residency.copy(leader.slot, row.slot, leader.num_known)
@@ -84,7 +84,7 @@ class RunningRows:
             row.num_cached = span.tokens.end
 
     def retire(self, row: Row) -> None:
-        """Remove a sequence that has its last token. Its slot is freed, unless its stream's hook takes it over."""
+        """Remove a sequence that has its last token, and free its slot unless the stream's hook takes the slot over."""
         hook = row.stream.hook
         self._unseat([row], frees=hook is None or not hook.take_row(row))
 
@@ -96,8 +96,9 @@ class RunningRows:
         self._unseat([row])
 
     def resume(self) -> bool:
-        """Resume preempted sequences while slots and memory are free, the oldest first. Return whether none is left
-        waiting. Raises ResourceExhaustedError if the oldest cannot get memory although no sequence runs."""
+        """Resume preempted sequences, oldest first, while slots and memory are free. Return True if no preempted
+        sequence waits any more. Raises ResourceExhaustedError if the oldest cannot get memory although no sequence
+        runs."""
         if not self.waiting:
             return True
         while self.waiting:
@@ -131,8 +132,8 @@ class RunningRows:
             self._preempt(youngest)
 
     def _without_memory(self, plan: StepPlan) -> Row | None:
-        """Promise memory to the plan's sequences. Return the oldest for which none is free, else None. New leases leave
-        the bytes that it lacks free."""
+        """Promise memory to the plan's sequences. Return the oldest sequence for which no memory is free; None if all
+        have memory. New leases do not use the bytes that this sequence lacks."""
         ends = {span.slot: span.tokens.end for span in plan.spans}
         for row in sorted((self.rows[slot] for slot in ends), key=_AGE):
             if (missing := self.slots.extend(row.slot, ends[row.slot])) is not None:

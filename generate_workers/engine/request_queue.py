@@ -1,7 +1,7 @@
-"""The open streams of an engine, and the messages of other threads to it: the only state that threads share with it.
+"""Open streams of an engine, and messages of other threads to the engine. No other state is shared with its thread.
 
-`streams.open_streams` opens and cancels streams here through `engine.core`, which takes them between two steps.
-One condition, that of `slots.changes`, guards all state. The engine's thread sleeps on it while it has nothing to run.
+`streams.open_streams` opens and cancels streams here through `engine.core`, which processes the messages between two
+steps. The condition of `slots.changes` guards all state. The engine's thread waits on it while it has nothing to run.
 """
 
 import math
@@ -19,11 +19,11 @@ from generate_workers.slots.table import SlotTable
 
 
 class RequestQueue:
-    """Open streams, and messages to open or end some. Thread-safe. Only the engine calls `take`, `claim_slots`,
+    """Open streams, and messages that open or end streams. Thread-safe. Only the engine calls `take`, `claim_slots`,
     `forget` and `await_work`."""
 
     def __init__(self, max_waiting: int, slots: SlotTable) -> None:
-        """`max_waiting`: number of choices that may wait in addition to those for which a slot is free."""
+        """`max_waiting`: maximum number of choices that wait although no slot is free for them."""
         self._max_waiting = max_waiting
         self._slots = slots
         self._condition = slots.changes.condition
@@ -47,9 +47,9 @@ class RequestQueue:
         prepare: Callable[[], Future[list[ChoiceMasks]]] | None = None,
     ) -> EngineStream:
         """Add a stream. `prepare`, for constrained output, starts to prepare the token masks of its choices; the engine
-        gets the stream when they are ready. Raises UnavailableError once closed, InvalidArgumentError for a lease that
-        has a stream already, ResourceExhaustedError when too many choices wait for a slot."""
-        stop = StopStrings.of(request.params)  # before the lock, which the engine's thread takes in every step
+        gets the stream when the masks are ready. Raises UnavailableError after `close`, InvalidArgumentError if the
+        lease has a stream already, ResourceExhaustedError if too many choices wait for a slot."""
+        stop = StopStrings.of(request.params)  # not under the lock, which the engine's thread acquires in every step
         with self._condition:
             self.check_open()
             stream_id = StreamId(self._next_stream_id)
@@ -81,7 +81,7 @@ class RequestQueue:
             self._condition.notify()
 
     def check_open(self) -> None:
-        """Raise UnavailableError with the reason, once closed."""
+        """Raise UnavailableError with the reason if the queue is closed."""
         with self._condition:
             if self.close_reason:
                 raise UnavailableError(self.close_reason)
@@ -97,19 +97,19 @@ class RequestQueue:
             return list(self._open.values())
 
     def _enter(self, stream: EngineStream) -> None:
-        """Pass a prepared stream to the engine, unless the engine has taken it already to end it."""
+        """Pass a prepared stream to the engine, unless the engine has already got it in order to end it."""
         with self._condition:
             if self._preparing.pop(stream.stream_id, None) is not None:
                 self._inbox.append(stream)
                 self._condition.notify()
 
-    # Called by the engine's thread alone.
+    # Called only by the engine's thread.
 
     def take(self) -> tuple[list[EngineStream], list[EngineStream]]:
-        """Return `(new streams, streams to cancel)` since the last call. New streams include unprepared ones that are
-        to be cancelled and, once closed, all unprepared ones. A stream whose lease was abandoned is cancelled if it has
-        sequences, running or preempted. Otherwise the engine finds that the lease has ended when the stream would
-        join."""
+        """Return `(new streams, streams to cancel)` since the last call. New streams include unprepared streams that
+        are to be cancelled and, after `close`, all unprepared streams. A stream whose lease was abandoned is cancelled
+        if it has sequences, running or preempted. Otherwise the engine finds that the lease has ended when the stream
+        would join."""
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []
             abandoned = [self._refs[ref] for ref in self._slots.changes.take_abandoned() if ref in self._refs]
@@ -120,8 +120,9 @@ class RequestQueue:
             return came, [self._open[stream_id] for stream_id in dict.fromkeys(cancelled) if stream_id in self._open]
 
     def claim_slots(self, stream: EngineStream, occupy: Callable[[], list[BatchSlot] | None]) -> list[BatchSlot] | None:
-        """Return the slots that `occupy` claims for a waiting stream, which then no longer waits; None when it claims
-        none. Holds the lock throughout, so that concurrent counts see the stream exactly once."""
+        """Call `occupy` to claim slots for a waiting stream, and return the slots; None if it claims none. With slots,
+        the stream no longer counts as waiting. Holds the lock throughout, so that a concurrent count includes the
+        stream exactly once."""
         with self._condition:
             batch_slots = occupy()
             if batch_slots is not None:

@@ -1,4 +1,5 @@
-"""A request in the engine, one type per stage: GenerationRequest as received, EngineStream once open, Row in the batch.
+"""Types of a request in the engine, one per stage: GenerationRequest (received), EngineStream (open), Row (in the
+batch).
 
 `engine.core` moves a request from one type to the next. A stream has a Row, the state of one sequence, for each choice.
 A Row turns sampled tokens into events, and decides their text, stop strings and finish reason. Owned by the engine's
@@ -103,14 +104,14 @@ class RowEndHook(Protocol):
         ...
 
     def stream_ended(self) -> None:
-        """Note that the stream has sent its last event: no further `take_row` follows."""
+        """Record that the stream has sent its last event: `take_row` is not called any more."""
         ...
 
 
 @dataclass(eq=False)
 class EngineStream:
-    """An open request. Each of its choices gets exactly one terminal event. Owned by the engine's thread, except the
-    first six fields, which do not change and which any thread may read."""
+    """An open request. Each of its choices gets exactly one terminal event. Owned by the engine's thread, except that
+    any thread may read the first six fields, which do not change."""
 
     stream_id: StreamId
     request: GenerationRequest
@@ -120,8 +121,8 @@ class EngineStream:
     hook: RowEndHook | None = None
     """Receiver of the stream's sequences that have ended. None: their slots are freed at once."""
     masks: Future[list[ChoiceMasks]] | None = None
-    """Token masks of each choice, for constrained output; None otherwise. Done once the engine has taken the stream,
-    unless that is being ended."""
+    """Token masks of each choice, for constrained output; None otherwise. The future is done when the engine receives
+    the stream, unless the stream is being ended."""
     rows: "list[Row]" = field(default_factory=list)
     """Rows of the choices that have not ended; empty before the stream has its slots."""
     has_rows: bool = False
@@ -150,8 +151,8 @@ class EngineStream:
 
 
 class Row:
-    """Row: the state of one sequence of the batch, which is one choice of a stream. Its sampler and text are rebuilt
-    from the known tokens, so that a resumed stream continues."""
+    """State of one sequence of the batch, which is one choice of a stream. Its sampler and text are rebuilt from the
+    known tokens, so that a resumed stream continues."""
 
     def __init__(
         self, stream: EngineStream, choice: int, batch_slot: BatchSlot, tokenizer: Tokenizer, config: ModelConfig
@@ -174,22 +175,23 @@ class Row:
             params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids, masks=masks
         )
         self.followers: list[Row] = []
-        """Rows of the stream's other choices, until they have a copy of this one's KV and join the batch."""
+        """Rows of the stream's other choices, until they have a copy of this Row's KV and join the batch."""
         self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
-        """Prompt tokens scored so far; empty if scores are not due."""
+        """Prompt tokens scored so far; empty if this Row does not have to score the prompt."""
         self._text = TextStream.rebuild(tokenizer, stream.stop, request.prompt_ids, request.output_ids)
         self._vocab_size = config.vocab_size
         self._max_tokens = min(self.capacity_tokens, config.max_position)
 
     @property
     def ref(self) -> LeaseRef:
-        """Return the sequence's claim on its slot. It must not be preempted."""
+        """Return the sequence's claim on its slot. The sequence must not be preempted."""
         assert self.batch_slot is not None
         return self.batch_slot.ref
 
     @property
     def slot(self) -> SlotId:
-        """Return the number of the slot, which identifies the sequence in the batch. It must not be preempted."""
+        """Return the number of the slot, which identifies the sequence in the batch. The sequence must not be
+        preempted."""
         return self.ref.slot
 
     @property
@@ -204,25 +206,26 @@ class Row:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a crash note names the request: its choice runs, and has got few tokens in this engine."""
+        """Return whether a crash note must name the request, because this choice has not ended and has got few tokens
+        in this engine."""
         num_new = self.num_output - len(self.stream.request.output_ids)
         return self in self.stream.rows and num_new < NUM_WATCHED_TOKENS
 
     @property
     def num_left(self) -> int:
-        """Return the largest number of output tokens still to come, as limited by max_tokens and by the slot."""
+        """Return the maximum number of remaining output tokens, as limited by max_tokens and by the slot."""
         return min(self.sampler.params.max_tokens - self.sampler.position, self._max_tokens - self.num_known + 1)
 
     @property
     def age(self) -> tuple[StreamId, int]:
-        """Return the key that orders sequences from the oldest (least) to the youngest."""
+        """Return the sort key of sequences by age; the oldest sequence has the smallest key."""
         return self.stream.stream_id, self.choice
 
     def unscored(self, tokens: TokenRange) -> TokenRange:
         """Return the positions among `tokens` whose successor is a prompt token that is not scored yet."""
         if not self._prompt:
             return TokenRange(tokens.start, tokens.start)
-        start = max(tokens.start, len(self._prompt) - 1)  # earlier ones were scored before a preemption
+        start = max(tokens.start, len(self._prompt) - 1)  # earlier tokens were scored before a preemption
         return TokenRange(start, max(min(tokens.end, len(self.stream.request.prompt_ids) - 1), start))
 
     def add_scores(self, tokens: Sequence[SampledToken]) -> None:
@@ -231,9 +234,10 @@ class Row:
     def accept(
         self, token: SampledToken, unix_ns: int, drafts: DraftRound | None = None, *, goes_on: bool = False
     ) -> TokenEvent:
-        """Append the next output token and return its event. The event has the finish reason if the choice ends with
-        this token. It has `drafts`, those that the step verified, unless `goes_on`: the step then brings another token,
-        and the choice has not ended. Raises InvalidArgumentError for a token outside the model's vocabulary."""
+        """Append the next output token and return its event. The event has a finish reason if the choice ends with this
+        token. `drafts`: result of the drafts that the step verified. `goes_on`: the step has another token for this
+        sequence; unless the choice ends, the event then does not include `drafts`. Raises InvalidArgumentError for a
+        token outside the model's vocabulary."""
         if not 0 <= token.token_id < self._vocab_size:
             raise InvalidArgumentError(f"token {token.token_id} is not in the model's vocabulary of {self._vocab_size}")
         index = self.sampler.position
@@ -246,7 +250,7 @@ class Row:
 
     def _finish_by_token(self) -> FinishReason | None:
         finish = self.sampler.finish_after_last()
-        if finish is None and len(self.token_ids) > self._max_tokens:  # the slot has no room for this token's KV
+        if finish is None and len(self.token_ids) > self._max_tokens:  # this token's KV does not fit into the slot
             return FinishReason.LENGTH
         return finish
 

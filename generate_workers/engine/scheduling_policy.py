@@ -1,8 +1,9 @@
-"""The port of batching: it decides, in plain integers, which tokens run in the next step.
+"""Port of batching policies, which decide on plain integers which tokens run in the next step.
 
-`preemption` requests a plan and promises memory to its sequences, and `model_runner` runs it. Of a sequence,
-`num_known` tokens are known and `num_cached` have their KV in place; the difference has to run. A decoding sequence has
-one token to run, a prefilling one has many, so that one batch may mix both. `chunked_prefill` is the implementation.
+`preemption` requests a plan and promises memory to its sequences, and `model_runner` runs it. A sequence has
+`num_known` known tokens, and the KV of the first `num_cached` of them is in place; the other tokens have to run. A
+decoding sequence has one token to run, a prefilling sequence has more. One batch may mix both. `chunked_prefill` is the
+implementation.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ class RowSpan:
     tokens: TokenRange
     """Positions to run. Their KV is in place afterwards."""
     samples: bool
-    """True if `tokens` reaches the last known token, so that the next one is sampled."""
+    """True if `tokens` includes the last known token, so that the next token is sampled."""
     num_drafts: int = 0
     """Largest number of drafts to verify after `tokens`. The sequence has memory for their KV."""
 
@@ -64,7 +65,7 @@ class StepPlan:
 
 
 class SchedulingPolicy(Protocol):
-    """Planner of steps. Owned by the engine's thread. It handles neither tensors nor memory nor text."""
+    """Plans steps. Owned by the engine's thread. It handles neither tensors nor memory nor text."""
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
         """Return the plan of the next step. `rows`: the sequences in the order in which they joined. A span begins at

@@ -1,4 +1,4 @@
-"""The model that a generation engine serves, and what its drafts are planned and made with."""
+"""Model that a generation engine serves, its draft model, and the measured costs of its steps."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,9 @@
-"""The port of speculation: drafts of the tokens that sequences may sample next, verified by one step for all.
+"""Port of speculation: it makes drafts of the next tokens of sequences, and one step verifies the drafts of all
+sequences.
 
-`preemption` has drafts added to a plan once the plan has its memory. `core` has them made, verified (`verified`) and
-observed. `generate_workers.speculation` is the implementation. Under the coupled rule of `verified`, drafts change the
-number of tokens of a step. They change the text only as far as a step of more tokens rounds differently in bf16.
+`preemption` calls `plan` after memory was promised to the plan's sequences. `core` calls `draft`, verifies the drafts
+(`verified`), and calls `observe`. `generate_workers.speculation` is the implementation. Under the coupled rule of
+`verified`, drafts never change the text in fp32. In bf16 they may, because a step of more tokens rounds differently.
 """
 
 from collections.abc import Mapping
@@ -40,21 +41,21 @@ class SpeculationStats:
     predicted_s: float = 0.0
     """Seconds predicted for the latest round; 0 for a round whose step also prefilled."""
     measured_s: float = 0.0
-    """Seconds that the latest round took: its draft steps and the step that verified them."""
+    """Seconds that the latest round took: its draft steps, and the step that verified the drafts."""
     num_draft_steps: int = 0
-    """Number of forwards that made the latest round's drafts."""
+    """Number of forward passes that made the latest round's drafts."""
     num_draft_kv_bytes: int = 0
-    """Bytes of KV that those forwards read in all layers, assuming `draft_keys` keys per sequence. The true number is
-    larger where keys are selected, and for drafts over keys that were selected in an earlier round. A draft model's
-    prefill before a sequence's first draft is not counted."""
+    """Bytes of KV that these forward passes read in all layers, assuming `draft_keys` keys per sequence. The true
+    number is larger where keys are selected, and for drafts over keys that were selected in an earlier round. A draft
+    model's prefill before a sequence's first draft is not counted."""
     num_draft_weight_bytes: int = 0
-    """Bytes of the drafting model's weights that those forwards read."""
+    """Bytes of the drafting model's weights that the forward passes of the latest round's drafts read."""
     sources: tuple[SourceStats, ...] = ()
     """Statistics of each draft source of the engine."""
 
 
 class Speculation(Protocol):
-    """Maker of drafts for decoding sequences. Owned by the engine's thread, except `stats`."""
+    """Makes drafts for decoding sequences. Owned by the engine's thread, except `stats`."""
 
     @property
     def stats(self) -> SpeculationStats:
@@ -62,8 +63,8 @@ class Speculation(Protocol):
         ...
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
-        """Return the plan with a number of drafts for each decoding sequence, and with the work that drafts add. Memory
-        for the drafts is promised. Sequences without memory for drafts get none."""
+        """Return the plan with a number of drafts for each decoding sequence, and with the work that drafts add.
+        Promises memory for the drafts. Sequences for which no memory is free get no drafts."""
         ...
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:

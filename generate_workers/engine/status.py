@@ -19,9 +19,9 @@ class StepStats:
     """Number of tokens of local prefill."""
     duration_s: float
     num_kv_bytes: int
-    """Bytes of KV that attention read, in all layers, for drafts and for verifying them."""
+    """Bytes of KV that attention read in all layers, in the step and in the draft steps before it."""
     num_weight_bytes: int
-    """Bytes of weights read: those of the model once, and those of the drafting model once per draft step."""
+    """Bytes of weights read: the model's weights once, and the drafting model's weights once per draft step."""
     num_link_bytes: int
     """Bytes copied between host and device, including those for drafts."""
     num_drafts: int = 0
@@ -29,18 +29,18 @@ class StepStats:
     num_draft_kv_bytes: int = 0
     """Part of `num_kv_bytes` that draft steps read."""
     predicted_s: float = 0.0
-    """Seconds predicted for the drafts and the step; 0 without drafts, and with local prefill."""
+    """Seconds predicted for the drafts and the step; 0 for a step without drafts or with local prefill."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes read from the device's memory. Divided by the memory's bandwidth in bytes per second they
-        are the least time of the step."""
+        """Return the bytes read from the device's memory. The minimum duration of the step is this number divided by
+        the memory's bandwidth in bytes per second."""
         return self.num_kv_bytes + self.num_weight_bytes
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """A snapshot of the engine for heartbeats and metrics."""
+    """Snapshot of the engine for heartbeats and metrics."""
 
     ledger: SlotLedger
     num_streams: int
@@ -56,7 +56,7 @@ class EngineStatus:
     """Number of preempted sequences that wait to resume."""
     last_step: StepStats | None
     speculation: SpeculationStats | None = None
-    """Statistics of speculative decoding; None where it is off."""
+    """Statistics of speculative decoding; None if it is off."""
     device: str = ""
     """Name of the device that the engine computes on."""
     stall: str = ""

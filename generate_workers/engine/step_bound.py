@@ -1,23 +1,23 @@
-"""The bound on prefill in steps that also decode, so that decoding sequences do not wait much longer.
+"""Limit on prefill in steps that also decode (mixed steps), so that decoding sequences do not wait much longer.
 
 A mixed step takes at most a multiple of the time that decoding alone takes, or `mixed_step_s` seconds if that is more.
-Steps may exceed this by `burst_step_s` seconds in sum, if that ends all waiting prefills. Streams are then slow for a
-moment instead of in each of many steps. Where no decoding sequence has more than its first token, only the number of
-tokens bounds a step: no reader has seen a flow of text that could stall.
+Steps may exceed this limit by `burst_step_s` seconds in total, if that ends all waiting prefills. Streams are then slow
+for a moment instead of in many steps. If no decoding sequence has more than its first token, only the number of tokens
+limits a step: no client has received a continuous text that could stall.
 
-A step that decodes B sequences with C tokens in sum, and also prefills, takes about
+The predicted time of a step that decodes B sequences with C tokens in total, and also prefills, is
 
-    step + B token + C key    time of decoding alone
-    + work * rate             one token's linear FLOPs are one unit of work, and so are the query-key pairs that take
-                              the same number of FLOPs
+    step + B * token + C * key    time of decoding alone
+    + work * rate                 one token's linear FLOPs are one unit of work, and so is the number of query-key pairs
+                                  that needs the same number of FLOPs
 
 With drafts, decoding alone is a round: the draft steps, and the further tokens and pairs in the step that verifies
 (`baton.planning.work_cost`). Steps of a draft model are not part of that work: their predicted seconds are added. The
 next round is expected to have the same number of drafts per sequence as the latest.
 
-The first line is fitted to the latest steps that only decoded, some of each batch size, so that it also holds for sizes
-that have not occurred for a while. The rate follows the latest steps that prefilled: it moves by a part of the ratio of
-such a step's time to its predicted time, decoding included.
+`step`, `token` and `key` are fitted to the latest steps that only decoded. Some steps of each batch size are kept, so
+that the fit also holds for sizes that have not occurred for a while. `rate` is adjusted after each step that prefilled,
+by a fraction of the relative deviation of the step's time from its predicted time, decoding included.
 
 `chunked_prefill` uses the bound and reports the time of each step. Owned by the engine's thread; has no clock.
 """
@@ -35,29 +35,31 @@ from generate_workers.engine.model_shape import model_shape
 _KEPT_STEPS = 8
 """Number of latest steps kept per batch size."""
 _GAIN = 0.2
-"""Part of a step's deviation from its prediction by which the rate moves."""
+"""Fraction of a step's relative deviation from its prediction by which the rate is adjusted."""
 _MOST_OVER = 2.0
-"""Largest ratio of measured to predicted seconds that counts. A slower step was perhaps delayed by something else."""
+"""Maximum ratio of measured to predicted seconds that is used; larger ratios are reduced to it, because something else
+may have delayed the step."""
 _LEAST_SHARE = 0.05
-"""Least part of a step's time that counts as prefill in the first step that prefills, and as the model's own time in a
-round with steps of a draft model. A rate or cost of zero could not be scaled."""
+"""Minimum fraction of a step's time that counts as prefill in the first step that prefills, and as the model's own time
+in a round with steps of a draft model. A rate or cost of zero could not be scaled."""
 _REFILL = 0.05
-"""Seconds of patience for longer steps that streams regain per second of steps."""
+"""Seconds by which the remaining `burst_step_s` grows per second of steps."""
 _MOST_MIXED = 32
-"""Number of mixed steps after which one step only decodes, because their time cannot be divided between the two."""
+"""Number of mixed steps after which one step only decodes. It measures decoding alone, because the time of mixed steps
+cannot be divided between decoding and prefill."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The decoding part of a step."""
+    """Part of a step that decodes."""
 
     num_rows: int
     num_tokens: int
-    """Number of tokens that the decoding sequences attend to, in sum."""
+    """Total number of tokens that the decoding sequences attend to."""
     drafts: StepWork = NO_WORK
     """Work that drafts add: verifying them, and the steps of the model itself that make them."""
     draft_model_s: float = 0.0
-    """Predicted seconds of the steps of a separate draft model, which has costs of its own."""
+    """Predicted seconds of the steps of a separate draft model, whose costs are tracked separately."""
     is_streaming: bool = True
     """True if a sequence has more than one output token, so that its reader would notice a pause."""
 
@@ -73,7 +75,7 @@ class Decoding:
         added = StepWork(tokens, keys, pairs, drafts.num_steps)
         return replace(
             self, drafts=added, draft_model_s=other.draft_model_s
-        )  # mostly for reading weights, which sequences share
+        )  # mostly the time of reading weights, which sequences share
 
 
 NO_DECODING = Decoding(0, 0)
@@ -84,11 +86,11 @@ class PrefillWork:
     """Work of prefilling tokens of a sequence, in units of one token's linear FLOPs."""
 
     pair_work: float = 0.0
-    """Work of one pair of a query and a key."""
+    """Work of one query-key pair."""
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "PrefillWork":
-        """Derive the work of a pair from the model's FLOPs."""
+        """Return a PrefillWork with the work of a query-key pair, derived from the model's FLOPs."""
         shape = model_shape(config, dtype_bytes=2)  # FLOPs do not depend on dtype_bytes
         return cls(shape.pair_flops / shape.linear_flops)
 
@@ -105,10 +107,10 @@ class PrefillWork:
 
 
 class StepBound:
-    """Predictor of step times that bounds prefill. A step that also decodes takes at most `max_stretch` times as long
-    as decoding alone would, or `mixed_step_s` seconds, whichever is longer. Steps may exceed this by `burst_step_s`
-    seconds in sum if that ends all waiting prefills; that time must be regained before they may do so again. With
-    `burst_step_s`, sequences of at most one output token do not bound prefill."""
+    """Predictor of step times that limits prefill. A step that also decodes takes at most `max_stretch` times as long
+    as decoding alone would, or `mixed_step_s` seconds, whichever is longer. If that ends all waiting prefills, steps
+    may exceed this limit by `burst_step_s` seconds in total. This allowance refills slowly after use. If `burst_step_s`
+    is not 0, sequences with at most one output token do not limit prefill."""
 
     def __init__(self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> None:
         assert max_stretch >= 1 and mixed_step_s >= 0 and burst_step_s >= 0
@@ -116,11 +118,11 @@ class StepBound:
         self._mixed_step_s = mixed_step_s
         self._burst_step_s = burst_step_s
         self._patience_s = burst_step_s
-        """Seconds that are left of `burst_step_s`."""
+        """Remaining seconds of `burst_step_s`."""
         self._decoded: dict[int, deque[tuple[Decoding, float]]] = {}
         """Latest steps that only decoded, with their seconds, by batch size."""
         self._fit: WorkCost | None = None
-        """Fitted cost of decoding. None: must be fitted again."""
+        """Fitted cost of decoding. None: the fit is outdated."""
         self._latest: Decoding | None = None
         """Decoding part of the latest step that decoded."""
         self._rate_s: float | None = None
@@ -129,8 +131,8 @@ class StepBound:
         """Number of mixed steps since the latest step that only decoded."""
 
     def decode_s(self, decoding: Decoding) -> float | None:
-        """Return the predicted seconds of a step that only decodes, drafts included. None before such a step was
-        observed."""
+        """Return the predicted seconds of a step that only decodes, including its drafts. None if no such step was
+        observed yet."""
         if not self._decoded:
             return None
         if self._fit is None:
@@ -142,15 +144,16 @@ class StepBound:
         return None if self._rate_s is None else work * self._rate_s
 
     def expected_s(self, decoding: Decoding, work: float) -> float:
-        """Return a rough prediction of a step's seconds, without a fit: those of the latest decoding step of the same
-        batch size, plus those of its prefill. 0 while both are unknown."""
+        """Return a rough prediction of a step's seconds, without a fit: the seconds of the latest decoding step of the
+        same batch size, plus the predicted seconds of prefill. 0 if both are unknown."""
         alike = self._decoded.get(decoding.num_rows)
         return (alike[-1][1] if alike else 0.0) + (self.prefill_s(work) or 0.0)
 
     def max_work(self, decoding: Decoding, waiting: float = math.inf) -> float:
-        """Return the units of prefill that the next step may run, before its drafts are planned. `waiting`: units of
-        all prefills. Infinity if no sequence decodes, without a bound, and with bursts if no sequence streams yet or if
-        all `waiting` units end soon enough. 0 while the cost of decoding or of prefill is unknown."""
+        """Return the units of prefill work that the next step may run, before its drafts are planned. `waiting`: units
+        of all waiting prefills. Return infinity if no sequence decodes, or if there is no limit. With `burst_step_s`,
+        also return infinity if no sequence streams yet, or if all `waiting` units end soon enough. Return 0 while the
+        cost of decoding or of prefill is unknown."""
         is_bounded = decoding.num_rows and self._max_stretch < math.inf
         if not is_bounded or self.may_burst(decoding):
             return math.inf
@@ -162,13 +165,14 @@ class StepBound:
         return (self._bound_s(decode_s) - decode_s) / self._rate_s
 
     def may_burst(self, decoding: Decoding) -> bool:
-        """Return whether all waiting prefills may be one step, regardless of its time: with bursts, while no sequence
-        streams."""
+        """Return whether all waiting prefills may run in one step, regardless of its time: if `burst_step_s` is set,
+        and no sequence streams."""
         return self._burst_step_s > 0 and not decoding.is_streaming
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
         """Return whether the next step should only decode, to measure the cost of decoding: after many mixed steps, or
-        after a mixed step if more sequences decode than ever decoded alone. Never True in two steps running."""
+        after one mixed step if more sequences decode than in any step that only decoded. Never True for two consecutive
+        steps."""
         if not self._num_mixed or not decoding.num_rows or not self._decoded or self._max_stretch == math.inf:
             return False
         is_unseen = decoding.num_rows > max(self._decoded)
@@ -196,12 +200,12 @@ class StepBound:
             self._rate_s *= 1 + _GAIN * (min(over, _MOST_OVER) - 1)
 
     def _bound_s(self, decode_s: float) -> float:
-        """Return the most seconds of a mixed step whose decoding alone takes `decode_s` seconds."""
+        """Return the maximum seconds of a mixed step whose decoding alone takes `decode_s` seconds."""
         return max(self._max_stretch * decode_s, self._mixed_step_s)
 
     def _regain(self, decoding: Decoding, work: float, seconds: float) -> None:
-        """Deduct the seconds that a step took beyond its bound from the streams' patience, and refill it in proportion
-        to the step's time. If no sequence streams, refill it completely."""
+        """Deduct the seconds by which a step exceeded its limit from the remaining `burst_step_s`, and refill it in
+        proportion to the step's time. If no sequence streams, refill it completely."""
         if not decoding.num_rows or not decoding.is_streaming:
             self._patience_s = self._burst_step_s
             return

@@ -1,14 +1,14 @@
-"""Verification of drafts: it accepts those that the model samples as well, by one of two rules.
+"""Verification of drafts: decides which drafts are accepted, by one of two rules.
 
 Coupled: a draft is accepted if and only if the model samples the same token at that position, with the sequence's own
 seed and output position. So the text is the same as without speculation, for any drafts. Temperature, filters,
 penalties and logprobs apply unchanged.
 
-Maximal (`baton.modeling.forward.speculative_sampling`): accepts the largest number of drafts that leaves the
-distribution of tokens as without drafts. The text for a given seed depends on the drafts.
+Maximal (`baton.modeling.forward.speculative_sampling`): the largest number of drafts is accepted for which the
+distribution of tokens is the same as without drafts. The text for a given seed depends on the drafts.
 
-`engine.step_runner` makes the logits. For sequences without drafts the step itself may sample the tokens. The engine
-takes each token before the next one is sampled.
+`engine.model_runner` computes the logits. If no sequence has drafts, the step itself may sample the tokens. The engine
+accepts each token before the next one is sampled.
 
 Shape suffixes: R rows of logits, V vocabulary.
 """
@@ -49,26 +49,28 @@ Drafts = Mapping[SlotId, Draft]
 
 @dataclass(frozen=True)
 class Verified:
-    """Sequences that a step ran up to their last known token, and the logits that it made for them."""
+    """Sequences that a step ran up to their last known token, and the logits that it computed for them."""
 
     logits_RV: Tensor
-    """Logits, fp32. For each sequence: those after its last known token, then those after each of its drafts."""
+    """Logits, fp32. Each sequence has one row for the logits after its last known token, then one for each of its
+    drafts."""
     rows: Sequence[tuple[Row, Draft, int]]
-    """Sequences, each with its draft and the index of its first logits. Followers share their leader's logits."""
+    """Sequences, each with its draft and the index of its first row of logits. Followers (further choices of a request)
+    share their leader's logits."""
     chosen_R: Sequence[int] = ()
     """Next token of each sequence, if the step itself sampled them; `logits_RV` is then empty, and no sequence has
     drafts."""
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
-    """Sequences that had drafts, with the number accepted, by the slot that they had. Complete once `accept` has
-    ended."""
+    """Sequences that had drafts, each with its number of accepted drafts, by slot. Complete when the iterator of
+    `accept` has ended."""
 
     def accept(self, *, is_maximal: bool = False) -> Iterator[tuple[Row, SampledToken, DraftRound | None, bool]]:
-        """Yield each sequence's next tokens: its accepted drafts, and one more. Each comes as `(row, token, drafts,
+        """Yield each sequence's next tokens, its accepted drafts and one more token, each as `(row, token, drafts,
         goes_on)`. `drafts`: result of the sequence's drafts up to and including this token; None for a sequence without
-        drafts. `goes_on`: True if the step brings another token for the sequence, unless it ends with this one. Before
-        it resumes the iterator, the caller must append the token to its sequence or end the sequence. Call once only.
-        Sets `num_cached` of each
-        sequence to the tokens whose KV the step made: those known, and the drafts accepted so far."""
+        drafts. `goes_on`: True if the step has another token for the sequence, unless the sequence ends with this
+        token. Before it resumes the iterator, the caller must append the token to its sequence or end the sequence. May
+        be called only once. Sets `num_cached` of each sequence to the number of its tokens whose KV is in place: the
+        tokens known before the step, and the drafts accepted so far."""
         num_cached = {row: row.num_cached for row, *_ in self.rows}
         slots = {row: row.slot for row, draft, _ in self.rows if draft}
         going, index = list(self.rows), 0
@@ -90,7 +92,7 @@ class Verified:
             going, index = agreeing, index + 1
 
     def _coupled(self, rows: Sequence[tuple[Row, Draft, int]], index: int) -> dict[Row, tuple[SampledToken, bool]]:
-        """Sample each sequence's next token. Return it, and whether it equals the draft, by sequence."""
+        """Sample each sequence's next token. Return, by sequence, the token and whether it equals the draft."""
         if self.chosen_R:
             return {row: (SampledToken(self.chosen_R[place]), False) for row, _, place in rows}
         places = [first + index for *_, first in rows]
@@ -103,7 +105,8 @@ class Verified:
         }
 
     def _maximal(self, each: tuple[Row, Draft, int], index: int) -> tuple[SampledToken, bool]:
-        """Accept a sequence's draft at `index`, or sample another token. Return it, and whether it was accepted."""
+        """Accept a sequence's draft at `index`, or sample another token. Return the token and whether the draft was
+        accepted."""
         row, draft, first = each
         drafted_V = None if draft.drafted_V is None else draft.drafted_V[index]
         return verify_draft(self.logits_RV[first + index].clone(), row.sampler, draft.token_ids[index], drafted_V)
