@@ -1,13 +1,13 @@
 """Saving answers: the KV of an ended sequence is copied from its slot to the node's prefix store, for later prompts.
 
-`engine.core` hands over each ended sequence by its stream's RowEndHook. The saver then holds the sequence's slot and
-releases it. It copies whole blocks of prompt and output that the store lacks, on a thread of its own, by a reader that
-the slot counts. The last token of an output has no KV, because no step ran it. Output tokens' KV comes from decode
-steps, which round differently from a prefill. So in bf16 a later prompt's tokens may differ from those of a cold start,
-as they may after a preemption.
+`engine.core` hands over each ended sequence through its stream's RowEndHook. The saver then holds the sequence's slot,
+and releases it after the copy. On its own thread, it copies the complete blocks of prompt and output that the store
+lacks; the slot counts it as a reader meanwhile. The last token of an output has no KV, because no step ran it. Output
+tokens' KV comes from decode steps, which round differently from a prefill. So in bf16 a later prompt's tokens may
+differ from those of a cold start, as they may after a preemption.
 
-An answer is dropped at once when its stream is cancelled, when the engine needs the memory or closes, when the store
-is full, or when too many others wait. Half-written blocks are then dropped. Another thread copies stored answers to
+An answer is dropped at once when its stream is cancelled, when the engine needs the memory or closes, when the store is
+full, or when too many other answers wait. Half-written blocks are then dropped. Another thread copies stored answers to
 disk; it holds no slot.
 """
 
@@ -29,17 +29,18 @@ from generate_workers.slots.table import SlotTable
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 16
-"""Number of answers that may wait for the thread. Each holds a slot that a new sequence could use."""
+"""Maximum number of answers that wait for the saver's thread. Each holds a slot that a new sequence could use."""
 _MAX_SINKING = 64
-"""Number of answers that may wait for the disk. Further ones go to disk only when they are stored again."""
+"""Maximum number of answers that wait for the disk. Further answers are not copied to disk until they are stored
+again."""
 _MOST_TOKENS = 1024
-"""Number of tokens that are copied from a slot at once, unless a block has more. Each copy from a device has a fixed
-cost, as much as hundreds of tokens, and takes host memory."""
+"""Maximum number of tokens that are copied from a slot at once, unless a block has more. Each copy from a device has a
+fixed cost, equal to that of hundreds of tokens, and uses host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """An ended sequence. Its slot is held until its KV is stored or dropped."""
+    """Ended sequence, whose slot is held until its KV is stored or dropped."""
 
     ref: LeaseRef
     reader: SlotReader
@@ -49,11 +50,11 @@ class _Answer:
 
 
 class StreamAnswers:
-    """Answers of one stream: a RowEndHook that saves them. Guarded by the saver's lock."""
+    """RowEndHook that saves the answers of one stream. Guarded by the saver's lock."""
 
     def __init__(self, saver: "AnswerSaver", naming: BlockNaming, on_filled: Callable[[Filled], None]) -> None:
-        """`on_filled` is called once, on any thread, with the stored blocks, when the stream has ended and none of its
-        slots is held. It must neither block nor raise."""
+        """`on_filled` is called once with the stored blocks, on any thread, when the stream has ended and no slot is
+        held for it. It must neither block nor raise."""
         self.naming = naming
         self.num_held = 0
         """Number of slots of ended sequences that are held until their KV is stored."""
@@ -71,17 +72,17 @@ class StreamAnswers:
         return not self._is_cancelled and self._saver.save(row, self)
 
     def stream_ended(self) -> None:
-        """Report the stored blocks as soon as every answer taken is stored or dropped."""
+        """Report the stored blocks as soon as all accepted answers are stored or dropped."""
         self._saver.end(self)
 
     def cancel(self) -> None:
-        """Drop the answers that are not stored yet, and take no more. Any thread; idempotent."""
+        """Drop the answers that are not stored yet, and accept no more. May be called on any thread. Idempotent."""
         self._is_cancelled = True
         self._saver.give_up(self)
 
 
 class AnswerSaver:
-    """Saver of the answers of one group. Any thread may call it."""
+    """Saves the answers of one group. Any thread may call it."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_stored = 0
@@ -89,17 +90,17 @@ class AnswerSaver:
         self._slots = slots
         self._store = store
         self._lock = threading.Lock()
-        """Guards `_held`, `_is_closed` and all StreamAnswers. Never held while the slots' lock is taken."""
+        """Guards `_held`, `_is_closed` and all StreamAnswers. Must not be held when the slots' lock is acquired."""
         self._held: dict[_Answer, Future[None]] = {}
-        """Answers whose slots are held. The thread that removes one releases its slot."""
+        """Answers whose slots are held. The thread that removes an answer releases its slot."""
         self._is_closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="answer-saver")
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
         self._may_sink = threading.BoundedSemaphore(_MAX_SINKING)
 
     def save(self, row: Row, stream: StreamAnswers) -> bool:
-        """Take over the slot of an ended sequence of `stream` and queue its answer. Return False when too many answers
-        wait, or the saver is closed. On the engine's thread."""
+        """Take over the slot of an ended sequence of `stream` and queue its answer. Return False if too many answers
+        wait, or the saver is closed. Called on the engine's thread."""
         token_ids = tuple(row.token_ids[:-1])  # the last token has no KV
         answer = _Answer(row.ref, self._slots.open_read(row.ref), token_ids, stream)
         with self._lock:
@@ -111,7 +112,7 @@ class AnswerSaver:
         return is_worth_it
 
     def end(self, stream: StreamAnswers) -> None:
-        """Note that a stream has ended, and report its stored blocks if none of its slots is held."""
+        """Record that a stream has ended, and report its stored blocks if no slot is held for it."""
         with self._lock:
             stream.is_over = True
             is_complete = not stream.num_held
@@ -119,8 +120,8 @@ class AnswerSaver:
             stream.on_filled(stream.filled)
 
     def give_up(self, stream: StreamAnswers | None = None) -> bool:
-        """Drop the answers that are not stored yet, of one stream or of all, and release their slots. Return whether
-        there were any. A running copy ends soon after, and only then its slot is free."""
+        """Drop the answers of one stream, or of all streams, that are not stored yet, and release their slots. Return
+        whether any answer was dropped. A running copy ends soon after, and its slot is free only then."""
         with self._lock:
             given_up = [each for each in self._held if stream in (None, each.stream)]
         for answer in given_up:
@@ -128,8 +129,8 @@ class AnswerSaver:
         return bool(given_up)
 
     def close(self) -> None:
-        """Drop all answers that are not stored yet, and end the threads. Blocks for running copies. Answers that wait
-        for the disk are not written. Idempotent."""
+        """Drop all answers that are not stored yet, and end the threads. Blocks until running copies have ended.
+        Answers that wait for the disk are not written. Idempotent."""
         with self._lock:
             self._is_closed = True
         self.give_up()
@@ -137,8 +138,8 @@ class AnswerSaver:
         self._sinker.shutdown(cancel_futures=True)
 
     def _release(self, answer: _Answer, filled: Filled) -> None:
-        """Release an answer's slot, unless it was dropped before. Report the stored blocks if it was the stream's last
-        slot."""
+        """Release an answer's slot, unless the answer was dropped before. Report the stored blocks if this was the
+        stream's last held slot."""
         stream = answer.stream
         with self._lock:
             saving = self._held.pop(answer, None)
@@ -207,7 +208,8 @@ class AnswerSaver:
 
 
 def _adjoining(writers: Sequence[BlockWriter]) -> Iterator[list[BlockWriter]]:
-    """Yield all writers in groups of consecutive blocks, of at most `_MOST_TOKENS` tokens unless a block has more."""
+    """Yield all writers in groups of consecutive blocks. A group has at most `_MOST_TOKENS` tokens, unless a single
+    block has more."""
     together: list[BlockWriter] = []
     for writer in writers:
         if together and (

@@ -2,9 +2,10 @@
 
 The loader is a baton.transport.kv_sink.KvPrefixes, called by `baton.transport.kv_receiver`; it leases from
 `slots.table`. Blocks are opened, and so locked, before the lease reports them as present. They are copied while the
-prefill runs, by a writer of the slot, for which commit waits as for any other. Opening and copying have threads of
-their own, which wait for a disk for seconds at most (`baton.modeling.prefix_store.disk_tier`). They block neither the
-engine's thread nor heartbeats, which use the loop's thread pool and report the disk's latest count.
+prefill runs, by a writer of the slot; the commit waits for this writer as for any other. Opening and copying have their
+own threads, which wait for a disk for some seconds at most (`baton.modeling.prefix_store.disk_tier`). They do not block
+the engine's thread. Nor do they block heartbeats, which use the loop's thread pool and report the latest known count of
+blocks on disk.
 """
 
 import asyncio
@@ -23,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 _NUM_THREADS = 2
-"""Number of threads that copy blocks, and of threads that open them. More would share the same bandwidth of memory or
-disk."""
+"""Number of threads that copy blocks, and number of other threads that open blocks. More threads would share the same bandwidth of
+memory or disk."""
 
 
 class PrefixLoader:
-    """Reserver of slots that begin with cached blocks of their prompts. Used on the loop."""
+    """Leases slots that begin with cached blocks of their prompts. Used on the asyncio loop."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_read = 0
@@ -44,9 +45,9 @@ class PrefixLoader:
 
     async def reserve(self, request: ReserveSpec) -> Lease:
         """Open the longest leading run of the request's blocks, lease a slot, and begin to copy them. Return the lease,
-        which has the number of tokens present. A lease for local prefill is committed when its blocks are in place.
-        Raises InvalidArgumentError for a bad block name, and what `SlotTable.reserve` raises. If slots or memory are
-        short, it raises before it reads a disk, because such a request is retried."""
+        which has the number of tokens that are present. A lease for local prefill is committed when its blocks are in
+        place. Raises InvalidArgumentError for a bad block name, and the errors of `SlotTable.reserve`. If too few slots
+        or too little memory is free, it raises before it reads a disk, because the request will be retried."""
         self._slots.check_room(request)
         found = await self._open(request)
         lease = self._slots.reserve(request, len(found.blocks) * request.block_tokens)
@@ -67,7 +68,8 @@ class PrefixLoader:
         self._copying.shutdown()
 
     async def _open(self, request: ReserveSpec) -> Leading:
-        """Open the request's leading blocks on a thread. Return at once, without a thread, when it names none."""
+        """Open the request's leading blocks on a thread. If the request names no blocks, return at once without a
+        thread."""
         if not request.prefix_blocks:
             return Leading((), 0)
         opening = partial(self._store.open_leading, request.prefix_blocks, request.block_tokens)
@@ -75,7 +77,7 @@ class PrefixLoader:
 
     async def _load(self, lease: Lease, blocks: tuple[KvBuffer, ...], num_shared: int, request: ReserveSpec) -> None:
         """Copy blocks into the lease's slot, except its first `num_shared` tokens. Then commit a lease for local
-        prefill. Abort the lease when a copy fails."""
+        prefill. Abort the lease if a copy fails."""
         try:
             missing = tuple(block for block in blocks if block.tokens.start >= num_shared)
             if missing:
