@@ -1,1 +1,2 @@
-"""A generation group: slots, continuous batching, one writer per stream (layer 2: torch; grpc only in servicer)."""
+"""Generation group: slots for KV, continuous batching, and delivery of streams (layer 2: torch; grpc only in
+servicer)."""

@@ -1,4 +1,4 @@
-"""Host of one generation engine: it loads the model and starts the server, in the process that calls `start_engine`.
+"""Starts one generation engine in the calling process: loads its model and runs its server.
 
 `deploy.groups.hosting` calls it in a child process or in a Ray actor; this module depends on neither. Starts
 `generate_workers.servicer`. Runs on that process's asyncio loop.
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedModel | None = None) -> GenerationServer:
-    """Load the model unless `model` has it, and return the engine's server, which accepts calls. Raises ModelError or
-    ConfigError with a message of one line."""
+    """Load the model, unless `model` is given, and return the engine's server, which accepts calls. Raises ModelError
+    or ConfigError with a one-line message."""
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     draft_model = await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer))
@@ -43,15 +43,15 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
         clock=SystemClock(),
         prefix_place=prefix_place(place),
     )
-    if place.cores:  # no other process shares these cores, but pushes on them would delay tokens
+    if place.cores:  # no other process uses these cores, but receiving pushes on them would delay tokens
         give_way_to(server.engine.thread_id)
-    await asyncio.to_thread(sweep)  # now that its own folder is in use
+    await asyncio.to_thread(sweep)  # after this process's own folder was marked as in use
     collect_rarely()
     return server
 
 
 def measured_cost(place: WorkerPlace) -> WorkCost | None:
-    """Return the measured costs of steps on engines like this one; None if they were not measured. A file that is
+    """Return the measured costs of steps on engines like this one; None if no costs were measured. A file that is
     damaged or of another version is logged and ignored. Blocks on the disk."""
     try:
         found = load_kept(Path(place.step_times)) if place.step_times else None
