@@ -1,8 +1,8 @@
-"""A generation group over gRPC: streams, status, and the KvReceiver of its slots on one server.
+"""Serves a generation group over gRPC: streams, status, and the KvReceiver of its slots, all on one server.
 
-The orchestrator's `workers` call it, and prefill ranks push KV to it. `streams.open_streams` serves streams,
-`baton.transport.kv_receiver` serves leases. Runs on the process's asyncio loop; events arrive from the engine's thread.
-The interceptor that baton.transport.channel.make_server installs converts errors of calls to statuses.
+The orchestrator calls it through `orchestrator.workers`, and prefill ranks push KV to it. `streams.open_streams` serves
+streams, `baton.transport.kv_receiver` serves leases. Runs on the process's asyncio loop; events arrive from the
+engine's thread. The interceptor that baton.transport.channel.make_server installs converts errors of calls to statuses.
 """
 
 import asyncio
@@ -53,17 +53,18 @@ from generate_workers.streams.shared_reader import SharedReader
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MESSAGE_BYTES = 2**20
-"""Most bytes of a message with the events of many streams, unless a single event is larger."""
+"""Maximum number of bytes of a message with the events of many streams, unless a single event is larger."""
 _MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Most bytes of a single event, which must fit into one message here and on its way to the client."""
+"""Maximum number of bytes of a single event, which must fit into one message of this service and of all services
+between it and the client."""
 
 
 class GroupPrefixes:
-    """A group's access to its node's prefix store, which prefill ranks use as well. Leases begin with blocks from it,
-    answers are stored in it, and other nodes' blocks are fetched into it."""
+    """Access of a group to its node's prefix store, which prefill ranks use as well. Leases begin with blocks from the
+    store, answers are saved to it, and blocks of other nodes are copied to it."""
 
     def __init__(self, place: PrefixPlace, slots: SlotTable, secret: ClusterSecret) -> None:
-        """`secret` is sent to workers of other nodes, and is the key of the store's folders. Raises ConfigError when a
+        """`secret` is sent to workers of other nodes, and is the key of the store's folders. Raises ConfigError if a
         folder cannot be created."""
         self._node = place.open(slots.layout, slots.clock, secret.text)
         self.store = self._node.blocks
@@ -72,7 +73,8 @@ class GroupPrefixes:
         self.exchange = BlockExchange(self.store, clock=slots.clock, connect=partial(make_channel, secret=secret))
 
     async def close(self) -> None:
-        """Wait for loads, drop unsaved answers, and release the folders. Call once, after the engine has ended."""
+        """Wait until blocks are loaded, drop answers that are not saved yet, and release the folders. Call this once,
+        after the engine has ended."""
         await self.loader.close()
         await in_own_thread(self.saver.close)
         await self.exchange.close()
@@ -80,13 +82,13 @@ class GroupPrefixes:
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
-    """Servicer of baton.v1.GenerationGroup over a running engine. `prefixes`: access to the node's prefix store, if
-    any."""
+    """Serves baton.v1.GenerationGroup with a running engine. `prefixes`: access to the node's prefix store; None: no
+    store."""
 
     def __init__(self, engine: GenerationEngine, layout: KvLayout, prefixes: GroupPrefixes | None = None) -> None:
         self.engine = engine
         self.prefixes = prefixes
-        # do not store approximate KV, because exact groups would use it
+        # approximate KV is not saved, because exact groups would use it
         saver = prefixes.saver if prefixes is not None and engine.residency.traits.is_exact else None
         self._streams = OpenStreams(engine, saver)
         self._layout = layout
@@ -102,7 +104,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
                 async for batch in batches:
                     for message in messages_of(batch):
                         yield message
-            await obeying  # raises the error that reading the commands failed with, if any
+            await obeying  # raises the error of reading the commands, if any
         finally:
             obeying.cancel()
             await asyncio.gather(obeying, return_exceptions=True)
@@ -121,7 +123,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             reader.complete()
 
     def _open(self, request: generate_pb2.StreamRequest, on_message: Callable[[], None]) -> OpenStream:
-        """Open a stream, or take an existing one over."""
+        """Open a new stream, or take over an existing one."""
         asked, number = request_from_proto(request), StreamNumber(request.number)
         naming = _naming_from_proto(request.store) if request.HasField("store") else None
         if request.HasField("takeover"):
@@ -130,19 +132,19 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         return self._streams.open(asked, number, _checked_keep(request.keep_s), on_message, naming)
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
-        """End a stream, including one that has outlived its call."""
+        """End a stream, including a stream whose call was lost."""
         self._streams.cancel(StreamNumber(request.number))
         return generate_pb2.CancelReply()
 
     async def ListPrefixBlocks(
         self, request: common_pb2.ListPrefixBlocksRequest, context: Context
     ) -> common_pb2.ListPrefixBlocksReply:
-        """Return the names of all blocks in the node's store."""
+        """Return the names of all blocks in the node's prefix store."""
         blocks = await in_own_thread(self.prefixes.store.names) if self.prefixes is not None else []
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     def close(self) -> None:
-        """Stop the timers of streams that no call reads. Call once no call runs."""
+        """Stop the timers of streams that no call reads. Call this when no gRPC call is running."""
         self._streams.close()
 
     async def GetStatus(
@@ -180,12 +182,13 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
 
 
 class GenerationServer:
-    """An engine, its slots, and the server of both services. Make one with `start`, on the loop."""
+    """Engine, its slots, and the gRPC server of GenerationGroup and KvReceiver. Create one with `start`, on the asyncio
+    loop."""
 
     def __init__(self, server: grpc.aio.Server, servicer: GenerationServicer, slots: SlotTable, port: int) -> None:
         self.engine, self.slots, self.port = servicer.engine, slots, port
         self.prefixes = servicer.prefixes.store if servicer.prefixes is not None else None
-        """The node's prefix store, if this group uses one."""
+        """Prefix store of the node; None if this group uses none."""
         self._server, self._servicer = server, servicer
 
     @classmethod
@@ -198,13 +201,13 @@ class GenerationServer:
         clock: Clock,
         prefix_place: PrefixPlace | None = None,
     ) -> Self:
-        """Start to serve callers that have the cluster's secret on a free port of `place.host`. Leases name that
-        address, so ranks that push must be able to reach it.
+        """Start a server on a free port of `place.host`, for callers that have the cluster's secret. Leases contain
+        this address, so prefill ranks must be able to reach it.
 
         `place.num_engines`: number of engines, including this one, that share the machine's memory. `prefix_place`:
-        folders of the prefix store, with whose blocks slots may begin, and where answers are stored. They are created
-        if needed, and removed by their last user. Raises ConfigError if it cannot listen there or create that folder,
-        if memory cannot be allocated, and for speculation that is not supported."""
+        folders of the prefix store, which are created if missing and removed by their last user. Slots may begin with
+        its blocks, and answers are saved to it. Raises ConfigError if the server cannot listen, a folder cannot be
+        created, memory cannot be allocated, or the speculation is not supported."""
         secret, decoder = ClusterSecret(place.secret), model.decoder
         memory = make_memory(decoder, config, place.num_engines, draft_model=model.draft_model)
         server = make_server(check=secret.check)
@@ -226,14 +229,15 @@ class GenerationServer:
         return cls(server, servicer, slots, port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept no more calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
+        """Accept no more calls, give running calls `grace_s` seconds to end, then cancel them and close the engine.
+        Idempotent."""
         await self._server.stop(grace_s)
         self._servicer.close()
         await in_own_thread(self.engine.close)
         prefixes, self._servicer.prefixes = self._servicer.prefixes, None
         if prefixes is not None:
             await prefixes.close()
-            await in_own_thread(self.engine.close)  # again: a block's copy may have restarted the link's threads
+            await in_own_thread(self.engine.close)  # closed again: a block's copy may have restarted the link's threads
 
 
 def _speculation_to_proto(stats: SpeculationStats) -> generate_pb2.SpeculationStatus:
@@ -255,7 +259,8 @@ async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus
 
 
 def messages_of(batch: Iterable[generate_pb2.StreamEvent]) -> Iterator[generate_pb2.StreamEvents]:
-    """Yield a batch, in order, as messages of limited size. It is one message unless it has logprobs of prompts."""
+    """Yield the events of a batch, in order, in messages of limited size. A batch without logprobs of prompts is one
+    message."""
     events: list[generate_pb2.StreamEvent] = []
     num_bytes = 0
     for event in batch:
