@@ -1,7 +1,7 @@
 """Residency `device`: all KV is stored where attention reads it. No KV is fetched or copied.
 
-A Residency for `engine.step_runner`. Every byte counts in `home` and `device`. On devices with memory of their own
-`generate_workers.residency.paged` takes its place, unless drafts select keys.
+A Residency for `engine.model_runner`. All bytes count as both `home` and `device` (see `port.KvBytes`). On devices with
+their own memory, `generate_workers.residency.paged` is used instead, unless drafts select keys.
 
 Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -23,8 +23,8 @@ class DeviceResidency(RowResidency[StoredRow]):
     traits = POLICIES["device"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, indices: Sequence[RowPart] = ()) -> None:
-        """`indices`: a further part for each slot, which counts only as device memory. Empty: slots hold only KV.
-        Raises an error of OUT_OF_MEMORY when the slots' address space cannot be reserved."""
+        """`indices`: a further RowPart for each slot, which counts only as device memory. Empty: slots hold only KV.
+        Raises an error of OUT_OF_MEMORY if the slots' address space cannot be reserved."""
         kvs = [PagedKv(shape.layout, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
         rows = [StoredRow([kv], [kv, *indices[slot : slot + 1]]) for slot, kv in enumerate(kvs)]
         super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))

@@ -1,8 +1,9 @@
-"""A sequence's first and latest KV on the device, for drafts: a copy of KV in host memory, or the KV of a draft model.
+"""First and latest KV of a sequence on the device, for drafts: either a copy of KV in host memory, or a draft model's
+KV.
 
-A copy is a Part of a slot (`rows`). Tokens are copied once, when their KV is final, so that drafts copy only a few
-tokens per round over the link, for sequences of any length. `generate_workers.speculation` runs draft steps over the
-copy. A draft model's forwards write their own KV (`generate_workers.speculation.draft_model`).
+A copy is a RowPart of a slot (`row_parts`). The KV of each token is copied once, when it is final. So drafts copy only
+a few tokens per round over the link, for sequences of any length. `generate_workers.speculation` runs draft steps over
+the copy. A draft model's forwards write their own KV (`generate_workers.speculation.draft_model`).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,21 +17,22 @@ from generate_workers.residency.port import DraftKeys
 from generate_workers.residency.row_parts import MakeMemory
 
 Fetch = Callable[[list[tuple[Tensor, Tensor]]], None]
-"""Function that copies pairs `(to, from)` from host memory to the device, and returns when that is done."""
+"""Function that takes a list of `(target, source)` tensors, copies each source in host memory to its target on the
+device, and returns when all copies are complete."""
 
 
 class DraftWindow:
-    """First and latest KV of a slot's sequence, for one claim after another."""
+    """First and latest KV of a slot's sequence. The object is reused by the slot's claims, one after another."""
 
     def __init__(self, layout: KvLayout, make_memory: MakeMemory, size: DraftKeys) -> None:
-        """Raise what `make_memory` raises."""
+        """Raises the errors of `make_memory`."""
         self._layout, self._size = layout, size
         self._memory = make_memory(layout, size.num_places)
         self._buffer: KvBuffer | None = None
         self._num_copied = 0
-        """Number of the sequence's tokens whose final KV is here or was left out."""
+        """Number of the sequence's tokens whose final KV was copied or left out."""
         self._start = size.num_first
-        """Position of the token that is stored right after the first ones."""
+        """Position of the token that is stored right after the `num_first` first tokens."""
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +40,8 @@ class DraftWindow:
         return self._memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of the copy for a sequence of `num_tokens` tokens. They grow up to the size of the copy."""
+        """Return the bytes of the copy for a sequence of `num_tokens` tokens. They grow with the tokens up to a
+        maximum."""
         return self._memory.bytes_for(min(num_tokens, self._size.num_places))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -57,8 +60,8 @@ class DraftWindow:
         self._memory.release()
 
     def follow(self, home: KvBuffer, num_tokens: int, fetch: Fetch) -> None:
-        """Copy the KV that the window lacks for a sequence. KV of its first `num_tokens` tokens is final.
-        `home` holds all KV of the sequence. `fetch` runs the copies."""
+        """Copy KV that the window lacks. The KV of the sequence's first `num_tokens` tokens must be final. `home` holds
+        all KV of the sequence. `fetch` runs the copies."""
         for tokens in self.missing(num_tokens):
             place = self._place(tokens.start)
             to = TokenRange(place, place + len(tokens))
@@ -68,13 +71,13 @@ class DraftWindow:
         self.settle(num_tokens)
 
     def settle(self, num_tokens: int) -> None:
-        """Record that exactly the sequence's first `num_tokens` tokens have their final KV here, or are left out."""
+        """Record that the final KV of exactly the sequence's first `num_tokens` tokens is in the window or left out."""
         self._num_copied = num_tokens
 
     def missing(self, num_tokens: int) -> list[TokenRange]:
-        """Return the ranges of the sequence's first `num_tokens` tokens whose KV is missing here: of the first ones,
-        then of the latest, in the order in which they are to be written. Makes room for them and for drafts after
-        them."""
+        """Return the ranges of the sequence's first `num_tokens` tokens whose KV the window lacks, in the order in
+        which they must be written: the sequence's first tokens, then the latest. Make room for these tokens and for
+        drafts after them."""
         size, copied = self._size, self._num_copied
         first_last = max(num_tokens - size.num_last, size.num_first)
         first = min(size.num_first, num_tokens)
@@ -87,9 +90,9 @@ class DraftWindow:
         return [tokens for tokens in wanted if tokens]
 
     def span(self, tokens: TokenRange) -> "DraftWindowSpan":
-        """Return the span of new tokens. All earlier tokens must be here or left out. The new tokens attend to the
-        first tokens, to themselves, and to those before them that are among the `num_last` latest of the last new
-        token."""
+        """Return the span of new tokens. All earlier tokens must be in the window or left out. The new tokens attend to
+        the first tokens, to themselves, and to the tokens before them that are among the `num_last` tokens that end
+        with the last new token."""
         place = self._place(tokens.start)
         self._memory.commit(TokenRange(place, place + len(tokens)))
         first = self._size.num_first
@@ -98,7 +101,7 @@ class DraftWindow:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the buffer of the present claim."""
+        """Return the buffer of the current claim."""
         assert self._buffer is not None, "the slot is not claimed"
         return self._buffer
 
@@ -106,7 +109,8 @@ class DraftWindow:
         return position if position < self._size.num_first else self._size.num_first + position - self._start
 
     def _move(self, tokens: TokenRange) -> None:
-        """Move the latest `tokens` to the start of their part of the buffer. The other latest tokens are discarded."""
+        """Move the latest `tokens` to the start of the buffer's area for latest tokens. Other tokens in this area are
+        discarded."""
         place, to = self._place(tokens.start), TokenRange(self._size.num_first, self._size.num_first + len(tokens))
         for layer in range(self._layout.num_layers if tokens else 0):
             kept = self.buffer.span(layer, TokenRange(place, place + len(tokens)))
@@ -122,9 +126,10 @@ class DraftWindowSpan:
     tokens: TokenRange
     """Positions of the new tokens."""
     index: int
-    """Place of the first new token in the buffer; the others follow."""
+    """Index of the first new token in the buffer; the other new tokens follow."""
     unseen: TokenRange | None
-    """Places before the new tokens that these do not attend to. None: they attend to all."""
+    """Range of buffer indices before the new tokens to which the new tokens do not attend. None: they attend to all
+    tokens."""
 
     def own(self, layer: int) -> Tensor:
         return self.buffer.span(layer, TokenRange(self.index, self._end))
@@ -132,7 +137,7 @@ class DraftWindowSpan:
     def segments(self, layer: int) -> Iterator[KvRows]:
         unseen = self.unseen or TokenRange(0, 0)
         for start, end in ((0, unseen.start), (unseen.end, self._end)):
-            if start < end:  # keys are numbered by place, so that the new ones have their true positions
+            if start < end:  # keys are numbered by index, so that the new keys have their true positions
                 rows = self.buffer.rows(layer, TokenRange(start, end))
                 yield KvRows(rows.k_SGH, rows.v_SGH, self.tokens.start - self.index + start)
 

@@ -1,9 +1,9 @@
-"""Residency `host`: all KV is stored in host memory, and a step fetches each layer whole, one layer ahead.
+"""Residency `host`: all KV is stored in host memory. A step fetches the KV of each layer, one layer ahead of its use.
 
-A Residency for `engine.step_runner`, after FlexGen (Sheng et al., 2023). It adds what FlexGen's published baselines
-lack: host memory that is pinned on CUDA, and a double buffer, so that layer l computes while layer l + 1 is fetched.
-The device holds two layers of every sequence, for a model of any depth: a slot has one area for the even layers and one
-for the odd layers. Only the fetch of layer 0 does not overlap with computing.
+A Residency for `engine.model_runner`, after FlexGen (Sheng et al., 2023). Unlike FlexGen's published baselines, it pins
+host memory on CUDA, and uses a double buffer, so that layer l computes while layer l + 1 is fetched. The device holds
+two layers of each sequence, for a model of any depth: a slot has one area (memory for one layer's KV) for even layers
+and one for odd layers. Only the fetch of layer 0 does not overlap with computing.
 
     engine:  begin 0 | layer 0 | end 0 | begin 1 | layer 1 | end 1 | begin 2 ...
     link:    fetch 0 | fetch 1 ------- |         | fetch 2 ------- |
@@ -32,8 +32,8 @@ _NUM_AREAS = 2
 
 
 class HostRow(AreaRow):
-    """StoredRow with host memory for all layers, and an area for two layers on the device. Layer l uses number l modulo
-    2."""
+    """StoredRow with host memory for all layers, and an Area of two layers on the device. Layer l uses layer l % 2 of
+    the Area."""
 
     def __init__(self, kv: PagedKv, area: Area, draft_window: DraftWindow | None = None) -> None:
         super().__init__([kv], [area] if draft_window is None else [area, draft_window])
@@ -53,11 +53,11 @@ class HostStep(RowStep[HostRow]):
         self._fetch = self._begin_fetch(0)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Wait for the layer, and begin to fetch the next, whose area the layer before this one does not use any
+        """Wait for the layer's fetch, and begin to fetch layer + 1 into the area of layer - 1, which is not used any
         more."""
         self._fetch.join()
         if layer >= _NUM_AREAS:
-            self._stores[layer - _NUM_AREAS].join()  # it reads the places of this layer's new tokens
+            self._stores[layer - _NUM_AREAS].join()  # its copy reads the memory of this layer's new tokens
         if layer + 1 < self._num_layers:
             self._fetch = self._begin_fetch(layer + 1)
 
@@ -74,7 +74,7 @@ class HostStep(RowStep[HostRow]):
             store.result()
 
     def leave(self) -> None:
-        """Wait until no copy runs. The error of a fetch is raised by `begin`, not here."""
+        """Wait until no copy runs. Errors of fetches are not raised here, but by `begin`."""
         for transfer in (self._fetch, *self._stores):
             transfer.wait()
 
@@ -92,7 +92,7 @@ class HostResidency(RowResidency[HostRow]):
     traits = POLICIES["host"]
 
     def __init__(self, shape: KvShape, device: Device) -> None:
-        """Raise an error of OUT_OF_MEMORY when the slots' address space cannot be reserved."""
+        """Raises an error of OUT_OF_MEMORY if the slots' address space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         areas, drafts = replace(layout, num_layers=_NUM_AREAS), shape.draft_keys
         rows = [
@@ -111,8 +111,8 @@ class HostResidency(RowResidency[HostRow]):
         return [self._window_of(slot).span(tokens) for slot, tokens in rows]
 
     def follow(self, rows: Iterable[tuple[SlotId, int]]) -> None:
-        """Copy missing KV that drafts attend to to the device. `rows`: slots, each with its number of tokens of final
-        KV. Blocks until it is copied."""
+        """Copy KV to the device that drafts attend to and that is missing there. `rows`: slots, each with its number of
+        tokens whose KV is final. Blocks until the copies are complete."""
 
         def fetch(copies: Copies) -> None:
             self.num_link_bytes += num_bytes_of(copies)

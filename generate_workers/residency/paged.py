@@ -1,13 +1,12 @@
-"""Residency `device` on a device with memory of its own: sequences keep their KV in pages of one pool.
+"""Residency `device` on a device with its own memory: the KV of sequences is stored in pages of one pool. A Residency
+for `engine.model_runner`. A sequence allocates pages as it grows and frees them at its end, so that no memory is
+reserved for the longest one. Choices of one request share the pages of their prompt: a sequence that writes to a shared
+page copies it first (`baton.modeling.kv.pages`). Sequences whose prompts begin with the same blocks share the blocks'
+pages (`baton.modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages; no other KV is copied.
 
-A Residency for `engine.step_runner`. A sequence allocates pages as it grows and frees them at its end, so that no
-memory is reserved for the longest one. Choices of one request share the pages of their prompt: a sequence that writes
-to a shared page copies it first (`baton.modeling.kv.pages`). Sequences whose prompts begin with the same blocks share
-those (`baton.modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages; no other KV is copied.
-
-Memory is promised and counted by sequence, and a shared page counts for each of its sequences, so that a free page for
-its copy always exists. Pages that only cached blocks use are promised to no sequence, and are evicted when a sequence
-needs them.
+Memory is promised and counted per sequence. A shared page counts for each of its sequences, so that a free page always
+exists when a sequence must copy it. Pages that only cached blocks use are promised to no sequence, and are evicted when
+a sequence needs them.
 
 Shape suffixes: L layers, T tokens of a piece.
 """
@@ -28,7 +27,7 @@ from generate_workers.residency.traits import POLICIES
 
 
 class PagedRow:
-    """Row whose KV is stored in pages."""
+    """RowKv whose KV is stored in pages of a pool."""
 
     def __init__(self, pool: PagePool, prefixes: PagePrefixes, shape: KvShape) -> None:
         self._prefixes, self._page_tokens = prefixes, pool.page_tokens
@@ -37,11 +36,12 @@ class PagedRow:
         self._row_bytes = shape.layout.row_bytes
         self._tokens: TokenRange | None = None
         self._num_expected = 0
-        """Number of tokens that are certain to be written. Their pages are allocated together, so as to be adjacent."""
+        """Number of tokens that are certain to be written. Their pages are allocated at once, so that they are
+        adjacent."""
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the range of tokens that the present claim may hold."""
+        """Return the range of tokens that the current claim may hold."""
         assert self._tokens is not None, "the slot is not claimed"
         return self._tokens
 
@@ -63,7 +63,8 @@ class PagedRow:
         self._tokens, self._num_expected = TokenRange(0, capacity_tokens), num_tokens
 
     def commit(self, tokens: TokenRange) -> None:
-        """Allocate unshared pages for `tokens`, which are about to be written. Raises MemoryError when none is free."""
+        """Allocate unshared pages for `tokens`, which are about to be written. Raises MemoryError if too few pages are
+        free."""
         assert tokens.end <= self.tokens.end, f"{tokens} outside {self.tokens}"
         self.pages.prepare(tokens, self._num_expected)
 
@@ -90,8 +91,8 @@ class PagedRow:
         self.pages.share(other.pages.pages_of(TokenRange(0, num_tokens)))
 
     def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
-        """Share the pages of the leading blocks that the device has, for an empty sequence. Return their number of
-        tokens."""
+        """Begin an empty sequence with the leading blocks of `names` that the device has, by sharing their pages.
+        Return the number of tokens of these blocks."""
         if not self._has_whole_pages(block_tokens):
             return 0
         pages = self._prefixes.begin(names)
@@ -99,7 +100,8 @@ class PagedRow:
         return len(pages) * self._page_tokens
 
     def keep(self, names: Sequence[str], block_tokens: int) -> None:
-        """Share the sequence's first blocks, whose KV must be final, with sequences of the same prefix."""
+        """Make the sequence's first blocks, whose KV must be final, available to later sequences with the same
+        prefix."""
         if self._has_whole_pages(block_tokens):
             self._prefixes.keep(names, self.pages.pages_of(TokenRange(0, len(names) * block_tokens)))
 
@@ -133,7 +135,7 @@ class PagedResidency(RowResidency[PagedRow]):
         super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
 
     def bound(self, num_bytes: int) -> None:
-        """Limit sequences and cached blocks together to `num_bytes` bytes, but at least one page."""
+        """Limit sequences and cached blocks to `num_bytes` bytes in total, but at least one page."""
         self.pool.most_taken = min(self.pool.num_pages, max(num_bytes // self.pool.page_bytes, 1))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Construction of residency policies, each by its name in `traits`.
+"""Construction of residency policies by the names in `traits`.
 
 `engine.memory_limits` makes a group's policy here when the group starts.
 """
@@ -49,7 +49,7 @@ class SelectionSource:
     kv_bytes: int | None = None
     """Configured bytes for the KV of all slots in any memory. None: not configured."""
     serves_drafts: bool = False
-    """True if drafts select keys by it, so that policy `device` stores partial keys in addition to KV."""
+    """True if drafts select keys by this selection, so that policy `device` stores partial keys in addition to KV."""
 
     @property
     def pool_bytes(self) -> int | None:
@@ -61,8 +61,8 @@ class SelectionSource:
         return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
 
     def load_early(self) -> PreparedSelection:
-        """Read the selection for selecting keys one layer early: the one tuned for that, or else the default one, which
-        then costs more quality. Raises ModelError as `load` does."""
+        """Read the selection with which keys are selected one layer early: the file tuned for this or, if it does not
+        exist, the default file, with which the loss of quality is larger. Raises ModelError as `load` does."""
         early = prepared_path(self.decoder.layout.model_fingerprint, lookahead=1)
         prepared = self.load() if self.path or not early.is_file() else load_prepared(early, self.decoder)
         if not prepared.lookahead:
@@ -83,8 +83,8 @@ def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> R
 
 
 def selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
-    """Return a maker of a policy that attends to selected keys. The maker raises ConfigError if the policy is not
-    supported here or its kernels are not installed."""
+    """Return a function that makes the policy `name`, which attends to selected keys. The function raises ConfigError
+    if the policy is not supported on this device or its kernels are not installed."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
         require_selective(f"residency = {name!r}", shape, device)
@@ -112,7 +112,8 @@ def _is_pooled(shape: KvShape, pool: PoolSize) -> bool:
 
 
 def _infinigen_anywhere(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
-    """Make the policy with kernels of the CPU, or on a GPU with operations on tensors and Triton."""
+    """Return policy `infinigen` for the device: with native kernels on a CPU, with tensor operations and Triton on a
+    GPU."""
     if device.name != "cuda":
         return selecting("infinigen", _infinigen)(shape, device, source)
     assert source is not None, "infinigen needs a model"
@@ -157,10 +158,9 @@ def make_residency(
     source: SelectionSource | None = None,
     makers: Mapping[str, Make] = MAKERS,
 ) -> Residency:
-    """Make the policy of that name for all slots. Policies that select keys need a `source`. `makers`: maker of
-    each known policy. Raises ConfigError for an unknown name, for a policy that is not supported
-    here, and when the slots' address space cannot be reserved; ModelError if the prepared file of `source` does not
-    exist or does not fit."""
+    """Return the policy `name` for all slots. Policies that select keys need a `source`. `makers`: maker of each known
+    policy. Raises ConfigError if the name is unknown, the policy is not supported on this device, or the slots' address
+    space cannot be reserved; ModelError if the prepared file of `source` does not exist or does not fit the model."""
     make = policy_named(name, makers)
     if source is not None and source.pool is not None and not (name in POLICIES and POLICIES[name].has_pool):
         raise ConfigError(f"residency = {name!r} keeps all KV: leave pool_tokens at 0, or use residency {POOLED}")

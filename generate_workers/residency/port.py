@@ -1,10 +1,10 @@
-"""The residency port: a policy owns the memory of all slots' KV, and provides it to each step, layer by layer.
+"""Residency port: a policy owns the memory of all slots' KV, and provides the KV to each step, layer by layer.
 
-`slots` open, write and release the KV of sequences (RowKv); `engine.step_runner` runs steps on the engine's thread. The
-port distinguishes two memories: `device`, where attention reads, and `home`, where KV is stored between steps. `home`
-is host memory, or device memory for KV that a policy stores there; such bytes count as both. A policy that attends to
-selected keys learns what it needs for the selection from `RowKv.write`, from `begin` and `picks` of its turns, and when
-a step ends.
+`slots` open, write and release the KV of sequences (RowKv); `engine.model_runner` runs steps on the engine's thread.
+The port distinguishes two memories: `device`, where attention reads, and `home`, where KV is stored between steps.
+`home` is host memory or, if a policy stores KV on the device, device memory; the bytes then count as both. A policy
+that attends to selected keys gets the data for its selection in `RowKv.write`, in `begin` and `picks` of its turns
+(calls between layers), and at the end of a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ StepRows = Sequence[tuple[SlotId, TokenRange]]
 
 
 class RowError(Exception):
-    """Error of one sequence, in `slot`, that fails its step. The step can run without that sequence."""
+    """Error of the sequence in `slot` that makes its step fail. The step can run without this sequence."""
 
     def __init__(self, slot: SlotId, message: str) -> None:
         super().__init__(message)
@@ -35,8 +35,8 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class KvBytes:
-    """Bytes of KV in `home`, the memory where it is stored between steps, and on the device. KV that is stored on the
-    device counts as both."""
+    """Bytes of KV in `home`, the memory where KV is stored between steps, and in device memory. KV that is stored on
+    the device counts as both."""
 
     home: int = 0
     device: int = 0
@@ -53,24 +53,24 @@ class KvBytes:
 
 @dataclass(frozen=True)
 class DraftKeys:
-    """Keys of a sequence that drafts attend to: the first and the latest."""
+    """Numbers of first and latest keys of a sequence that drafts attend to."""
 
     num_first: int
     """Number of tokens at the sequence's start."""
     num_last: int
     """Number of latest tokens, including drafts."""
     most_drafts: int
-    """Most tokens that drafts add before the step that verifies them."""
+    """Maximum number of tokens that drafts add before the step that verifies them."""
 
     @property
     def num_places(self) -> int:
-        """Return the number of tokens that a copy of these keys has room for. The latest tokens advance in it, and are
-        only rarely moved back to its start."""
+        """Return the number of tokens for which a copy of these keys has room. It has room for additional latest
+        tokens, so that these rarely have to be moved back to the start of their area."""
         return self.num_first + 2 * self.num_last + self.most_drafts
 
     @classmethod
     def of(cls, num_keys: int, most_drafts: int) -> Self:
-        """Divide `num_keys` keys, at least two, into a few first ones and the latest."""
+        """Return a DraftKeys that divides `num_keys` keys, at least two, into a few first keys and the latest keys."""
         num_first = min(_NUM_SINKS, num_keys // 2)
         return cls(num_first, num_keys - num_first, most_drafts)
 
@@ -85,17 +85,17 @@ class KvShape:
     num_slots: int
     max_slot_tokens: int
     draft_keys: DraftKeys | None = None
-    """Keys that policy `host` copies to the device for drafts. None: no drafts over them."""
+    """Keys that policy `host` copies to the device for drafts. None: no keys are copied."""
     chosen_drafts: bool = False
-    """True if drafts select among all keys of a sequence. Policy `device` then keeps these contiguous on every
-    device."""
+    """True if drafts select among all keys of a sequence. Policy `device` then stores a sequence's keys contiguously on
+    every device."""
     most_new_tokens: int = 256
-    """Most prompt tokens that one step prefills."""
+    """Maximum number of prompt tokens that one step prefills."""
 
     @property
     def long_span_bytes(self) -> int:
-        """Return the most bytes that the new tokens of a step's longer spans take in one layer, each span in whole
-        pages."""
+        """Return the maximum number of bytes that the new tokens of all prefilling spans of a step need in one layer,
+        with each span rounded up to whole pages."""
         return self.most_new_tokens * self.layout.row_bytes + self.num_slots * PAGE_BYTES
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
@@ -110,8 +110,8 @@ class KvShape:
 
 
 class RowKv(Protocol):
-    """KV of one slot's present claim, which is one sequence. A slot uses the same object for one claim after another.
-    Used by one thread at a time."""
+    """KV of one slot's current claim, which is one sequence. A slot reuses the object for all of its claims, one after
+    another. Used by one thread at a time."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -125,7 +125,7 @@ class RowKv(Protocol):
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the frames that pushed KV is put into on its way to the slot. None: it is written in place."""
+        """Return the staging frames through which pushed KV is copied to the slot. None: KV is written in place."""
         ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
@@ -164,7 +164,8 @@ class RowKv(Protocol):
 
 
 class StepKv(Protocol):
-    """One forward's view of its sequences: the spans that the decoder runs, and the policy's turns between layers."""
+    """View of the sequences of one forward pass: the spans that the decoder runs, and the policy's turns between
+    layers."""
 
     @property
     def spans(self) -> Sequence[SequenceSpan]:
@@ -178,13 +179,15 @@ class StepKv(Protocol):
 
     @property
     def turns(self) -> LayerTurns | None:
-        """Return the policy's turns between layers. None: the policy needs none, and sequences attend to all keys."""
+        """Return the policy's turns between layers. None: the policy does nothing between layers, and sequences attend
+        to all keys."""
         ...
 
 
 class Residency(Protocol):
-    """Policy over all slots of a group. Any thread may call `open` and RowKv's `write` and `release`, one at a time for
-    a slot; with frames, all writes come from one thread. Only the engine's thread calls `copy`, `step` and `close`."""
+    """Policy over all slots of a group. Any thread may call `open` and RowKv's `write` and `release`, one thread at a
+    time per slot. If `frames` is not None, one thread makes all writes. Only the engine's thread calls `copy`, `step`
+    and `close`."""
 
     @property
     def traits(self) -> PolicyTraits:
@@ -193,7 +196,7 @@ class Residency(Protocol):
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the frames that pushed KV is put into on its way to a device. None: it is written in place."""
+        """Return the staging frames through which pushed KV is copied to a device. None: KV is written in place."""
         ...
 
     @property
@@ -212,7 +215,7 @@ class Residency(Protocol):
         ...
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
-        """Begin a claim on a slot whose last claim was released. `num_tokens`: tokens that are certain to be
+        """Begin a claim on a slot whose last claim was released. `num_tokens`: number of tokens that are certain to be
         written."""
         ...
 
@@ -221,8 +224,9 @@ class Residency(Protocol):
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
-        """Commit memory for the new tokens, and prepare a forward. After the context is left, no thread uses the
-        sequences' memory any more, even if the forward failed. Raises RowError on entering, before any layer runs."""
+        """Commit memory for the new tokens, and prepare a forward. After the context has ended, no thread uses the
+        sequences' memory any more, even if the forward pass failed. Raises RowError on entering, before any layer
+        runs."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""The KV of one slot's sequence, made of parts: storage that together holds all layers, and parts on the device.
-
-A policy's slot is a StoredRow with parts of its own. `steps` runs them. `home` is the memory where KV is stored between
-steps: host memory, or device memory that counts as both (`port`).
+"""KV of one slot's sequence, which consists of parts: storage for all layers, and parts on the device. A policy's slot
+is a StoredRow (or a subclass) with the parts that the policy needs. `steps` runs steps over them. `home` is the memory
+where KV is stored between steps: host memory, or device memory that counts as both (`port`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +17,13 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvBytes
 
 MakeMemory = Callable[[KvLayout, int], RowMemory]
-"""Function that makes memory for one slot of a layout, up to a number of tokens. Raises an error of OUT_OF_MEMORY, or
-OSError."""
+"""Function that takes a layout and a maximum number of tokens, and returns memory for one slot. Raises an error of
+OUT_OF_MEMORY, or OSError."""
 
 
 class RowPart(Protocol):
-    """Part of a slot's memory, used by one claim after another: KV of some layers, or an index for selecting keys."""
+    """Part of a slot's memory: KV of some layers, or an index for selecting keys. It is reused by the slot's claims,
+    one after another."""
 
     @property
     def num_bytes(self) -> int:
@@ -48,10 +48,10 @@ class RowPart(Protocol):
 
 
 class PagedKv:
-    """Part with the KV of some layers, in memory that grows with its tokens."""
+    """RowPart with the KV of some layers, in memory that grows with the number of tokens."""
 
     def __init__(self, layout: KvLayout, make_memory: MakeMemory, max_tokens: int) -> None:
-        """`layout`: layout of only these layers. Raises what `make_memory` raises."""
+        """`layout`: layout of only these layers. Raises the errors of `make_memory`."""
         self.layout = layout
         self.memory = make_memory(layout, max_tokens)
         self._buffer: KvBuffer | None = None
@@ -63,7 +63,8 @@ class PagedKv:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the present claim's buffer, with room for all its tokens. Only committed tokens may be accessed."""
+        """Return the current claim's buffer, which has room for all tokens of the claim. Only committed tokens may be
+        accessed."""
         assert self._buffer is not None, "the slot is not claimed"
         return self._buffer
 
@@ -79,8 +80,8 @@ class PagedKv:
         self._buffer = KvBuffer.of(self.layout, tokens, data_LS2GH, self.memory.access)
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Commit memory for pushed KV, and begin to copy it into place. `layer`: counted from the first of these
-        layers."""
+        """Commit memory for pushed KV, and begin to copy it into place. `layer`: number of the layer in this part,
+        counted from 0."""
         self.memory.commit(tokens, layer)
         return self.buffer.begin_write(layer, tokens, data)
 
@@ -97,7 +98,7 @@ class PagedKv:
 
 
 class Area(PagedKv):
-    """Part on the device that all layers of a step use one after another. It holds no KV between steps."""
+    """RowPart on the device that all layers of a step use, one after another. It holds no KV between steps."""
 
     def commit(self, tokens: TokenRange) -> None:
         """Commit memory for a step whose new tokens are `tokens`, and for all tokens before them."""
@@ -108,14 +109,14 @@ class Area(PagedKv):
 
 
 class StoredRow:
-    """RowKv of parts. Its KV is stored unchanged, except in subclasses that pack it."""
+    """RowKv that consists of RowParts. KV is stored unchanged, except in subclasses that pack it."""
 
     reads_home = False
-    """True if attention reads KV in host memory directly, which counts as if it crossed the link."""
+    """True if attention reads KV directly in host memory; the bytes read then count as link bytes."""
 
     def __init__(self, home: Sequence[PagedKv], device: Sequence[RowPart]) -> None:
-        """`home`: storage that together holds all layers, in order. `device`: parts on the device. Both may have the
-        same parts."""
+        """`home`: parts that store all layers between steps, in the order of layers. `device`: parts on the device. A
+        part may be in both."""
         self._home, self._device = home, device
         self._parts: Sequence[RowPart] = [*home, *(part for part in device if part not in home)]
         self._homes = [(kv, layer) for kv in home for layer in range(kv.layout.num_layers)]
@@ -123,7 +124,7 @@ class StoredRow:
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the range of tokens that the present claim may hold."""
+        """Return the range of tokens that the current claim may hold."""
         return self._home[0].buffer.tokens
 
     @property
@@ -143,8 +144,8 @@ class StoredRow:
         return KvBytes(home, device)
 
     def num_kept(self, num_tokens: int) -> int:
-        """Return the number of keys that a layer keeps of `num_tokens` tokens between steps: all, unless tokens are
-        evicted."""
+        """Return the number of keys that a layer keeps between steps for a sequence of `num_tokens` tokens:
+        `num_tokens`, unless tokens are evicted."""
         return num_tokens
 
     def chooses(self, tokens: TokenRange) -> bool:
@@ -178,13 +179,12 @@ class StoredRow:
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
         """Commit memory for pushed KV, and begin to copy it to storage."""
         kv, at = self._homes[layer]
-        written = kv.write(at, tokens, data)  # `take_in` uses only layers in host memory, whose write has ended
+        written = kv.write(at, tokens, data)  # `take_in` uses only layers in host memory, whose write is complete
         self.take_in(layer, tokens, kv.buffer.span(at, tokens))
         return written
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Update the policy's index with KV that was pushed, or that a longer span of a step made. Does nothing
-        here."""
+        """Update the policy's index with KV that was pushed or prefilled. Does nothing in this class."""
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return the bytes of `tokens`, which must have been written."""
@@ -208,7 +208,7 @@ class AreaRow(StoredRow):
     area: Area
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` in storage, and for all tokens up to them in the area."""
+        """Commit memory for `tokens` in storage, and in the area for `tokens` and all tokens before them."""
         super().commit(tokens)
         self.area.commit(tokens)
 

@@ -1,7 +1,6 @@
-"""Common parts of policies whose slots are Rows (`rows`): their steps, and the Residency that opens, copies and runs.
-
-`engine.step_runner` runs steps on the engine's thread. Shape suffixes: T tokens of all sequences, D hidden, N heads, H
-head dim.
+"""Base classes of policies whose slots are StoredRows (`row_parts`): RowStep for steps, and RowResidency for the
+policy. `engine.model_runner` runs steps on the engine's thread. Shape suffixes: T tokens of all sequences, D hidden, N
+heads, H head dim.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ R = TypeVar("R", bound=RowKv)
 
 
 class RowStep(Generic[R]):
-    """StepKv over the sequences' spans. Its turns do nothing, except in subclasses."""
+    """StepKv over the spans of the step's sequences. Its turns between layers do nothing, except in subclasses."""
 
     def __init__(self, rows: Sequence[tuple[R, TokenRange]], num_bytes_read: int) -> None:
         """`rows`: sequences, each with its new tokens, whose memory is committed."""
@@ -62,17 +61,19 @@ class InPlaceStep(RowStep[R]):
 
 
 class RowResidency(Generic[R]):
-    """Residency of Rows. A subclass makes the Rows, and provides the step that runs them."""
+    """Residency whose slots are RowKv objects (Rows). A subclass makes the Rows, and provides the step that runs
+    them."""
 
     traits: ClassVar[PolicyTraits]
     scratch_bytes = 0
-    """Bytes of device memory that belong to no slot."""
+    """Bytes of device memory that do not belong to any slot."""
 
     def __init__(self, rows: list[R], make_step: Callable[[Sequence[tuple[R, TokenRange]]], RowStep[R]]) -> None:
-        """`rows`: one for each slot. `make_step`: makes a step of Rows with committed memory, or raises RowError."""
+        """`rows`: one Row for each slot. `make_step`: function that makes a step for Rows with committed memory, or
+        raises RowError."""
         self.num_link_bytes = 0
         self.frames = rows[0].frames
-        """Frames that pushed KV is put into on its way to a slot. None: it is written in place."""
+        """Staging frames through which pushed KV is copied to a slot. None: KV is written in place."""
         self._rows = rows
         self._make_step = make_step
 
@@ -91,8 +92,8 @@ class RowResidency(Generic[R]):
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[RowStep[R]]:
-        """Commit memory for the new tokens, and yield the step. After a failed forward the sequences' KV is not brought
-        up to date, because they end."""
+        """Commit memory for the new tokens, and yield the step. After a failed forward pass `settle` is not called,
+        because the step's sequences end."""
         chosen = [(self._rows[slot], tokens) for slot, tokens in rows]
         for row, tokens in chosen:
             row.commit(tokens)

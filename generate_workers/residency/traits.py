@@ -1,7 +1,6 @@
-"""Traits of all residency policies, by the name that a configuration gives them.
-
-Configuration, `baton doctor` and `baton evaluate` use them, so this module does not import torch. `policies` makes the
-policies, and each policy's class refers to its entry here.
+"""Traits of all residency policies, by their names in the configuration. The configuration, `baton doctor` and `baton
+evaluate` use them, so this module does not import torch. `policies` makes the policies, and each policy's class refers
+to its traits.
 """
 
 from collections.abc import Mapping
@@ -15,14 +14,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PolicyTraits:
-    """Properties of a residency policy that are needed to choose it, without making it."""
+    """Properties of a residency policy that are needed to choose it before it is made."""
 
     name: str
     is_exact: bool = False
-    """True if every token attends to all tokens before it, and to their KV as it was computed."""
+    """True if every token attends to all tokens before it, with their KV as it was computed."""
     sizes: tuple[str, ...] = ()
-    """Options of `baton evaluate` that set the number of keys that a sequence attends to: budget, alpha. Empty: it
-    attends to all keys."""
+    """Options of `baton evaluate` that set the number of keys that a sequence attends to: budget, alpha. Empty: a
+    sequence attends to all keys."""
     needs_basis: bool = False
     """True if keys are selected with the basis that `baton prepare` fitted."""
     has_pool: bool = False
@@ -49,8 +48,8 @@ POOLED = ", ".join(name for name, traits in POLICIES.items() if traits.has_pool)
 
 
 def policy_named(name: str, policies: Mapping[str, T]) -> T:
-    """Return the traits, or the maker, of the policy of that name in `policies`. Raises ConfigError for an unknown
-    name."""
+    """Return the entry of `policies` for the policy `name`, which is its traits or its maker. Raises ConfigError for an
+    unknown name."""
     if name not in policies:
         raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(policies)}")
     return policies[name]

@@ -1,15 +1,16 @@
 """KV in 4 bits: group-wise asymmetric quantisation (FlexGen; Sheng et al., 2023, section 5).
 
-A head's K, or V, of one token is divided into groups of 64 channels. A group stores its least value and the step
+The K, or V, vector of one token and head is divided into groups of 64 channels. A group stores its minimum and the step
 between its 16 levels, both in fp16, and for each channel the number of the nearest level: 4.5 bits per element. FlexGen
-stores the step's reciprocal. The step itself does not overflow for a narrow group, and unpacking needs no division.
+stores the reciprocal of the step. The step itself is stored here, because it does not overflow for a narrow group, and
+unpacking needs no division.
 
-A head's bytes: two codes per byte, the first channel's in the high half, then `step, least` of each group. If the head
-dim is not a multiple of 64, groups have the largest even size below 64 that divides it. A group with an infinity, a
-NaN, or a value beyond fp16 is unpacked as NaN in all channels, so that the loss is visible.
+Bytes of a packed head: two level numbers per byte, the first channel's in the high half; then the step and the minimum
+of each group. If the head dim is not a multiple of 64, groups have the largest even size below 64 that divides it. A
+group with an infinity, a NaN, or a value beyond fp16 is unpacked as NaN in all channels, so that the loss is visible.
 
-C++ kernels do the work (baton/modeling/kernels/sparse/kv_int4.cpp). With torch's own operations, which pass over memory
-a dozen times, a step of 16 sequences of 4,096 tokens took 20 times as long as attention to them.
+C++ kernels pack and unpack (baton/modeling/kernels/sparse/kv_int4.cpp). With torch's own operations, which read the
+memory about twelve times, unpacking took 20 times as long as attention in a step of 16 sequences of 4,096 tokens.
 
 Shape suffixes: B sequences, T tokens, G kv heads, H head dim, W bytes of a packed head.
 """
@@ -26,7 +27,7 @@ from baton.types import KvLayout
 
 _MOST_CHANNELS = 64
 _HEAD_DIM_STEP = 4
-"""Head dims must be a multiple of this, so that a packed head is a whole number of fp16s."""
+"""Number of which each head dim must be a multiple, so that a packed head is a whole number of fp16 elements."""
 
 
 def has_int4_kernel() -> bool:
@@ -36,7 +37,7 @@ def has_int4_kernel() -> bool:
 
 @dataclass(frozen=True)
 class Int4Format:
-    """Packing of the heads of a layout. Raises ConfigError for heads that cannot be packed."""
+    """Packed format of the heads of a layout. Raises ConfigError for heads that cannot be packed."""
 
     plain: KvLayout
     """Layout of the heads before packing and after unpacking: bfloat16 or float32."""
@@ -64,13 +65,13 @@ class Int4Format:
         return replace(self.plain, num_layers=num_layers, head_dim=self.head_bytes // 2, dtype="float16")
 
     def pack(self, x_T2GH: Tensor, to_T2GW: Tensor) -> None:
-        """Pack some tokens' keys and values. Both tensors must be contiguous. Uses only the calling thread, without the
-        GIL."""
+        """Pack the keys and values of some tokens. Both tensors must be contiguous. Uses only the calling thread, with
+        the GIL released."""
         self.pack_rows(*_addresses(x_T2GH, to_T2GW), torch.tensor([len(x_T2GH)]))
 
     def unpack(self, packed_T2GW: Tensor, to_T2GH: Tensor) -> None:
-        """Unpack some tokens' keys and values, rounded to the plain dtype. Both tensors must be contiguous. Uses all
-        threads."""
+        """Unpack the keys and values of some tokens, rounded to the plain dtype. Both tensors must be contiguous. Uses
+        all threads."""
         self.unpack_rows(*_addresses(packed_T2GW, to_T2GH), torch.tensor([len(to_T2GH)]))
 
     def pack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
@@ -83,10 +84,10 @@ class Int4Format:
         native.operators().unpack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
-        """Unpack the keys and values that each kv head selects among `num_tokens_B` tokens of each sequence, each to
-        its token's own place at `to_B`. Other bytes there do not change. Picks of later tokens are ignored. Uses all
-        threads. Returns the number of picks unpacked. Raises RuntimeError for picks of another number of sequences or
-        heads, or below 0."""
+        """Unpack the keys and values in `picks`, which each kv head has selected among the first `num_tokens_B` tokens
+        of each sequence, to the same token index at address `to_B`. Other bytes at `to_B` do not change. Selected
+        tokens after the first `num_tokens_B` are ignored. Uses all threads. Return the number of unpacked keys. Raises
+        RuntimeError if `picks` has another number of sequences or heads, or a negative index."""
         lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.keys_BGK.shape[1]
         if num_kv_heads != self.plain.num_kv_heads:
             raise RuntimeError(f"picks are of {num_kv_heads} kv heads, rows of {self.plain.num_kv_heads}")

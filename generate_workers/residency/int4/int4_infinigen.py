@@ -1,8 +1,8 @@
 """Residency `infinigen_int4`: InfiniGen selects keys (`sparse.infinigen`) from KV stored in 4 bits (`format`).
 
-A Residency for `engine.step_runner`. Layers 0 and 1 are whole, and read in place. Of the others, a step unpacks the
-keys and values that each kv head selects into the slot's area for one layer, each to its token's own place. Attention
-reads them there, together with the step's own token, which has its values from before packing.
+A Residency for `engine.model_runner`. Layers 0 and 1 are not packed, and are read in place. In other layers, a step
+unpacks the keys and values that each kv head selects into the slot's area (memory for one layer's KV), each at its
+token's index. Attention reads them there, together with the step's new token, whose values are not packed yet.
 
     pushed KV, a prompt's chunk, a step's own token   ->  partial keys, before packing  ->  packed, `home`
     selected keys of a layer                          ->  from `home`, unpacked         ->  the area of that layer
@@ -11,8 +11,8 @@ reads them there, together with the step's own token, which has its values from 
     device  layers 0 and 1, partial keys, the area
     link    packed: selected tokens before a step, and back the step's own. For longer spans: all tokens before them
 
-With the same queries the selected keys are those of `infinigen`, and a layer's error is that of its selected KV in 4
-bits. Longer spans (local prefill) attend to all keys, with the packed values of the earlier ones.
+With the same queries, the same keys are selected as by `infinigen`, so a layer's additional error is only that of its
+selected KV in 4 bits. Longer spans (local prefill) attend to all keys, with the packed values of the earlier ones.
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L layers.
 """
@@ -52,15 +52,15 @@ class ScoredInt4Row(Int4Row, ScoredRow):
         *,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """`more`: further parts on the device. `make_home`: makes host memory for the packed layers; None: they are in
-        memory of `make_memory`. Raises ConfigError for KV that cannot be packed; an error of OUT_OF_MEMORY, or OSError,
-        when the slot's address space cannot be reserved."""
+        """`more`: further RowParts on the device. `make_home`: function that makes host memory for the packed layers;
+        None: `make_memory` makes their memory. Raises ConfigError for KV that cannot be packed, and an error of
+        OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
         self.partial = PartialIndex(shape.layout, basis, shape.max_slot_tokens, make_memory)
         index = self.partial, *more
         super().__init__(shape, make_memory, index, is_apart=make_home is not None, make_home=make_home)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span of a step over the whole layers and the area."""
+        """Return the span of a step over the layers that are not packed and over the area."""
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), AreaSpan(self, tokens))
 
 
@@ -106,11 +106,11 @@ class InfinigenInt4Step(ScoringStep[I]):
         decoder: Decoder,
     ) -> None:
         super().__init__(rows, prepared, decoder)
-        self.num_link_bytes = 0  # those of longer spans are counted as they are unpacked
+        self.num_link_bytes = 0  # bytes of longer spans are counted when they are unpacked
         self._of_one = PackedRows(form, self.choosing)
         self._of_more = PackedRows(form, [(row, span.tokens) for _, row, span in self.longer])
         self._own_keys = [row.area.buffer.data[0, tokens.start, 0] for row, tokens in self.choosing]
-        """Views of the selecting sequences' own keys in the running layer, `[G, H]` each."""
+        """Views of the new keys of the selecting sequences in the current layer, `[G, H]` each."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Select keys as ScoringStep does, and unpack the layer's KV for longer spans."""
@@ -123,7 +123,7 @@ class InfinigenInt4Step(ScoringStep[I]):
         return self._of_one.unpack_picked(layer, picks)
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys, and store their KV packed."""
+        """Make the new tokens' partial keys, and pack their KV into storage."""
         super().end(layer)
         if layer not in self._layers:
             return

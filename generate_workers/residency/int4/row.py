@@ -1,8 +1,8 @@
-"""Slots whose KV is stored in 4 bits (`format`): layers 0 and 1 whole, the others packed, and an area for one layer.
+"""Slots whose KV is stored in 4 bits (`format`). Layers 0 and 1 are not packed; an area holds one unpacked layer.
 
-Shared by residencies `int4` (`whole`) and `infinigen_int4` (`infinigen`). Attention reads areas. A slot's area has a
-place for each token of its sequence, so that unpacked KV has the same places as in an unpacked slot. A step's new token
-has its values from before packing there.
+Shared by residencies `int4` (`whole`) and `infinigen_int4` (`int4_infinigen`). Attention reads the areas. A slot's area
+has one entry per token of its sequence, so that unpacked KV has the same index as in a slot that is not packed. The
+area holds the values of a step's new tokens from before packing.
 
 Shape suffixes: B sequences, T tokens, G kv heads, H head dim.
 """
@@ -24,7 +24,8 @@ from generate_workers.residency.row_parts import Area, AreaRow, MakeMemory, Page
 
 
 class Int4Row(AreaRow):
-    """StoredRow with whole layers and packed ones in storage, and on the device an area for one layer."""
+    """StoredRow with layers that are not packed (whole layers) and packed layers in storage, and an area for one layer
+    on the device."""
 
     def __init__(
         self,
@@ -36,9 +37,10 @@ class Int4Row(AreaRow):
         make_home: MakeMemory | None = None,
     ) -> None:
         """`index`: the policy's index for selecting keys; with one, the whole layers count as device memory as well.
-        `is_apart`: True if `make_memory` makes memory of a device with memory of its own. `make_home`: makes host
-        memory for the packed layers in that case; None: they are stored on the device. Raises ConfigError for KV that
-        cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space cannot be reserved."""
+        `is_apart`: True if `make_memory` makes the memory of a device that has its own memory. `make_home`: in this
+        case, function that makes host memory for the packed layers; None: they are stored on the device. Raises
+        ConfigError for KV that cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space cannot be
+        reserved."""
         layout, max_tokens, form = shape.layout, shape.max_slot_tokens, Int4Format(shape.layout)
         num_whole = min(layout.num_layers, NUM_WHOLE_LAYERS)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, max_tokens)
@@ -55,11 +57,12 @@ class Int4Row(AreaRow):
 
     @property
     def codes(self) -> PagedKv:
-        """Return the memory from which steps unpack a layer, and to which they pack their new tokens."""
+        """Return the memory of packed KV, from which steps unpack a layer, and into which they pack their new
+        tokens."""
         return self.packed
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV into place. KV of layers that are not whole is packed first."""
+        """Begin to copy pushed KV into storage. KV of packed layers is packed first."""
         if layer < NUM_WHOLE_LAYERS:
             return super().write(layer, tokens, data)
         plain = KvBuffer(self.area.layout, tokens)
@@ -70,14 +73,13 @@ class Int4Row(AreaRow):
         return self.packed.write(layer - NUM_WHOLE_LAYERS, tokens, packed.export(0, tokens))
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens` as StoredRow does for a whole layer, and as an unpacked copy for a packed
-        layer."""
+        """Return the bytes of `tokens`: for a whole layer as StoredRow does, for a packed layer as an unpacked copy."""
         if layer < NUM_WHOLE_LAYERS:
             return super().export(layer, tokens)
         return self.unpacked(layer, tokens).export(0, tokens)
 
     def unpacked(self, layer: int, tokens: TokenRange) -> KvBuffer:
-        """Return an unpacked copy of `tokens` of a layer that is not whole, in a buffer of one layer in host memory."""
+        """Return an unpacked copy of `tokens` of a packed layer, in a buffer of one layer in host memory."""
         packed = super().export(layer, tokens)
         plain = KvBuffer(self.area.layout, tokens)
         self._form.unpack(KvBuffer.over(self._form.packed(1), tokens, packed).span(0, tokens), plain.span(0, tokens))
@@ -85,7 +87,8 @@ class Int4Row(AreaRow):
 
 
 class PackedRows:
-    """Packed layers of a step's sequences. Holds addresses of cached and new KV: their memory must outlive it."""
+    """Packed layers of a step's sequences. Holds addresses of cached and new KV, whose memory must exist as long as
+    this object."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]]) -> None:
         """`rows`: sequences, each with its new tokens, whose memory is committed. May be empty."""
@@ -96,7 +99,8 @@ class PackedRows:
         self._areas_B = _numbers(row.area.buffer.data.data_ptr() for row, _ in rows)
         packed = [row.codes.buffer.data for row, _ in rows]
         self._num_layers = len(packed[0]) if packed else 1
-        """Number of layers that the memory for codes holds. Packed layer l uses number l modulo this."""
+        """Number of layers in the memory for packed KV. Packed layer l, counted from 0, uses layer l modulo this
+        number."""
         self._packed_B = _numbers(data.data_ptr() for data in packed)
         self._layer_bytes_B = _numbers(data.stride(0) * data.element_size() for data in packed)
 
@@ -106,13 +110,15 @@ class PackedRows:
         return int(self._num_old_B.sum()) * self._row_bytes
 
     def unpack_picked(self, layer: int, picks: Picks) -> int:
-        """Unpack the keys and values of a layer that each kv head selects into the areas. Other bytes there do not
-        change. Picks may name new tokens, which are in the areas already. Return the number of packed bytes."""
+        """Unpack the keys and values in `picks`, which each kv head has selected in a layer, into the areas. Other
+        bytes of the areas do not change. `picks` may include new tokens, which are in the areas already. Return the
+        number of packed bytes."""
         num_picks = self._form.unpack_picked(self._layer(layer), self._areas_B, self._num_old_B, picks)
         return num_picks * 2 * self._form.head_bytes
 
     def pack(self, layer: int) -> int:
-        """Pack the new tokens' KV from the areas into the sequences' codes. Return the number of packed bytes."""
+        """Pack the new tokens' KV from the areas into the sequences' packed memory. Return the number of packed
+        bytes."""
         new_areas_B = self._areas_B + self._num_old_B * self._form.plain.row_bytes
         new_packed_B = self._layer(layer) + self._num_old_B * self._row_bytes
         self._form.pack_rows(new_areas_B, new_packed_B, self._num_new_B)

@@ -1,17 +1,17 @@
-"""Residency `int4`: KV is stored in 4 bits (`format`); a step unpacks each layer whole, and attends to that.
+"""Residency `int4`: KV is stored in 4 bits (`format`). A step unpacks all KV of each layer, and attends to all of it.
 
-A Residency for `engine.step_runner`, after FlexGen's compression (Sheng et al., 2023, section 5). Layers 0 and 1 are
+A Residency for `engine.model_runner`, after FlexGen's compression (Sheng et al., 2023, section 5). Layers 0 and 1 are
 not packed, as in InfiniGen's comparisons. KV of the other layers, pushed or computed here, is packed when it is stored,
-so that host memory only holds codes and their groups' levels. The same packed bytes cross the link: once per step those
-of all tokens cached before it, and back those of the new tokens. Attention reads one layer's area on the device, in
-which a new token has its values from before packing.
+so that host memory holds only packed KV of these layers. The packed bytes cross the link: in each step, those of all
+tokens cached before it to the device, and those of the new tokens back. Attention reads an area on the device that
+holds one unpacked layer, with the new tokens' values from before packing.
 
-On a device with memory of its own, codes and whole layers are stored there as well, so that steps send no KV over the
-link. Pushed KV is packed before it crosses.
+On a device with its own memory, packed KV and layers 0 and 1 are stored on the device as well, so that steps send no KV
+over the link. Pushed KV is packed before it crosses the link.
 
 A prompt that is prefilled here in chunks attends to the packed values of earlier chunks. FlexGen, which has no chunks,
-attends to the unpacked prompt. The policy needs a CPU that computes, and its native kernel. There the link is memory
-bandwidth, and unpacking itself reads host memory, so that fetching ahead and a thread for it are not needed.
+attends to the unpacked prompt. The policy needs a CPU as the computing device, and its native kernel. The bandwidth of
+the link is then the memory bandwidth. Unpacking itself reads host memory, so no thread has to fetch layers ahead.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from generate_workers.residency.traits import POLICIES
 
 
 class Int4Step(RowStep[Int4Row]):
-    """StepKv that unpacks each layer into the areas before it runs, and packs its new tokens after it."""
+    """StepKv that unpacks each layer into the areas before the layer runs, and packs the new tokens after it."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]], num_bytes_read: int) -> None:
         super().__init__(rows, num_bytes_read)
@@ -40,7 +40,7 @@ class Int4Step(RowStep[Int4Row]):
         self._reads_home = any(row.reads_home for row, _ in rows)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Copy the layer's cached tokens into the areas, unpacked."""
+        """Unpack or copy the layer's cached tokens into the areas."""
         if layer >= NUM_WHOLE_LAYERS:
             self._count(self._packed.unpack(layer))
             return
@@ -50,7 +50,7 @@ class Int4Step(RowStep[Int4Row]):
             self._count(len(old) * self._whole_row_bytes)
 
     def end(self, layer: int) -> None:
-        """Store the layer's new KV, packed unless the layer is whole."""
+        """Store the layer's new KV, which is packed except in layers 0 and 1."""
         if layer >= NUM_WHOLE_LAYERS:
             self._count(self._packed.pack(layer))
             return
@@ -65,14 +65,15 @@ class Int4Step(RowStep[Int4Row]):
 
 
 class Int4Residency(RowResidency[Int4Row]):
-    """Residency that stores KV in 4 bits, except whole layers: some 28 % of bf16, with one layer on the device."""
+    """Residency that stores KV in 4 bits, except in layers 0 and 1, with one unpacked layer on the device. 4-bit KV
+    needs about 28 % of the bytes of bf16."""
 
     traits = POLICIES["int4"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, *, is_apart: bool = False) -> None:
-        """`is_apart`: True if `make_memory` makes memory of a device with memory of its own. Raises ConfigError for KV
-        that cannot be packed, or without the kernel; an error of OUT_OF_MEMORY when the slots' address space cannot be
-        reserved."""
+        """`is_apart`: True if `make_memory` makes the memory of a device that has its own memory. Raises ConfigError if
+        KV cannot be packed or the kernel cannot be loaded, and an error of OUT_OF_MEMORY if the slots' address space
+        cannot be reserved."""
         if not has_int4_kernel():
             raise ConfigError("residency = int4 needs its native kernel: install a C++ compiler, or use host or device")
         form = Int4Format(shape.layout)
@@ -81,7 +82,7 @@ class Int4Residency(RowResidency[Int4Row]):
 
 
 def make_int4(shape: KvShape, device: Device) -> Int4Residency:
-    """Make the policy over the device's memory. Raises ConfigError on a device that does not support it."""
+    """Return the policy, in the device's memory. Raises ConfigError on a device that does not support it."""
     if device.torch_device.type != "cpu":
         raise ConfigError(f"residency = 'int4' is not supported on device {device.name}: use residency device or host")
     return Int4Residency(shape, device.row_memory, is_apart=not device.is_home)
