@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 _NUM_THREADS = 2
-"""Number of threads that copy blocks, and number of other threads that open blocks. More threads would share the same bandwidth
-of memory or disk."""
+"""Number of threads that copy blocks, and number of other threads that open blocks. More threads would share the same
+bandwidth of memory or disk."""
 
 
 class PrefixLoader:

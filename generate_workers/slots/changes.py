@@ -1,6 +1,7 @@
-"""Changes of a group's slots that its engine has not seen yet. The engine's thread sleeps on their condition.
+"""Changes of a group's slots that its engine has not processed yet. The engine's thread waits on their condition.
 
-`SlotTable` owns them and reports changes on any thread, without its own lock. `engine.request_queue` takes them.
+`SlotTable` owns the SlotChanges and reports changes on any thread, after releasing its own lock. `engine.request_queue`
+reads the changes.
 """
 
 import threading
@@ -9,11 +10,11 @@ from baton.types import LeaseRef
 
 
 class SlotChanges:
-    """Changes of slots since the engine looked last. Thread-safe: `condition` guards all state."""
+    """Changes of slots since the engine last read them. Thread-safe: `condition` guards all state."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        """Condition that a change notifies. The engine's request queue uses it as well."""
+        """Condition that is notified of each change. The engine's request queue uses it as well."""
         self.has_changed = False
         """True if a claim has begun, was committed, was renewed or has ended, or a lease was abandoned."""
         self._abandoned: list[LeaseRef] = []

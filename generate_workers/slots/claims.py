@@ -1,6 +1,7 @@
-"""The claims on a group's slots: which slots are free, which claim holds a slot, and until when. Has no lock.
+"""Claims on a group's slots: the free slots, and the claim and deadline of each other slot. Has no lock.
 
-`SlotTable` calls it with its lock held. A claim is found by its stamp, so that a former holder of the slot finds none.
+`SlotTable` calls it with its lock held. A claim is found by its stamp, so that an earlier holder of the slot cannot use
+a later claim.
 """
 
 import math
@@ -24,14 +25,15 @@ class Claims:
         self.changed = False
         """True if a claim began, was committed, was renewed or ended since the table reported it last."""
         self.num_owed, self.owed = 0, KvBytes()
-        """Number of slots, and memory, that new leases leave free for sequences that wait to resume or to grow."""
+        """Number of slots, and bytes of memory, that new leases must not use, because sequences wait to resume or to
+        grow."""
         self._memory = memory
         self._clock = clock
         self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not reuse stamps of its last incarnation
 
     def room(self, request: ReserveSpec) -> list[Slot]:
-        """Return a free slot per choice. Raises InvalidArgumentError for a field out of range, ResourceExhaustedError
-        when slots or memory are short."""
+        """Return one free slot per choice. Raises InvalidArgumentError for a field out of range, ResourceExhaustedError
+        if too few slots or too little memory is free."""
         num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
         _check_spec(request, len(self.slots), self._memory.shape.max_slot_tokens)
         self._memory.check(num_tokens, capacity, num_choices)
@@ -44,7 +46,7 @@ class Claims:
         return slots
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int) -> SlotClaim:
-        """Lease a free slot and hold one for each further choice. Raises what `room` raises."""
+        """Lease a free slot, and hold another slot for each further choice. Raises the errors of `room`."""
         slots, num_tokens = self.room(request), request.num_tokens
         num_cached = num_present_tokens if request.prefills_locally else num_tokens
         claims = self._make(slots, num_tokens, request.capacity_tokens, num_cached=num_cached, ttl_s=request.ttl_s)
@@ -54,8 +56,8 @@ class Claims:
         return claims[0]
 
     def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> list[BatchSlot] | None:
-        """Claim slots for sequences that join the batch at once; None when too few slots or too little memory is
-        free."""
+        """Claim slots for `num_choices` sequences that join the batch now, and return the slots; None if too few slots
+        or too little memory is free."""
         slots = self._free_slots(num_choices)
         if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
             return None
@@ -65,8 +67,8 @@ class Claims:
         return [BatchSlot(claim.ref, claim.memory.row, None) for claim in claims]
 
     def activate(self, ref: LeaseRef) -> list[BatchSlot] | None:
-        """Activate a committed lease; return a `BatchSlot` per choice, the first alone with the KV. None before the
-        commit. Raises LeaseError if the slot does not hold a lease, and what `present` raises."""
+        """Activate a committed lease, and return a `BatchSlot` per choice, of which only the first has KV; None before
+        the commit. Raises LeaseError if the slot does not hold a lease, and the errors of `present`."""
         slot = self.find(ref)
         if slot is not None and slot.state is not SlotState.COMMITTED:
             if slot.state is SlotState.LEASED:
@@ -83,11 +85,11 @@ class Claims:
         return batch_slots
 
     def next_deadline_s(self) -> float:
-        """Return the earliest deadline of a lease (Clock.now_s()); infinity without a lease."""
+        """Return the earliest deadline of all leases (Clock.now_s()); infinity if no lease exists."""
         return min((slot.claim.deadline_s for slot in self.slots if slot.claim and slot.is_timed), default=math.inf)
 
     def find(self, ref: LeaseRef) -> Slot | None:
-        """Return the slot whose present claim has this stamp and has not ended; None without one."""
+        """Return the slot whose current claim has this stamp and has not ended; None if no such slot exists."""
         if not 0 <= ref.slot < len(self.slots):
             return None
         slot = self.slots[ref.slot]
@@ -95,13 +97,14 @@ class Claims:
         return slot if holds and slot.state is not SlotState.QUARANTINED else None
 
     def active(self, ref: LeaseRef) -> Slot:
-        """Return the slot of a sequence that runs, or has ended and still holds its slot."""
+        """Return the slot of a sequence that runs, or that has ended and still holds its slot."""
         slot = self.find(ref)
         assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
         return slot
 
     def present(self, ref: LeaseRef) -> SlotClaim:
-        """Return the present claim of this stamp. Raises StaleStampError or LeaseExpiredError when it has ended."""
+        """Return the current claim with this stamp. Raises StaleStampError or LeaseExpiredError if the claim has
+        ended."""
         self.expire()
         slot = self.find(ref)
         if slot is not None and slot.claim is not None:
@@ -112,7 +115,7 @@ class Claims:
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
         """Set the lease's time to live to `ttl_s` seconds from now. Raises InvalidArgumentError for a bad `ttl_s`, and
-        what `present` raises."""
+        the errors of `present`."""
         _check_ttl(ttl_s)
         claim = self.present(ref)
         claim.ttl_s = ttl_s
@@ -162,7 +165,7 @@ class Claims:
         return ", what rows wait for that gave way or must grow set aside" if is_owing else ""
 
     def _free_slots(self, count: int) -> list[Slot]:
-        """Return `count` free slots, or none when fewer are free."""
+        """Return `count` free slots; an empty list if fewer are free."""
         self.expire()
         free = [slot for slot in self.slots if slot.state is SlotState.FREE]
         return free[:count] if len(free) >= count else []

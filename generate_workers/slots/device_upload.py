@@ -1,10 +1,10 @@
-"""Copies of pushed KV from staging frames to a device with memory of its own, on a thread of their own.
+"""Copies pushed KV from staging frames to a device with its own memory, on a separate thread.
 
-`slots.access.FrameWriter` puts pieces into frames, on the loop or on a loader's thread, and hands them over. The table
-is notified when a piece has landed. So neither the loop nor the table's lock waits for a link. The thread begins all
-waiting copies before it waits for the oldest to end, so that the link always has a next copy. Only this thread writes
-pushed KV where the policy has frames (`residency.port`). It also does the rest of a write, such as packing KV in 4
-bits.
+`slots.slot_access.FrameWriter` copies pieces into frames, on the loop or on a loader's thread, and queues them for the
+upload's thread. The SlotTable is notified when a piece is on the device. So neither the loop nor a holder of the
+table's lock waits for a link. The thread begins all queued copies before it waits for the oldest copy to end, so that
+the link always has a next copy. If the residency policy has frames (`residency.port`), only this thread writes pushed
+KV. It also does the rest of a write, such as packing KV in 4 bits.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ class FramedPiece:
     num_bytes: int
     """Bytes of the KV, from the beginning of the frame."""
     landed: "Future[str]" = field(default_factory=Future)
-    """Done when the copy has ended, with the text of its error, empty without one. The exception itself is not kept:
-    its traceback would hold memory of the writer that raised it last."""
+    """Future that is done when the copy has ended. Its result is the text of the copy's error, or empty. The exception
+    itself is not stored, because its traceback would keep memory of the writer alive."""
 
 
 class DeviceUpload:
-    """Copier of pieces from frames to the slots of one group. Thread-safe."""
+    """Copies pieces from frames to the slots of one group. Thread-safe."""
 
     def __init__(self, frames: StagingFrames, row_bytes: int, on_landed: Callable[[FramedPiece, str], None]) -> None:
         """`row_bytes`: bytes of one token's KV in one layer. `on_landed` is called on the upload's thread with each
-        piece and the text of its error, before `piece.landed` is done; the frame is free by then. It must not raise.
-        Raises ConfigError when a frame is smaller than one token."""
+        copied piece and the text of its error, after its frame was released and before `piece.landed` is done. It must
+        not raise. Raises ConfigError if a frame is too small for one token."""
         self.frames = frames
         self.frame_tokens = frames.frame_bytes // row_bytes
         """Number of tokens that a frame holds."""
@@ -62,8 +62,8 @@ class DeviceUpload:
         self._starting = threading.Lock()
 
     async def take(self, count: int) -> list[Frame]:
-        """Return `count` frames. Waits while too few are free, first come, first served. A cancelled wait takes
-        none."""
+        """Return `count` frames. Waits while too few frames are free, first come, first served. A cancelled call gets
+        no frames."""
         asked = self.frames.take(count)
         if not asked.done():
             try:  # `asyncio.wait` cancels no future, so that no frame is granted to a cancelled wait
@@ -83,7 +83,8 @@ class DeviceUpload:
             self._coming.put(piece)
 
     def rest(self) -> None:
-        """Wait for the pieces passed to `bring`, and end the thread. A later piece starts it again. Idempotent."""
+        """Wait until all pieces passed to `bring` are copied, and end the thread. A later piece starts a new thread.
+        Idempotent."""
         with self._starting:  # at most one thread runs at a time
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -93,7 +94,7 @@ class DeviceUpload:
     def _run(self) -> None:
         begun = deque[tuple[FramedPiece, Transfer]]()
         while True:
-            if begun and self._coming.empty():  # only this thread takes from it
+            if begun and self._coming.empty():  # only this thread reads the queue
                 self._end(*begun.popleft())
             elif (piece := self._coming.get()) is not None:
                 try:

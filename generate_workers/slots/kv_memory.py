@@ -1,8 +1,8 @@
-"""A generation group's KV memory: its limits, and the memory promised to each slot.
+"""KV memory of a generation group: its limits, and the memory that is promised to each slot.
 
-`slots.table` requests memory when it claims a slot. A claim is promised memory for the tokens that it has and for some
-growth, not for its full capacity. When a sequence outgrows its promise, the promise is extended if memory is free.
-Pages are committed only as they are written, and always within the promise, so the limits hold at all times.
+`slots.table` requests memory when it claims a slot. A claim is promised memory for its current tokens and some growth,
+not for its full capacity. When a sequence outgrows its promise, the promise is extended if memory is free. Pages are
+committed only as they are written, and always within the promise, so the limits hold at all times.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 
 _NOTHING = KvBytes()
 _EXTENT_TOKENS = 64
-"""Multiple of tokens to which an extended promise is rounded up if memory is free, so that not every token extends
-it."""
+"""Multiple of tokens to which an extended promise is rounded up if memory is free, so that the promise does not have to
+be extended for every token."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MemoryLimits:
     """Limit in bytes of KV on the device. None: only `kv_bytes` limits it."""
 
     def exceeded_by(self, need: KvBytes) -> str:
-        """Return the name and value of the limit that `need` exceeds; empty when it exceeds none."""
+        """Return the name and value of the limit that `need` exceeds; an empty string if it exceeds no limit."""
         if need.home > self.kv_bytes:
             return f"kv_memory_bytes = {self.kv_bytes}"
         if self.device_bytes is not None and need.device > self.device_bytes:
@@ -51,7 +51,8 @@ class KvMemory:
     """KV memory of one group, and all promises of it. Not thread-safe: guarded by its SlotTable's lock."""
 
     def __init__(self, residency: Residency, shape: KvShape, limits: MemoryLimits, growth_tokens: int) -> None:
-        """`growth_tokens`: number of tokens that a new sequence is promised beyond those it has."""
+        """`growth_tokens`: number of tokens for which a new sequence is promised memory in addition to its current
+        tokens."""
         self.residency = residency
         self.shape = shape
         self.limits = limits
@@ -61,16 +62,16 @@ class KvMemory:
 
     @property
     def num_bytes_free(self) -> int:
-        """Return the bytes of `kv_bytes` that are promised to no claim."""
+        """Return the bytes of `kv_bytes` that are not promised to any claim."""
         return self.limits.kv_bytes - self.promised.home
 
     def need(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> KvBytes:
-        """Return the bytes that `num_choices` new sequences of `num_tokens` tokens each are promised at first,
-        including growth."""
+        """Return the bytes that are promised to `num_choices` new sequences of `num_tokens` tokens each, including
+        growth."""
         return self.residency.bytes_for(self._first_tokens(num_tokens, capacity_tokens)) * num_choices
 
     def check(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> None:
-        """Raise InvalidArgumentError for a request whose sequences would not fit even if they were alone."""
+        """Raise InvalidArgumentError for a request whose sequences would not fit even if no other sequence existed."""
         alone = self.residency.bytes_for(capacity_tokens)
         for need, what in (
             (alone, f"{capacity_tokens} tokens, prompt and max_tokens,"),
@@ -81,13 +82,13 @@ class KvMemory:
                 raise InvalidArgumentError(f"{what} take {_spelt(need)} of KV, and {limit}: {self._remedy(limit)}")
 
     def shortage(self, need: KvBytes, owed: KvBytes = _NOTHING) -> str:
-        """Return the reason why `need` does not fit now while `owed` stays free; empty when it fits."""
+        """Return the reason why `need` does not fit now if `owed` must stay free; an empty string if it fits."""
         limit = self.limits.exceeded_by(self.promised + owed + need)
         return f"{_spelt(need)} of KV do not fit in addition to {_spelt(self.promised)}, and {limit}" if limit else ""
 
     def promise(self, slots: Sequence[SlotId], num_tokens: int, capacity_tokens: int) -> list[Promise]:
-        """Promise memory for new claims, all or none. The caller has checked that `need` fits. Raises
-        ResourceExhaustedError when the device has less memory than configured."""
+        """Promise memory for new claims on `slots`, either for all or for none. The caller must have checked that
+        `need` fits. Raises ResourceExhaustedError if the device has less memory than configured."""
         made: list[Promise] = []
         first_tokens = self._first_tokens(num_tokens, capacity_tokens)
         try:
@@ -103,8 +104,8 @@ class KvMemory:
         return made
 
     def extend(self, promise: Promise, num_tokens: int) -> bool:
-        """Extend a promise to at least `num_tokens` tokens in total. Return False, and change nothing, when it does not
-        fit."""
+        """Extend a promise to at least `num_tokens` tokens in total. If the memory does not fit, return False and
+        change nothing."""
         extents = -(-num_tokens // _EXTENT_TOKENS) * _EXTENT_TOKENS
         for wanted in (min(extents, len(promise.row.tokens)), num_tokens):
             num_bytes = self.residency.bytes_for(wanted)

@@ -1,10 +1,10 @@
-"""Life cycle of a slot: its states, the transition table, the claim behind a lease, and the ledger.
+"""Life cycle of a slot: its states, the transition table, the claim that a lease refers to, and the ledger.
 
 These values have no lock of their own: `slots.table.SlotTable` owns them and guards them with its lock.
 
     FREE -> LEASED -> COMMITTED -> ACTIVE -> FREE
               |           |          |
-              +-----------+----------+--> QUARANTINED -> FREE     freed while a writer or reader was still inside
+              +-----------+----------+--> QUARANTINED -> FREE     freed while a writer or reader was using the memory
 
     FREE -> HELD -> ACTIVE -> FREE      slot of a further choice of a lease: begins and ends with the lease's own slot
 """
@@ -26,7 +26,7 @@ class SlotState(Enum):
     """Stage of a slot's life cycle."""
 
     FREE = "free"
-    """The slot holds nothing and may be claimed."""
+    """The slot has no claim and may be claimed."""
     LEASED = "leased"
     """KV is being pushed. The lease ends at its deadline unless it is renewed."""
     COMMITTED = "committed"
@@ -37,7 +37,8 @@ class SlotState(Enum):
     ACTIVE = "active"
     """The slot holds a sequence of the batch. It has no deadline: it is freed when the sequence ends."""
     QUARANTINED = "quarantined"
-    """The slot was freed while a writer or reader was inside. Its memory is held until the last of them leaves."""
+    """The slot was freed while a writer or reader was using its memory. The memory is held until the last of them has
+    ended."""
 
 
 _LEASED = (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)
@@ -55,9 +56,9 @@ class SlotMove(Enum):
     ACTIVATE = "activate"
     FREE = "free"
     QUARANTINE = "quarantine"
-    """The slot is freed while writers or readers are inside."""
+    """The slot is freed while writers or readers use its memory."""
     EMPTY = "empty"
-    """The last writer or reader leaves a quarantined slot."""
+    """The last writer or reader of a quarantined slot ends."""
 
 
 TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
@@ -81,33 +82,34 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
 
 @dataclass
 class SlotClaim:
-    """Claim on a slot, from claiming the slot to freeing it. Owned by the SlotTable."""
+    """Claim on a slot, from the moment when the slot is claimed until it is freed. Owned by the SlotTable."""
 
     ref: LeaseRef
     memory: Promise
     coverage: Coverage
-    """Pieces received so far of the first `num_cached` tokens, including those on their way to the device."""
+    """Pieces of the first `num_cached` tokens received so far, including pieces that are still being copied to the
+    device."""
     num_tokens: int
-    """Number of tokens that the claim was made for."""
+    """Number of tokens for which the claim was made."""
     num_cached: int
     """Number of tokens whose KV is pushed or copied from blocks: positions [0, num_cached). The engine computes the
-    others."""
+    other tokens."""
     ttl_s: float
     deadline_s: float
     """Time (Clock.now_s()) at which the claim expires while it is LEASED or COMMITTED."""
     firsts: tuple[SampledToken, ...] = ()
-    """First token of each choice, known once the lease is committed. Empty if the engine computes them."""
+    """First token of each choice, set when the lease is committed. Empty if the engine computes these tokens."""
     held: "tuple[Slot, ...]" = ()
     """Slots of the lease's further choices until they join the batch. They end with this claim."""
     uploading: set[tuple[int, TokenRange]] = field(default_factory=set)
-    """Parts of received pieces, as (layer, tokens), that are on their way to the device. Each counts as a writer
-    inside."""
+    """Parts of received pieces, as (layer, tokens), that are still being copied to the device. Each part counts as a
+    writer of the slot."""
     failure: str = ""
-    """Error of the piece that could not be copied to the device and so ended the claim; empty without one."""
+    """Error that ended the claim because a piece could not be copied to the device; empty if there was none."""
     expired: bool = False
     """True if the claim ended because it was not renewed in time."""
     waiters: list[Future[None]] = field(default_factory=list)
-    """Commits that wait for KV. They are set done and dropped when all KV is in place or the claim ends."""
+    """Futures of commits that wait for KV. They are set done and dropped when all KV is in place or the claim ends."""
 
     @property
     def is_whole(self) -> bool:
@@ -120,17 +122,18 @@ class SlotClaim:
 
 
 class Slot:
-    """A slot: its state, its present claim, and the number of writers and readers inside. Owned by the SlotTable."""
+    """Slot: its state, its current claim, and the number of writers and readers of its memory. Owned by the
+    SlotTable."""
 
     def __init__(self, number: SlotId, memory: KvMemory) -> None:
         self.number = number
         self._memory = memory
         self.state = SlotState.FREE
         self.num_inside = 0
-        """Number of writers and readers of the slot's memory, plus pieces on their way to it."""
+        """Number of writers and readers of the slot's memory, plus number of pieces that are being copied to it."""
         self.claim: SlotClaim | None = None
         self.last_expired: Stamp | None = None
-        """Stamp of the latest ended claim if it expired, else None."""
+        """Stamp of the latest ended claim if that claim expired, else None."""
 
     @property
     def is_timed(self) -> bool:
@@ -143,7 +146,8 @@ class Slot:
         self.last_expired = None
 
     def end(self, *, expired: bool = False) -> None:
-        """End the claim. Its stamp is refused at once; its memory is freed once no writer or reader is inside."""
+        """End the claim. Its stamp is refused from now on. Its memory is freed when no writer or reader uses it any
+        more."""
         claim = self.claim
         assert claim is not None
         claim.expired = expired
@@ -158,7 +162,7 @@ class Slot:
             self._drop()
 
     def leave(self) -> bool:
-        """Count one writer or reader out. Return whether that freed the slot."""
+        """Decrement the number of writers and readers. Return whether this freed the slot."""
         assert self.num_inside > 0
         self.num_inside -= 1
         if self.state is not SlotState.QUARANTINED or self.num_inside:
@@ -173,7 +177,7 @@ class Slot:
         self.claim = None
 
     def move(self, move: SlotMove) -> None:
-        """Enter the state that the transition table has for this move. Claims calls it for COMMIT and ACTIVATE."""
+        """Change the state as the transition table defines for this move. Claims calls this for COMMIT and ACTIVATE."""
         target = TRANSITIONS.get((self.state, move))
         assert target is not None, f"slot {self.number} cannot {move.value} while {self.state.value}"
         self.state = target
@@ -181,7 +185,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class BatchSlot:
-    """A slot whose sequence joins the batch. The SlotTable owns its memory; the sequence uses it until `release`."""
+    """Slot of a sequence that joins the batch. The SlotTable owns the slot's memory; the sequence uses it until
+    `release`."""
 
     ref: LeaseRef
     row: RowKv
@@ -193,18 +198,19 @@ class BatchSlot:
 
 @dataclass(frozen=True)
 class KvLedger:
-    """KV memory of a generation group, by the state of the slots that it is promised to."""
+    """KV memory of a generation group, by the state of the slots to which it is promised."""
 
     num_bytes: int = 0
     """Total bytes; 0 if unknown."""
     num_bytes_free: int = 0
-    """Bytes that are promised to no slot."""
+    """Bytes that are not promised to any slot."""
     num_bytes_leased: int = 0
-    """Bytes of slots that are LEASED, COMMITTED or HELD: KV is pushed into them, or waits to join the batch."""
+    """Bytes of slots that are LEASED, COMMITTED or HELD: slots whose KV is being pushed, or that wait to join the
+    batch."""
     num_bytes_active: int = 0
     """Bytes of slots of the sequences in the batch."""
     num_bytes_quarantined: int = 0
-    """Bytes of slots that were freed while a writer or reader was inside."""
+    """Bytes of slots that were freed while a writer or reader was using them."""
 
     @property
     def num_bytes_taken(self) -> int:
@@ -213,7 +219,8 @@ class KvLedger:
 
     @property
     def imbalance(self) -> str:
-        """Return one readable line on why free and taken bytes do not add up; empty when they do."""
+        """Return a one-line error if free and promised bytes do not add up to `num_bytes`; an empty string if they
+        do."""
         free, taken = self.num_bytes_free, self.num_bytes_taken
         if free >= 0 and free + taken == self.num_bytes:
             return ""
@@ -222,7 +229,8 @@ class KvLedger:
 
 @dataclass(frozen=True)
 class SlotLedger:
-    """Snapshot of the number of slots by state and of the memory that they hold. It balances at all times."""
+    """Snapshot of the number of slots by state, and of their memory. The counts add up at all times (see
+    `imbalance`)."""
 
     num_slots: int
     num_free: int
@@ -233,13 +241,14 @@ class SlotLedger:
     num_bytes_held: int
     """Committed bytes of KV, in whole pages, in the memory that stores KV between steps (`KvBytes.home`)."""
     num_device_bytes: int
-    """Bytes of KV on the device. They equal `num_bytes_held` if the device stores all KV."""
+    """Bytes of KV on the device. This number equals `num_bytes_held` if the device stores all KV."""
     kv: KvLedger
-    """Bytes promised to slots by state, committed or not, and the free bytes by KvMemory's count (`KvBytes.home`)."""
+    """Bytes promised to slots, by state, whether committed or not, and free bytes as counted by KvMemory
+    (`KvBytes.home`)."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot], memory: KvMemory) -> Self:
-        """Make a snapshot of `slots`, which are all slots of `memory`."""
+        """Return a snapshot of `slots`, which must be all slots of `memory`."""
         promises = [slot.claim.memory for slot in slots if slot.claim]
         held = sum((each.row.num_bytes for each in promises), KvBytes())
         counts, promised = Counter(slot.state for slot in slots), Counter[SlotState]()
@@ -264,8 +273,8 @@ class SlotLedger:
 
     @property
     def imbalance(self) -> str:
-        """Return a line on what does not balance. It is empty if every slot is counted once, only slots that are not
-        free have promised bytes, and no more bytes are held than promised."""
+        """Return a one-line error if the counts do not add up. It is empty if every slot is counted once, only slots
+        that are not free have promised bytes, and the committed bytes do not exceed the promised bytes."""
         states = (self.num_leased, self.num_active, self.num_quarantined)
         promised = (self.kv.num_bytes_leased, self.kv.num_bytes_active, self.kv.num_bytes_quarantined)
         if self.num_free + sum(states) != self.num_slots:

@@ -1,8 +1,9 @@
-"""Access to a slot's memory: writers of pushed KV, and readers that copy a sequence's KV out.
+"""Access to a slot's memory: writers of pushed KV, and readers that export a sequence's KV.
 
 `baton.transport.kv_receiver` and `prefixes.loading` write, `prefixes.answer_saving` reads. A slot is not claimed again
-before its last writer and reader have left and the last piece on its way to it (`slots.upload`) has landed. So memory
-does not change its owner while it is copied. `SlotTable` makes writers and readers; its lock guards their count.
+before its last writer and reader have ended, and the last piece that is being copied to it (`slots.device_upload`) is
+in place. So the owner of memory does not change while the memory is being copied. `SlotTable` makes writers and
+readers; its lock guards their count.
 """
 
 import asyncio
@@ -23,15 +24,17 @@ from generate_workers.slots.leases import SlotClaim
 
 
 class SlotWriter(PushTarget, Protocol):
-    """A writer inside a lease, from `SlotTable.open_push`. On the loop it is a `PushTarget` of the transport; other
-    threads call `copy_in` and `drain`. Valid only inside `open_push`."""
+    """Writer to a leased slot, returned by `SlotTable.open_push`. On the asyncio loop it is used as a `PushTarget` of
+    the transport; other threads call `copy_in` and `drain`. Valid only in the context of `open_push`."""
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Take tokens over as PushTarget.write does, in one or more pieces. May block: any thread except the loop's."""
+        """Accept the KV of `tokens` as PushTarget.write does, in one or more pieces. May block. May be called on any
+        thread except the loop's."""
         ...
 
     def drain(self) -> None:
-        """Wait as PushTarget.settle does. Any thread except the loop's."""
+        """Block until all pieces are in place, as PushTarget.settle does. May be called on any thread except the
+        loop's."""
         ...
 
 
@@ -60,8 +63,8 @@ class HomeWriter:
 
 
 class FrameWriter:
-    """SlotWriter for a device with memory of its own. Pieces wait for a frame; the upload's thread copies them from
-    the frame to the device."""
+    """SlotWriter for a device with its own memory. Pieces are put into staging frames as soon as frames are free; the
+    upload's thread copies them from the frames to the device."""
 
     def __init__(
         self,
@@ -69,17 +72,17 @@ class FrameWriter:
         upload: DeviceUpload,
         expect: Callable[[SlotClaim, int, TokenRange, Sequence[TokenRange]], bool],
     ) -> None:
-        """`expect` records a piece as received and its parts as on their way. It returns False for a piece that was
-        recorded before, and raises what PushTarget.write raises."""
+        """`expect` records a piece as received, and its parts as being copied. It returns False for a piece that was
+        recorded before, and raises the errors of PushTarget.write."""
         self._claim = claim
         self._upload = upload
         self._expect = expect
         self._landed: list[Future[str]] = []
-        """Futures of pieces on their way, and of some that have landed since the latest check."""
+        """Futures of pieces that are being copied, and of pieces whose copies have ended since the latest check."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Put a piece into frames, and hand it to the upload. Waits for frames. Raises InvalidArgumentError for a
-        piece that needs more frames than the device has."""
+        """Put a piece into frames, and queue it for the upload. Waits until enough frames are free. Raises
+        InvalidArgumentError if the piece needs more frames than the device has."""
         num_frames, most = -(-len(tokens) // self._upload.frame_tokens), self._upload.frames.num_frames
         if num_frames > most:
             raise InvalidArgumentError(
@@ -89,14 +92,14 @@ class FrameWriter:
         return self._bring(layer, tokens, data, await self._upload.take(max(num_frames, 1)))
 
     async def settle(self) -> None:
-        """Wait for all copies to end. Raises TransferError when one failed."""
+        """Wait for all copies to end. Raises TransferError if a copy failed."""
         if self._landed:  # `asyncio.wait` cancels no future, so that setting `landed` cannot fail
             await asyncio.wait([asyncio.wrap_future(landed) for landed in self._landed])
         self._check()
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Put tokens into frames, as pieces of one frame each, and hand them to the upload. Blocks until frames
-        are free."""
+        """Put the KV of `tokens` into frames, as pieces of one frame each, and queue them for the upload. Blocks until
+        enough frames are free."""
         row_bytes, is_new = data.nbytes // len(tokens), True
         for part in tokens.split(self._upload.frame_tokens):
             start = (part.start - tokens.start) * row_bytes
@@ -105,12 +108,13 @@ class FrameWriter:
         return is_new
 
     def drain(self) -> None:
-        """Wait for all copies to end. Raises TransferError when one failed."""
+        """Wait for all copies to end. Raises TransferError if a copy failed."""
         wait(self._landed)
         self._check()
 
     def _bring(self, layer: int, tokens: TokenRange, data: memoryview, frames: list[Frame]) -> bool:
-        """Hand a piece over in these frames, each as full as possible. Release the frames if it was received before."""
+        """Queue a piece for the upload, in these frames, each filled as far as possible. If the piece was received
+        before, release the frames instead."""
         parts = tokens.split(self._upload.frame_tokens)
         is_new = False
         try:
@@ -130,7 +134,7 @@ class FrameWriter:
         return is_new
 
     def _check(self) -> None:
-        """Forget the pieces that have landed. Raises TransferError if one of them failed."""
+        """Drop the futures of copies that have ended. Raises TransferError if one of these copies failed."""
         landed = [each for each in self._landed if each.done()]
         self._landed = [each for each in self._landed if not each.done()]
         for each in landed:
@@ -139,7 +143,8 @@ class FrameWriter:
 
 
 class SlotReader:
-    """A reader inside an active slot, from `SlotTable.open_read` to `close`. Any thread may use it, one at a time."""
+    """Reader of an active slot, from `SlotTable.open_read` to `close`. May be used on any thread, by one thread at a
+    time."""
 
     def __init__(
         self, claim: SlotClaim, check: Callable[[LeaseRef], object], leave: Callable[[SlotClaim], None]
@@ -150,26 +155,27 @@ class SlotReader:
         self._is_inside = True
 
     def check(self) -> None:
-        """Raise StaleStampError when the slot has been released, so that its KV must not be used any more."""
+        """Raise StaleStampError if the slot has been released; its KV must then not be used any more."""
         self._check(self._claim.ref)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of the KV of `tokens` in a layer. No writer may change them any more. The view is valid
-        until `close`. Raises StaleStampError when the slot has been released."""
+        """Return the bytes of the KV of `tokens` in a layer. No writer may still change this KV. The view is valid
+        until `close`. Raises StaleStampError if the slot has been released."""
         assert self._is_inside
         self.check()
         return self._claim.memory.row.export(layer, tokens)
 
     def keep_prefix(self, names: Sequence[str], block_tokens: int) -> None:
-        """Share the sequence's first blocks with sequences of the same prefix, if the policy supports that. Raises
-        StaleStampError when the slot has been released."""
+        """Share the sequence's first blocks with sequences that have the same prefix, if the policy supports sharing.
+        Raises StaleStampError if the slot has been released."""
         assert self._is_inside
         self.check()
         if isinstance(self._claim.memory.row, PagedRow):
             self._claim.memory.row.keep(names, block_tokens)
 
     def close(self) -> None:
-        """Leave the slot. If it was released meanwhile and this is the last user, it becomes free now. Idempotent."""
+        """End the use of the slot. If the slot was released meanwhile and this is its last reader or writer, the slot
+        becomes free. Idempotent."""
         if self._is_inside:
             self._is_inside = False
             self._leave(self._claim)

@@ -1,14 +1,16 @@
-"""The slots of a generation group: timed, fenced claims on places in the batch, and the memory that they hold.
+"""Slots of a generation group. A slot is memory for one sequence of the batch. Claims on slots have deadlines and
+fencing stamps.
 
 Callers by thread:
 
 - `baton.transport.kv_receiver` leases, pushes and commits on the process's asyncio loop. For it the table is a
   baton.transport.kv_sink.KvSink.
-- `engine.core` occupies, activates, expires and releases slots on the engine's thread.
-- `prefixes` copies blocks in and answers out on its own threads, and releases slots whose answers it has copied.
+- `engine.core` calls `occupy`, `activate`, `expire` and `release` on the engine's thread.
+- `prefixes` copies blocks into slots and answers out of them on its own threads. It releases slots whose answers it has
+  copied.
 
-One lock guards the bookkeeping (`claims`). It is held for that and, where KV is written in place, for the copy of one
-piece, but never while waiting. `device_upload` copies pieces to a device with memory of its own, without the lock.
+One lock guards the bookkeeping (`claims`). It is held for bookkeeping and, if KV is written in place, while one piece
+is copied, but never while waiting. `device_upload` copies pieces to a device with its own memory, without the lock.
 """
 
 import asyncio
@@ -36,11 +38,12 @@ class SlotTable:
     """All slots of one generation group. Thread-safe."""
 
     def __init__(self, memory: KvMemory, clock: Clock, *, endpoint: str) -> None:
-        """`endpoint`: host:port that leases name. The table takes ownership of `memory`. Raises ConfigError when the
-        device's staging frames are too small for the model."""
+        """`endpoint`: address (host:port) that is written to leases. The table takes ownership of `memory`. Raises
+        ConfigError if the device's staging frames are too small for the model."""
         self.max_slot_tokens = memory.shape.max_slot_tokens
         self.changes = SlotChanges()
-        """Changes for the engine. They are reported on the changing thread, without the lock."""
+        """Changes for the engine. They are reported on the thread that makes the change, after the lock was
+        released."""
         self.memory = memory
         """KV memory of all slots. Changed only under the table's lock."""
         self.layout = memory.shape.layout
@@ -53,29 +56,29 @@ class SlotTable:
         self._slots = self._claims.slots
         frames = memory.residency.frames
         self._upload = None if frames is None else DeviceUpload(frames, self.layout.row_bytes, self._note_landed)
-        """Copier of pieces to a device with memory of its own. None: pieces are written in place."""
+        """Copies pieces to a device with its own memory. None: pieces are written in place."""
 
-    # On the loop: the KvSink.
+    # Methods of KvSink, called on the asyncio loop.
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
-        """Lease a free slot, with memory for its tokens and some growth, and hold one for each further choice. The
-        caller writes the KV of the first `num_present_tokens` tokens, and then calls `complete_locally` if no rank
-        pushes. Raises ResourceExhaustedError when slots or memory are short, InvalidArgumentError for a field out of
-        range."""
+        """Lease a free slot, with memory for its tokens and some growth, and hold another slot for each further choice.
+        The caller must write the KV of the first `num_present_tokens` tokens. If no rank pushes KV, it must then call
+        `complete_locally`. Raises ResourceExhaustedError if too few slots or too little memory is free,
+        InvalidArgumentError for a field out of range."""
         with self._changing():
             claim = self._claims.reserve(request, num_present_tokens)
         owner = request.request_id, request.attempt
         return Lease(claim.ref, *owner, request.num_tokens, self._endpoint, request.ttl_s, num_present_tokens)
 
     def check_room(self, request: ReserveSpec) -> None:
-        """Raise the error that `reserve` would raise now, if any."""
+        """Check whether `reserve` would succeed now. Raises the same errors as `reserve`."""
         with self._changing():
             self._claims.room(request)
 
     def begin_with(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> int:
-        """Begin a new, empty lease with the leading blocks that the policy shares between sequences. Return their
-        number of tokens; the caller writes the other blocks. Raises StaleStampError or LeaseExpiredError when the lease
-        has ended."""
+        """Begin a new, empty lease with those leading blocks of `names` that the policy can share from other sequences.
+        Return the number of tokens of these blocks; the caller must write the other blocks. Raises StaleStampError or
+        LeaseExpiredError if the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             row = claim.memory.row
@@ -86,8 +89,8 @@ class SlotTable:
             return num_tokens
 
     def keep_prefix(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> None:
-        """Share a slot's first blocks, which must be written, with sequences of the same prefix, if the policy supports
-        that. Raises StaleStampError or LeaseExpiredError when the lease has ended."""
+        """Share a slot's first blocks, whose KV must be in place, with sequences that have the same prefix, if the
+        policy supports sharing. Raises StaleStampError or LeaseExpiredError when the lease has ended."""
         with self._changing():
             row = self._claims.present(ref).memory.row
             if isinstance(row, PagedRow):
@@ -101,9 +104,9 @@ class SlotTable:
 
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
-        """Renew the lease and count a writer until exit. The slot is not claimed again before its last writer has left
-        and all pieces have landed. Exiting does not wait for them: see SlotWriter. Raises StaleStampError or
-        LeaseExpiredError when the lease has ended."""
+        """Renew the lease, and yield a writer that counts until the context ends. The slot is not claimed again before
+        its last writer has ended and all pieces are in place. The end of the context does not wait for pieces: see
+        SlotWriter. Raises StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             self._claims.touch(claim)
@@ -114,11 +117,11 @@ class SlotTable:
             self._leave(claim)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
-        """Commit the lease with each choice's first token, once all KV is in place. Return the bytes of its tokens' KV.
-        Waits for missing KV at most `wait_s` seconds and at most until the lease expires, then raises
-        IncompletePushError, which names the first missing range. Idempotent for the same tokens; other tokens raise
-        LeaseError. Raises StaleStampError for a lease that was aborted meanwhile, TransferError if a piece could not be
-        copied to the device. A cancelled wait changes nothing."""
+        """Commit the lease with each choice's first token as soon as all KV is in place, and return the number of bytes
+        of the KV. Waits for missing KV for at most `wait_s` seconds, and at most until the lease expires; then raises
+        IncompletePushError, which names the first missing range. Idempotent for the same first tokens; other tokens
+        raise LeaseError. Raises StaleStampError if the lease was aborted meanwhile, TransferError if a piece could not
+        be copied to the device. A cancelled call changes nothing."""
         with self._changing():
             claim = self._claims.present(ref)
         give_up_s = self.clock.now_s() + wait_s
@@ -143,8 +146,9 @@ class SlotTable:
             self._claims.complete_locally(ref)
 
     def abort(self, ref: LeaseRef) -> None:
-        """End the lease: the slot is free once its last writer has left. If the lease was activated, the
-        engine must end its sequences instead. Idempotent. A stale stamp changes no slot, and is reported as well."""
+        """End the lease; the slot becomes free when its last writer has ended. If the lease was activated, the engine
+        is notified instead, and must end its sequences. Idempotent. A stale stamp changes no slot, but the engine is
+        notified as well."""
         with self._changing():
             slot = self._claims.find(ref)
             if slot is not None and slot.state is not SlotState.ACTIVE:
@@ -153,18 +157,18 @@ class SlotTable:
                 return
         self.changes.abandon(ref)
 
-    # On the engine's thread.
+    # Methods that the engine's thread calls.
 
     def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[BatchSlot] | None:
-        """Claim slots for `num_choices` sequences of `num_tokens` tokens each, all computed by this engine. None when
-        too few slots or too little memory is free. Raises ResourceExhaustedError when the device has less memory than
-        configured."""
+        """Claim slots for `num_choices` sequences of `num_tokens` tokens each, which this engine prefills, and return
+        the slots; None if too few slots or too little memory is free. Raises ResourceExhaustedError if the device has
+        less memory than configured."""
         with self._changing():
             return self._claims.occupy(num_tokens, capacity_tokens, num_choices)
 
     def extend(self, slot: SlotId, num_tokens: int) -> KvBytes | None:
-        """Promise an active sequence memory for `num_tokens` tokens in total. Return None if that succeeds, else the
-        bytes that it needs beyond its promise."""
+        """Promise an active sequence memory for `num_tokens` tokens in total. Return None on success, else the bytes
+        that the sequence needs in addition to its promise."""
         claim = self._slots[slot].claim
         assert claim is not None
         if num_tokens <= claim.memory.num_tokens:
@@ -175,20 +179,20 @@ class SlotTable:
         return self.memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
 
     def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
-        """Reserve slots and memory for sequences that wait to resume or to grow. New leases leave that much free."""
+        """Reserve slots and memory for sequences that wait to resume or to grow. New leases do not use them."""
         with self._lock:
             self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
     def activate(self, ref: LeaseRef) -> list[BatchSlot] | None:
-        """Activate a committed lease; return a `BatchSlot` per choice, the first alone with the KV. None before the
-        commit. Raises LeaseError when it was activated before, StaleStampError or LeaseExpiredError when it has
+        """Activate a committed lease, and return a `BatchSlot` per choice, of which only the first has KV; None before
+        the commit. Raises LeaseError if the lease was activated before, StaleStampError or LeaseExpiredError if it has
         ended."""
         with self._changing():
             return self._claims.activate(ref)
 
     def open_read(self, ref: LeaseRef) -> SlotReader:
-        """Return a reader of an active slot, which counts until it is closed. The slot's sequence must write no more
-        KV."""
+        """Return a reader of an active slot, which counts as a user of the slot until it is closed. The slot's sequence
+        must not write any more KV."""
         with self._changing():
             slot = self._claims.active(ref)
             assert slot.claim is not None
@@ -203,8 +207,8 @@ class SlotTable:
             self._claims.changed = True
 
     def leased_tokens(self, ref: LeaseRef) -> int:
-        """Return the number of tokens that the lease is for. Raises StaleStampError or LeaseExpiredError when it has
-        ended."""
+        """Return the number of tokens for which the lease was made. Raises StaleStampError or LeaseExpiredError if the
+        lease has ended."""
         with self._changing():
             return self._claims.present(ref).num_tokens
 
@@ -214,7 +218,7 @@ class SlotTable:
             self._claims.expire()
 
     def next_deadline_s(self) -> float:
-        """Return the earliest deadline of a lease (Clock.now_s()); infinity without a lease."""
+        """Return the earliest deadline of all leases (Clock.now_s()); infinity if no lease exists."""
         with self._lock:
             return self._claims.next_deadline_s()
 
@@ -224,7 +228,7 @@ class SlotTable:
             return SlotLedger.of(self._slots, self.memory)
 
     def rest(self) -> None:
-        """Wait for pieces on their way to the device, and end the upload's thread. Idempotent."""
+        """Wait until all pieces are copied to the device, and end the upload's thread. Idempotent."""
         if self._upload is not None:
             self._upload.rest()
 
@@ -265,8 +269,8 @@ class SlotTable:
             return is_new
 
     def _expect(self, claim: SlotClaim, layer: int, tokens: TokenRange, parts: Sequence[TokenRange]) -> bool:
-        """Record a piece as received, and each part of it as a writer inside until `_note_landed` is called for it.
-        Return False for a piece that was received before."""
+        """Record a piece as received. Each part of it counts as a writer of the slot until `_note_landed` is called for
+        the part. Return False for a piece that was received before."""
         with self._changing():
             _check_failure(claim)
             self._claims.present(claim.ref)
