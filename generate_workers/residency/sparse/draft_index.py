@@ -1,9 +1,8 @@
-"""Residency `device` with partial keys next to each sequence's KV, by which drafts of speculation select keys.
-
-Sequences attend to all keys, as with `device`; their results do not change. The partial keys are a part of a slot: they
-are released with its claim, and promised and counted as device memory. They are made from the sequence's own KV when
-drafts first need them (`generate_workers.speculation.infinigen_view`), for KV that was pushed, prefilled here or
-copied.
+"""Residency `device` that also stores partial keys of each sequence, with which speculative drafts select keys.
+Sequences attend to all keys, as with `device`, so their results do not change. The partial keys are a RowPart of a
+slot: they are released with the slot's claim, and promised and counted as device memory. They are computed from the
+sequence's own KV when drafts first need them (`generate_workers.speculation.infinigen_view`), whether the KV was
+pushed, prefilled locally or copied.
 
 Engine's thread, except the beginning and end of claims. Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -26,13 +25,13 @@ ReadKv = Callable[[int, TokenRange], Tensor]
 
 
 class DraftIndex(PartialIndex):
-    """Part of a slot: the partial keys of the tokens passed to `follow`."""
+    """RowPart of a slot: partial keys of the tokens for which `follow` was called."""
 
     def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory) -> None:
-        """Raise OSError when the address space cannot be reserved."""
+        """Raises OSError if the address space cannot be reserved."""
         super().__init__(layout, basis, max_tokens, make_memory)
         self._num_followed = 0
-        """Number of the present claim's tokens whose partial keys are made of their final KV."""
+        """Number of the current claim's tokens whose partial keys were made from their final KV."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin a claim, without partial keys. No memory is reserved, because drafts may never need them."""
@@ -51,12 +50,12 @@ class DraftIndex(PartialIndex):
 
 
 class IndexedResidency(DeviceResidency):
-    """Residency that keeps all KV on the device, and partial keys of it."""
+    """Residency that keeps all KV on the device, and partial keys of all KV."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection) -> None:
-        """Raise an error of OUT_OF_MEMORY, or OSError, when the address space cannot be reserved."""
+        """Raises an error of OUT_OF_MEMORY, or OSError, if the address space cannot be reserved."""
         self.prepared = prepared
-        """Selection by which drafts select keys."""
+        """Prepared selection with which drafts select keys."""
         most, basis = shape.max_slot_tokens, prepared.basis
         self.indices = [DraftIndex(shape.layout, basis, most, make_memory) for _ in range(shape.num_slots)]
         """Partial keys of each slot."""

@@ -1,14 +1,14 @@
 """Residency `infinigen`: keys are selected by approximate partial scores (InfiniGen; Lee et al., OSDI 2024).
 
-A Residency for `engine.step_runner`; `baton.modeling.forward.selection` selects. A partial key is a key in a few
-columns of a basis that suffice to approximate its scores (baton.modeling.sparse.bases). Partial keys are kept for every
-key. They take a fraction of the keys' bytes, and a step reads all of them instead of the keys. Sequences then attend to
-the keys with the best scores, with the true keys and queries.
+A Residency for `engine.model_runner`; `baton.modeling.forward.selection` selects. A partial key is the projection of a
+key to a few columns of a basis, which suffice to approximate the key's scores (baton.modeling.sparse.bases). A partial
+key is stored for every key. Partial keys need a fraction of the keys' bytes, and a step reads all of them instead of
+all keys. Sequences then attend to the keys with the best approximate scores, with the true keys and queries.
 
-With lookahead 1, as in the paper, a layer's queries are guessed before the preceding layer runs, from the input of that
-preceding layer, with the layer's own norm and weights and at the token's own position, so that its keys can be fetched
-in time. With lookahead 0 the true queries select. That suits devices that fetch nothing, such as a CPU, whose kernel
-reads the stored KV.
+With lookahead 1, as in the paper, the queries of layer l are guessed before layer l - 1 runs, so that the selected keys
+can be fetched in time. The guess is computed from the input of layer l - 1, with the norm and weights of layer l, at
+the token's position. With lookahead 0, the true queries select keys. This suits devices that fetch no KV, such as a
+CPU, whose kernel reads the stored KV.
 
     KV pushed, copied from a slot, of a prompt's chunk or of new tokens   ->  `home`  ->  partial keys
     begin l - 1 (guessed) or picks l (true queries)                       ->  scores over partial keys  ->  picks of l
@@ -37,7 +37,8 @@ from generate_workers.residency.traits import POLICIES
 
 
 class PartialPart(RowPart, Protocol):
-    """Part of a slot: the partial keys by one basis, in the layers that select. Implementations store them."""
+    """RowPart of a slot: partial keys for one basis, in the layers that select keys. Implementations store the partial
+    keys."""
 
     layers: range
     """Layers of the model that have partial keys."""
@@ -48,7 +49,7 @@ class PartialPart(RowPart, Protocol):
         ...
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:
-        """Make and store the partial keys of the tokens that begin with number `first`."""
+        """Make and store the partial keys of consecutive tokens, the first of which has index `first`."""
         ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -56,17 +57,19 @@ class PartialPart(RowPart, Protocol):
         self.expect(num_tokens)
 
     def add(self, layer: int, first: int, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of the tokens that begin with number `first`, if the layer selects keys."""
+        """Make the partial keys of consecutive tokens, the first of which has index `first`, if the layer selects
+        keys."""
         if layer in self.layers:
             self.add_keys(layer, first, kv_T2GH[:, 0])
 
     def add_keys(self, layer: int, first: int, k_TGH: Tensor) -> None:
-        """Make the partial keys of the tokens that begin with number `first`, in a layer that selects keys."""
+        """Make the partial keys of consecutive tokens, the first of which has index `first`, in a layer that selects
+        keys."""
         self.write(layer, first, k_TGH, self._basis.key_projection(layer))
 
 
 class PartialIndex(PartialKeys, PartialPart):
-    """PartialPart in memory of the CPU."""
+    """PartialPart that stores the partial keys in CPU memory."""
 
     def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory = PagedMemory) -> None:
         """Raise OSError when the address space cannot be reserved."""
@@ -76,7 +79,7 @@ class PartialIndex(PartialKeys, PartialPart):
 
 
 class ScoredKeys(Protocol):
-    """Partial keys of a step's sequences of one new token."""
+    """Partial keys of those sequences of a step that have one new token."""
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection) -> None:
         """Make and store the new tokens' partial keys."""
@@ -90,7 +93,7 @@ class ScoredKeys(Protocol):
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the sequences attend to in `layer`, by `PartialRows.select`."""
+        """Return the keys that the sequences attend to in `layer`. See `PartialRows.select` for the arguments."""
 
 
 MakeScored = Callable[[Sequence[Any], Sequence[int], Sequence[int]], ScoredKeys]
@@ -99,7 +102,7 @@ token's, and their numbers of tokens."""
 
 
 class ScoredRow(StoredRow):
-    """StoredRow that keeps partial keys."""
+    """StoredRow that also stores partial keys."""
 
     partial: PartialPart
     """Partial keys of the stored keys."""
@@ -110,7 +113,7 @@ class ScoredRow(StoredRow):
 
 
 class InfinigenRow(SelectiveRow, ScoredRow):
-    """ScoredRow whose new keys can still be read when all layers have run."""
+    """ScoredRow whose new keys can still be read after all layers have run."""
 
     partial: PartialIndex
 
@@ -123,14 +126,14 @@ class InfinigenRow(SelectiveRow, ScoredRow):
         *,
         reads_home: bool = True,
     ) -> None:
-        """`num_places`: number of tokens for which the layers that select have room; None: all. `reads_home`: see
-        SelectiveRow. Raises an error of OUT_OF_MEMORY, or OSError, when the slot's address space cannot be
-        reserved."""
+        """`num_places`: number of tokens for which the layers that select keys have room; None: all tokens.
+        `reads_home`: see SelectiveRow. Raises an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot
+        be reserved."""
         self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens, make_memory)
         super().__init__(shape, make_memory, self.partial, num_places, reads_home=reads_home)
 
     def own_keys(self, position: int) -> Tensor:
-        """Return a view of a step's new token's keys in the layers that select: `[L, G, H]`."""
+        """Return a view `[L, G, H]` of the keys of a step's new token, in the layers that select keys."""
         return self.others.buffer.data[:, self.num_kept(position), 0]
 
 
@@ -138,8 +141,8 @@ S = TypeVar("S", bound=ScoredRow)
 
 
 class ScoringStep(SelectiveStep[S]):
-    """Step that scores partial keys. A subclass makes the partial keys of the selecting sequences' new tokens. The step
-    does not need them before it ends, because a token's own key is always selected."""
+    """Step that scores partial keys. A subclass makes the partial keys of the selecting sequences' new tokens. They are
+    needed only after the step, because a token's own key is always selected."""
 
     def __init__(
         self,
@@ -148,14 +151,15 @@ class ScoringStep(SelectiveStep[S]):
         decoder: Decoder,
         make_scored: MakeScored = PartialRows,
     ) -> None:
-        """`make_scored`: makes the ScoredKeys of the sequences' partial keys, on the device that stores these."""
+        """`make_scored`: function that makes the ScoredKeys of the sequences' partial keys, on the device that stores
+        the partial keys."""
         super().__init__(decoder.layout, rows)
         self._places_B = self._places_B.to(decoder.device.torch_device)
         self._prepared = prepared
         self._decoder = decoder
         self._layers = range(NUM_WHOLE_LAYERS, decoder.layout.num_layers)
         self._guessed: dict[int, Picks] = {}
-        """Keys by layer, selected one layer early, until the layer takes them."""
+        """Keys by layer that were selected one layer early, until the layer uses them."""
         if self.choosing and self._layers:
             lengths = [row.num_kept(tokens.start) + 1 for row, tokens in self.choosing]
             num_tokens = [tokens.end for _, tokens in self.choosing]
@@ -164,7 +168,7 @@ class ScoringStep(SelectiveStep[S]):
             self._step = Step(positions, spans=())
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """With lookahead 1, guess the next layer's queries, and select its keys."""
+        """With lookahead 1, guess the next layer's queries, and select the next layer's keys."""
         if self._prepared.lookahead and self.choosing and layer + 1 in self._layers:
             q_BNH = self._decoder.project(layer + 1, self.of_choosing(hidden_TD), self._step)
             self._guessed[layer + 1] = self._select(layer + 1, q_BNH)
@@ -194,7 +198,7 @@ K = TypeVar("K", bound=InfinigenRow)
 
 
 class InfinigenStep(ScoringStep[K]):
-    """Step that makes its new tokens' partial keys in all layers at once, when the forward has ended."""
+    """Step that makes its new tokens' partial keys in all layers at once, when the forward pass has ended."""
 
     def settle(self) -> None:
         """Make the partial keys of the selecting sequences' new tokens, in all layers."""

@@ -1,21 +1,20 @@
-"""Residency `infinigen` with a limit on the tokens whose KV a sequence keeps: it is stored in a pool, which evicts.
+"""Residency `infinigen` with a limit on the tokens whose KV a sequence keeps, in a pool that evicts tokens. A Residency
+for `engine.model_runner`; `pool` decides the place (index in the sequence's memory) of each token. Layers 0 and 1 keep
+all tokens. In the other layers, a sequence has a place for each token that it may keep, and one for the new token of a
+step (its own token). Keys are scored and selected by place. A step records the selected keys in the pool. When the
+forward pass has ended, the own token's K, V and partial key are moved to the place that the pool returns.
 
-A Residency for `engine.step_runner`; `pool` decides the place of each token. Layers 0 and 1 are whole. In the others a
-sequence has a place for each token that it may keep, and one for a step's own token. Keys are scored and selected by
-place. A step records the selected keys in the pool. When the forward has ended, its own token's K, V and partial key
-move to the place that the pool returns.
-
-    `home`  layers 0 and 1 whole; of the others the places, and the order in which their tokens are evicted
+    `home`  all KV of layers 0 and 1; in other layers the places, and the order in which their tokens are evicted
     device  layers 0 and 1, and partial keys of the places
 
-On a device with memory of its own, the places are stored there as well. A full pool moves a token in each layer and kv
-head at each step, so fetched places would soon hold outdated keys. And a pool is small by design.
+On a device with its own memory, the places are stored on the device as well. A full pool moves a token in each layer
+and kv head at each step, so copies of places would soon hold outdated keys. Also, a pool is small by design.
 
 Pushed KV is written to its places as it arrives, so a prompt never takes more than the limit. A prompt that is
 prefilled here and is longer than the limit runs chunk by chunk over the tokens that are kept: the first, the latest,
 and the chunk itself.
 
-A sequence that cannot exceed its places gets bit-identical results to one without a pool.
+If a sequence cannot exceed its places, its results are bit-identical to those without a pool.
 
 Shape suffixes: L layers that select, T tokens, G kv heads, H head dim, R columns.
 """
@@ -57,20 +56,21 @@ _BLOCK = 16
 
 
 class PooledInfinigenRow(InfinigenRow):
-    """InfinigenRow whose layers that select are stored in a pool, place by place."""
+    """InfinigenRow that stores the layers that select keys in a pool of places."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pools: KvPools, slot: int) -> None:
-        """Raise an error of OUT_OF_MEMORY, or OSError, when the slot's address space cannot be reserved."""
+        """Raises an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
         self._num_places = min(pools.limit.num_places + 1, shape.max_slot_tokens)
         super().__init__(shape, device.row_memory, basis, self._num_places, reads_home=device.is_home)
         self._make_buffer = device.buffer
         self._pools, self._slot = pools, slot
         self._can_overflow = False
-        """True if the present claim may exceed its places. If not, selected keys are not recorded."""
+        """True if the current claim may have more tokens than places. If False, selected keys are not recorded."""
         self._has_begun = False
-        """True once a decode step has run on the claim. Before it, no key was selected."""
+        """True after the first decode step of the claim. Before this step, no key was selected."""
         self._kv_LP2GH: NDArray[np.int64] = self.others.memory.data_LS2GH.view(torch.int64).numpy()
-        """All places. Each int64 holds several numbers of K and V: that is faster to move, and numpy has no bf16."""
+        """KV of all places. Each int64 holds several elements of K or V, because int64 is faster to copy and numpy has
+        no bf16."""
         self._k_LCGRI: NDArray[np.int16] = self.partial.data_LCGRI.view(torch.int16).numpy()
         self._head_G = np.arange(shape.layout.num_kv_heads)
         self._layer_L1 = np.arange(len(self._kv_LP2GH))[:, None]
@@ -86,14 +86,14 @@ class PooledInfinigenRow(InfinigenRow):
         return super().num_bytes + KvBytes(home=self._pools.row_bytes if self._can_overflow else 0)
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes of `num_tokens` tokens. Layers that select take no more than the limit."""
+        """Return the bytes of `num_tokens` tokens. Layers that select keys need no more than the bytes of the limit."""
         whole, num_places = self.whole.bytes_for(num_tokens), min(num_tokens, self._num_places)
         others = self.others.bytes_for(num_places)
         device = whole + self.partial.bytes_for(num_places) + (0 if self.reads_home else others)
         return KvBytes(whole + others + self._pools.row_bytes, device)
 
     def num_kept(self, num_tokens: int) -> int:
-        """Return the number of tokens kept of `num_tokens`: at most the limit."""
+        """Return how many of `num_tokens` tokens are kept: at most the limit."""
         return min(num_tokens, self._pools.limit.num_places)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -108,8 +108,8 @@ class PooledInfinigenRow(InfinigenRow):
             raise
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV to storage. In a layer that selects, only tokens that have a place now are copied;
-        they and their partial keys are in place on return."""
+        """Begin to copy pushed KV to storage. In a layer that selects keys, only tokens that have a place now are
+        copied; their KV and partial keys are in place when this returns."""
         if layer < NUM_WHOLE_LAYERS:
             return self.whole.write(layer, tokens, data)
         row_bytes = data.nbytes // len(tokens)
@@ -120,7 +120,8 @@ class PooledInfinigenRow(InfinigenRow):
         return DoneTransfer()
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens`. Must not be called for a sequence that may evict, whose tokens may be lost."""
+        """Return the bytes of `tokens`. Must not be called for a sequence that may evict tokens, because `tokens` may
+        be lost."""
         assert layer < NUM_WHOLE_LAYERS or not self._can_overflow, "what a pool has evicted cannot be read"
         return super().export(layer, tokens)
 
@@ -133,8 +134,8 @@ class PooledInfinigenRow(InfinigenRow):
         self.others.memory.commit(TokenRange(start, end))
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over the places. New tokens of a longer span that do not all have a place get a separate
-        buffer. The first decode step's span moves the latest tokens of the prompt to the end of the pool."""
+        """Return a span over the places. If not all new tokens of a longer span have a place, they get a separate
+        buffer. For the first decode step, also move the latest tokens of the prompt to the end of the pool."""
         kept, beside = self.others.buffer, None
         if len(tokens) != 1 and tokens.end > self._pools.limit.num_places:
             beside = self._make_buffer(replace(kept.layout, num_layers=1), tokens)
@@ -159,8 +160,9 @@ class PooledInfinigenRow(InfinigenRow):
                 self.keep(part.start, slice(at, at + 1))
 
     def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
-        """Keep a step's own token, whose partial keys are made. Move K, V and partial keys as a full pool directs.
-        `layers`: counted from the first that selects. `victims_LG`: places to evict, if found already."""
+        """Keep a step's own token, whose partial keys must exist. If the pool is full, move K, V and partial keys as
+        the pool requires. `layers`: counted from the first layer that selects keys. `victims_LG`: places to evict, if
+        known already."""
         if not self._can_overflow:
             return
         limit = self._pools.limit
@@ -179,7 +181,8 @@ class PooledInfinigenRow(InfinigenRow):
             k_LCGRI[:, block, :, :, at] = k_LCGRI[:, own_block, :, :, own_at]
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Copy the first `num_tokens` tokens of another slot's sequence of the same capacity, and its pool."""
+        """Copy the first `num_tokens` tokens, and the pool, of another slot's sequence, which must have the same
+        capacity."""
         num_places = self.num_kept(num_tokens)
         self.whole.copy_from(other.whole, num_tokens)
         self.others.copy_from(other.others, num_places)
@@ -196,7 +199,7 @@ class PooledInfinigenRow(InfinigenRow):
         self._can_overflow = self._has_begun = False
 
     def _parts_of(self, layer: int, tokens: TokenRange) -> list[tuple[TokenRange, TokenRange]]:
-        """Return runs of `tokens` that are to be copied, each with its places, which are consecutive."""
+        """Return the runs of `tokens` that must be copied, each with its range of places."""
         if not self._can_overflow:
             return [(tokens, tokens)]
         if self._has_begun:
@@ -220,7 +223,7 @@ class PooledInfinigenRow(InfinigenRow):
 
 @dataclass(frozen=True)
 class PooledInfinigenSpan:
-    """SequenceSpan over the places of one sequence, in the layers that select."""
+    """SequenceSpan over the places of one sequence, in the layers that select keys."""
 
     kept: KvBuffer
     """KV of the places."""
@@ -228,7 +231,8 @@ class PooledInfinigenSpan:
     num_kept: int
     """Number of places with tokens from before the step."""
     beside: KvBuffer | None
-    """Buffer of one layer's new tokens, which have no places yet. None: they are in the places that follow."""
+    """Buffer of one layer's new tokens, which have no places yet. None: the new tokens are in the places after the kept
+    tokens."""
 
     def own(self, layer: int) -> Tensor:
         if self.beside is not None:
@@ -236,8 +240,8 @@ class PooledInfinigenSpan:
         return self.kept.span(layer, TokenRange(self.num_kept, self.num_kept + len(self.tokens)))
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the kept keys, then the new ones. Positions in a pool are not consecutive. The keys are numbered as if
-        they were the last before the new tokens, which suffices for masks."""
+        """Yield the KV of the kept tokens, then of the new tokens. Positions in a pool are not consecutive. The kept
+        keys are numbered as if they directly preceded the new tokens, which suffices for masks."""
         num_keys = self.num_kept + (len(self.tokens) if self.beside is None else 0)
         if num_keys:
             yield replace(
@@ -251,7 +255,7 @@ class PooledInfinigenSpan:
 
 
 class PooledStep(InfinigenStep[PooledInfinigenRow]):
-    """Step that records the selected keys in the pools, and keeps its own tokens."""
+    """Step that records the selected keys in the pools, and keeps its new tokens there."""
 
     def __init__(
         self,
@@ -289,9 +293,9 @@ class PooledResidency(RowResidency[PooledInfinigenRow]):
     def __init__(
         self, shape: KvShape, device: Device, prepared: PreparedSelection, decoder: Decoder, size: PoolSize
     ) -> None:
-        """`prepared` must be for `decoder`, which is on `device`. Its first and latest keys are never evicted. Raises
-        ConfigError for a `size` that is too small for them; an error of OUT_OF_MEMORY, or OSError, when the address
-        space cannot be reserved."""
+        """`prepared` must be for `decoder`, which is on `device`. The first and latest keys that the prepared selection
+        always selects are never evicted. Raises ConfigError if `size` is too small for these keys, and an error of
+        OUT_OF_MEMORY, or OSError, if the address space cannot be reserved."""
         layout, selection = shape.layout, prepared.selection
         assert shape.max_slot_tokens <= MAX_TOKENS, "max_slot_tokens exceeds MAX_TOKENS"
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)

@@ -1,33 +1,34 @@
-"""The host pool of InfiniGen (Lee et al., 2024, section 4.4): the places of tokens in a sequence's bounded memory.
+"""Host pool of InfiniGen (Lee et al., 2024, section 4.4): assigns tokens to places in a sequence's limited memory.
 
-`infinigen_pooled` owns pools and copies KV as they direct. A user limits the number of tokens whose KV a sequence may
-keep. Once the pool is full, each new token takes the place of a victim. K, V and partial key are overwritten together,
-so that a place belongs to one token in all three. Victims differ between layers and kv heads, because each list selects
-its own keys.
+`infinigen_pooled` owns pools and copies KV as they require. A user limits the number of tokens whose KV a sequence may
+keep. When the pool is full, each new token replaces an evicted token, the victim. K, V and partial key are overwritten
+together, so that a place holds all three of the same token. Victims differ between layers and kv heads, because each
+layer and kv head selects its own keys.
 
-The first tokens and the latest are never victims. The paper's pool protects neither, and its FIFO loses the first
-tokens at once, from which its quality does not recover. Depending on Eviction, the victim is the token that came first,
-the one that was selected longest ago, or the one that was selected least often. Counters of a list are all halved when
-one of them is full. Much of a prompt was never selected when the first token has to be evicted: among equal tokens the
-victim is the one with the lowest score in the running step.
+The first tokens and the latest are never victims. The paper's pool protects neither; its FIFO rule evicts the first
+tokens at once, and its quality does not recover from this. Depending on Eviction, the victim is the earliest token, the
+token that was selected longest ago, or the token that was selected least often. When a counter is full, all counters of
+the same layer and kv head are halved. Much of a prompt was never selected when the first eviction is necessary: among
+equal tokens, the victim is the token with the lowest score in the current step.
 
 Places are not ordered by position. Attention with selected keys does not need that, since keys are stored after RoPE.
-There are P places, and one more for a step's own token. While the pool is not full, a token's place is its position.
-After that
+There are P places, and one more for the new token of a step (its own token). F and R are the numbers of first and
+latest tokens that are never evicted. While the pool is not full, a token's place is its position. In a full pool the
+places are
 
     [0, F)          the first F tokens
     [F, P - R + 1)  tokens that may be evicted
     [P - R + 1, P)  the latest R - 1 tokens before the own one; the next one overwrites the earliest of them
     P               the own token, which is always selected in its step and has no mark yet
 
-so that keys that are always selected are at both ends, as a Selection requires. A token that is no longer among the
-latest moves to the victim's place, and the own token moves to the place that this token had.
+So keys that are always selected are at both ends, as a Selection requires. A token that is no longer among the latest
+moves to the victim's place, and the own token moves to the place that this token had.
 
-The pieces of a prompt arrive in any order, before any key is selected. Every Eviction keeps its first tokens and its
-last. The last are kept in a ring after the first ones until the sequence's first step, when the latest are moved to the
-end.
+The pieces of a prompt arrive in any order, before any key is selected. With each Eviction, a prompt's first tokens and
+its last tokens are kept. The last tokens are stored in a ring after the first tokens until the sequence's first step,
+when the latest tokens are moved to the end.
 
-A pool handles places, not memory: it returns what is to be copied. Owned by its slot; not thread-safe.
+A pool handles places, not memory: it returns the places that the caller must copy. Owned by its slot; not thread-safe.
 
 Shape suffixes: L layers that select, G kv heads, P places, B sequences, T tokens.
 """
@@ -52,27 +53,29 @@ from baton.types import TokenRange
 
 Integers = NDArray[np.int64]
 Orders = NDArray[np.signedinteger[Any]]
-"""Eviction order: a mark, and in the bits below it the position, which breaks ties of equal marks."""
+"""Eviction order of tokens, as integers: a mark in the high bits, and in the bits below it the position, which orders
+tokens with equal marks."""
 
 MAX_TOKENS = 1 << 23
-"""Most tokens of a sequence: positions have 23 bits, next to a counter."""
+"""Maximum number of tokens of a sequence: positions have 23 bits, next to a counter."""
 _MAX_COUNT = 255
 _FULL_COUNT = 127
-"""Count at which counters are halved. If it is much lower, marks are lost before they are useful. If it is much higher,
-old selections count as much as recent ones (docs/infinigen.md)."""
+"""Count at which counters are halved. With a much lower value, counts are lost before they are useful. With a much
+higher value, old selections count as much as recent selections (docs/infinigen.md)."""
 _ALL = slice(None)
 
 
 class Eviction(Enum):
-    """Rule for the token that a new one evicts. Among equals it is the one with the lowest score in the step, or
-    without scores the earliest."""
+    """Rule that decides which token a new token evicts. Among equal tokens, the one with the lowest score in the step
+    is evicted or, if there are no scores, the earliest."""
 
     COUNTER = "counter"
-    """The token that was selected least often: the paper's choice, because it needs no list."""
+    """Evict the token that was selected least often: the paper's choice, because it needs no list."""
     LRU = "lru"
-    """The token that was selected longest ago. Arrival counts as a selection; all of a prompt arrives at once."""
+    """Evict the token that was selected longest ago. A token counts as selected when it is added; all tokens of a
+    prompt are added at the same time."""
     FIFO = "fifo"
-    """The token that came first."""
+    """Evict the token with the lowest position."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class PoolLimit:
-    """Limit of a sequence's KV in a layer, and rule of eviction. Raises ConfigError for a field out of range."""
+    """Limit on a sequence's KV in a layer, and eviction rule. Raises ConfigError for a field out of range."""
 
     num_places: int
     """Number of tokens that a layer keeps."""
@@ -96,7 +99,7 @@ class PoolLimit:
     num_last: int = 16
     """Number of latest tokens that are never evicted, including the new one."""
     most_count: int = _FULL_COUNT
-    """COUNTER: count at which all counters of a list are halved."""
+    """Count at which all counters of a layer and kv head are halved; used only with Eviction COUNTER."""
 
     def __post_init__(self) -> None:
         if self.num_first < 0:
@@ -112,7 +115,7 @@ class PoolLimit:
 
     @property
     def position_bits(self) -> int:
-        """Return the number of bits of a position in an order. Marks of LRU are positions as well."""
+        """Return the number of bits of a position in an eviction order. With LRU, marks are positions as well."""
         return 32 if self.eviction is Eviction.LRU else 23
 
     @property
@@ -121,27 +124,29 @@ class PoolLimit:
 
     @property
     def end_others(self) -> int:
-        """Return the end of [num_first, end_others), the places that may be evicted. Those of the latest tokens
-        follow."""
+        """Return the end of [num_first, end_others), the places whose tokens may be evicted. The places of the latest
+        tokens follow."""
         return self.num_places - self.num_last + 1
 
     def late_place(self, position: int) -> int:
-        """Return the place in a full pool of a token that is among the latest."""
+        """Return the place in a full pool of one of the latest tokens, which has this position."""
         return self.end_others + (position - self.end_others) % (self.num_last - 1)
 
 
 class KvPool:
-    """Places and marks of one sequence's tokens, in all layers that select."""
+    """Places and marks of one sequence's tokens, in all layers that select keys."""
 
     def __init__(self, limit: PoolLimit, orders_LGP: Orders) -> None:
         """Make an empty pool. `orders_LGP`: zeros, with one place more than the limit. The pool takes ownership."""
         self.limit = limit
         self._orders_LGP = orders_LGP
-        """Order of the token at each place. The least is evicted first. Orders of the last place are not used."""
+        """Eviction order of the token at each place. The token with the lowest order is evicted first. The order of the
+        last place is not used."""
 
     def take_prompt(self, layer: int, tokens: TokenRange) -> tuple[Integers, Integers]:
-        """Add `tokens` of a prompt, whose pieces may arrive in any order. Return `(positions, places)` of those to be
-        copied, by ascending position. The others have no place, because later tokens have taken it."""
+        """Add `tokens` of a prompt, whose pieces may arrive in any order. Return `(positions, places)` of the tokens
+        that must be copied, by ascending position. Other tokens are not kept, because later tokens have their
+        places."""
         positions_T = np.arange(tokens.start, tokens.end)
         num_first, num_others = self.limit.num_first, self.limit.num_places - self.limit.num_first
         positions_K = positions_T[(positions_T < num_first) | (positions_T >= tokens.end - num_others)]
@@ -153,8 +158,8 @@ class KvPool:
         return positions_K, places_K
 
     def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
-        """Arrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: places of
-        tokens to be moved, all at once, in all layers."""
+        """Arrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: the places
+        from and to which tokens must be moved, all at once, in all layers."""
         limit = self.limit
         if num_tokens <= limit.num_places or limit.num_last == 1:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -167,11 +172,11 @@ class KvPool:
         return sources, targets
 
     def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
-        """Keep the next token, which is at place P, or at the place of its position while the pool is not full. Return
-        None if it stays there, else the places of the victims, `[L, G]`. The caller then moves the token at
-        `late_place` to the victim's place, and the own token to `late_place`. If the pool protects no latest token
-        except the own one, it moves the own token to the victim's place. `victims_LG`: victims that PoolNotes found;
-        None: no keys were scored."""
+        """Keep the next token (the own token), which is at place P, or at the place of its position while the pool is
+        not full. Return None if it stays there, else the places of the victims, `[L, G]`. The caller must then move the
+        token at `late_place` to the victim's place, and the own token to `late_place`. If the pool protects no latest
+        token except the own token, the caller must move the own token to the victim's place. `victims_LG`: victims that
+        PoolNotes found; None: no keys were scored."""
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
         order = np.int64(position)
         if limit.eviction is Eviction.LRU:
@@ -191,7 +196,7 @@ class KvPool:
         return victims_LG
 
     def copy_from(self, other: "KvPool") -> None:
-        """Copy the state of a pool of the same limit, whose memory the caller copies place by place."""
+        """Copy the state of a pool with the same limit. The caller must copy the KV, place by place."""
         assert self.limit == other.limit
         self._orders_LGP[:] = other._orders_LGP
 
@@ -203,14 +208,14 @@ class KvPools:
         """Raise OSError when the address space cannot be reserved."""
         self.limit = limit
         self.lists = num_layers, num_kv_heads
-        """Shape of a slot's lists: layers and kv heads."""
+        """Number of layers and number of kv heads. A slot has one list of orders for each layer and kv head."""
         num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
         self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         """Bytes that one slot's orders take, in whole pages."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would not be freed
         self._mapping = mmap.mmap(-1, num_slots * self.row_bytes, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
-            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # no two slots share a page
+            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # a page must not contain orders of two slots
         orders: Orders = np.frombuffer(self._mapping, np.dtype(f"int{8 * limit.order_bytes}"))
         row_size, list_size = self.row_bytes // limit.order_bytes, limit.num_places + 1
         rows_SX = orders.reshape(num_slots, row_size)[:, : math.prod(self.lists) * list_size]
@@ -223,7 +228,7 @@ class KvPools:
         return self._rows[slot]
 
     def addresses(self, slots: Sequence[int | None]) -> Integers:
-        """Return the addresses of the slots' lists, `[L, B]`; 0 for None."""
+        """Return the addresses of the slots' lists of orders, `[L, B]`; 0 for a slot None."""
         is_there_B = np.array([slot is not None for slot in slots])
         firsts_B = self._start + np.array([slot or 0 for slot in slots]) * self.row_bytes
         found: Integers = (firsts_B + self._starts_L1) * is_there_B
@@ -235,11 +240,13 @@ class KvPools:
 
 
 class PoolNotes:
-    """Recorder of the keys that a step's sequences select in their pools, layer by layer. Finds their victims."""
+    """Records the keys that a step's sequences select in their pools, layer by layer, and finds the sequences'
+    victims."""
 
     def __init__(self, pools: KvPools, slots: Sequence[int | None], positions: Sequence[int]) -> None:
-        """`slots`, `positions`: those of sequences with one new token each. Slot None: a sequence whose selections are
-        not recorded. Not for FIFO. Requires the kernel `pool_notes`."""
+        """`slots`, `positions`: slot and position of the new token of each sequence, which has one new token. Slot
+        None: selections of this sequence are not recorded. Must not be used with FIFO. Requires the kernel
+        `pool_notes`."""
         limit = pools.limit
         assert limit.eviction is not Eviction.FIFO, "it asks for nothing"
         self._limit = limit
@@ -250,8 +257,8 @@ class PoolNotes:
         native.load()
 
     def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
-        """Record the selected keys of a layer, counted from the first that selects. Call once per layer.
-        `closeness_BGS`: closeness of all kept keys, as `PartialRows.select` writes it."""
+        """Record the selected keys of a layer. `layer` is counted from the first layer that selects keys. Call this
+        once per layer. `closeness_BGS`: closeness of all kept keys, as `PartialRows.select` writes it."""
         limit = self._limit
         most_count = 0 if limit.eviction is Eviction.LRU else limit.most_count
         self._victims_BLG[:, layer] = native.operators().note_picks(
@@ -263,7 +270,7 @@ class PoolNotes:
         )
 
     def victims(self) -> list[Integers | None]:
-        """Return each sequence's victims as places, `[L, G]`, once all layers are recorded; None for a slot None. Not
-        valid for sequences whose pool is not full."""
+        """Return each sequence's victims as places, `[L, G]`, after all layers were recorded; None for a slot None.
+        Results for sequences whose pool is not full are not valid."""
         victims_BLG = self._victims_BLG.numpy()
         return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

@@ -1,17 +1,18 @@
 """Common base of policies that attend to selected keys: storage, layers that stay whole, and counts of bytes read.
 
-Its subclasses are Residencies for `engine.step_runner`. All KV is stored in `home` (`residency.port`). On a CPU,
-attention reads the selected keys in place. On a device with memory of its own, policies that are made with that memory
-store all KV there, and no KV crosses the link during steps; other policies fetch (`residency.fetched`). The first two
-layers attend to all keys, because the important ones cannot be predicted there (InfiniGen; Lee et al., 2024). They
-count as device memory: a device would hold them, the policy's index for selecting keys, and the fetched KV. So
+Its subclasses are Residencies for `engine.model_runner`. All KV is stored in `home` (`residency.port`). On a CPU,
+attention reads the selected keys in place. On a device with its own memory, policies that are made with this memory
+store all KV on the device, and no KV crosses the link during steps; other policies fetch KV (`residency.fetched`). The
+first two layers (whole layers) attend to all keys, because the important keys cannot be predicted there (InfiniGen; Lee
+et al., 2024). Their KV counts as device memory, as if a device held it together with the policy's index for selecting
+keys. So
 
     `home`  all KV, in whole pages
     device  the first two layers' KV, and the policy's index
     link    in the other layers, the selected keys and values: 2 x H elements for each key of each kv head
 
-Sequences of one new token select keys, even if it is a prompt's last. Longer spans (local prefill) attend to all keys.
-The selection of one sequence does not depend on others.
+Sequences of one new token select keys, even if the token is a prompt's last. Longer spans (local prefill) attend to all
+keys. The selection of one sequence does not depend on others.
 
 Shape suffixes: B sequences of one new token, T tokens of all sequences, N heads, G kv heads, H head dim.
 """
@@ -38,23 +39,23 @@ from generate_workers.residency.row_parts import MakeMemory, PagedKv, RowPart, S
 from generate_workers.residency.steps import RowStep
 
 NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
-"""Remedy where drafts cannot attend to selected keys."""
+"""Remedy in errors if drafts cannot attend to selected keys."""
 
 
 _FULL = "use residency device or host"
-"""Remedy where a policy cannot attend to selected keys."""
+"""Remedy in errors if a policy cannot attend to selected keys."""
 
 
 def require_no_windows(what: str, shape: KvShape, remedy: str = _FULL) -> None:
-    """Raise ConfigError for models with sliding windows, for which keys cannot be selected. `what`: the setting that
-    needs it, with its value."""
+    """Raise ConfigError for models with sliding windows, for which keys cannot be selected. `what`: setting that needs
+    the selection, with its value."""
     if any(window is not None for window in shape.windows):
         raise ConfigError(f"{what} is not supported for models with sliding windows: {remedy}")
 
 
 def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _FULL) -> None:
-    """Raise ConfigError where attention to selected keys is not supported: it needs the CPU's kernels. `what`: the
-    setting that needs it, with its value. `remedy`: advice for the message."""
+    """Raise ConfigError if attention to selected keys is not supported; it needs the CPU's kernels. `what`: setting
+    that needs the selection, with its value. `remedy`: remedy for the message."""
     where = f"{what} is not supported"
     layout = shape.layout
     if not device.is_home and device.name != "emulated":
@@ -67,7 +68,7 @@ def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _
 
 @dataclass(frozen=True)
 class SplitSpan:
-    """SequenceSpan whose first layers are stored apart from the others."""
+    """SequenceSpan whose first layers and other layers are stored in two separate memories."""
 
     whole: BufferSpan
     others: SequenceSpan
@@ -95,7 +96,8 @@ class SplitSpan:
 
 
 class SelectiveRow(StoredRow):
-    """StoredRow with the whole layers in one memory, which counts as `home` and `device`, and the others in another."""
+    """StoredRow with the whole layers in one memory, which counts as `home` and `device`, and the other layers in
+    another memory."""
 
     def __init__(
         self,
@@ -107,8 +109,8 @@ class SelectiveRow(StoredRow):
         reads_home: bool = True,
     ) -> None:
         """`index`: the policy's index on the device, for selecting keys. `num_places`: number of tokens for which the
-        other layers have room; None: all. `reads_home`: False if `make_memory` makes a device's own memory, so that the
-        other layers count as `home` and `device` as well. Raises an error of OUT_OF_MEMORY when the slot's address
+        other layers have room; None: all tokens. `reads_home`: False if `make_memory` makes a device's own memory, so
+        that the other layers count as both `home` and `device`. Raises an error of OUT_OF_MEMORY if the slot's address
         space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
@@ -142,10 +144,11 @@ class SelectiveStep(ABC, RowStep[R]):
         self._places_B = torch.tensor(
             [at for at, (row, tokens) in zip(starts, rows, strict=True) if row.chooses(tokens)]
         )
-        """Indices of the selecting sequences' tokens among those of the step."""
+        """Indices of the selecting sequences' tokens among the tokens of the step."""
         placed = zip(starts, rows, self.spans, strict=True)
         self.longer = [(at, row, span) for at, (row, tokens), span in placed if not row.chooses(tokens)]
-        """The other sequences: index of the first token among those of the step, Row, and span."""
+        """Sequences that do not select keys, each as the index of its first token among the step's tokens, its Row, and
+        its span."""
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         num_others = layout.num_layers - num_whole
         num_old = sum(row.num_kept(span.tokens.start) for _, row, span in self.longer)
@@ -157,7 +160,8 @@ class SelectiveStep(ABC, RowStep[R]):
             self.num_link_bytes = layout.row_bytes * num_others * num_old
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the selecting sequences' keys; None in the layers that stay whole."""
+        """Return the keys that the selecting sequences attend to; None in the whole layers, in which they attend to all
+        keys."""
         if layer < NUM_WHOLE_LAYERS:
             return None
         picks = self.choose(layer, self.of_choosing(q_TNH))
@@ -168,12 +172,12 @@ class SelectiveStep(ABC, RowStep[R]):
 
     @abstractmethod
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """Return the selecting sequences' keys, including those of their new tokens, in a layer that is not whole.
-        Called once per layer."""
+        """Return the keys that the selecting sequences attend to, including the keys of their new tokens, in a layer
+        that is not whole. Called once per layer."""
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Bring the selected keys and values, `num_bytes` bytes in the model's dtype, to the places of the spans.
-        Return the bytes that cross the link: here `num_bytes` if `reads_home`, else 0."""
+        """Copy the selected keys and values, `num_bytes` bytes in the model's dtype, to the memory of the spans. Return
+        the bytes that cross the link. This class copies nothing, and returns `num_bytes` if `reads_home`, else 0."""
         return num_bytes if self._reads_home else 0
 
     def of_choosing(self, x_T: Tensor) -> Tensor:
