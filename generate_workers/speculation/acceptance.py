@@ -1,8 +1,7 @@
-"""Estimates of how often a source's drafts are accepted, per sequence and for all sequences, for planning rounds.
-
-A sequence's estimate follows its own drafts of a kind, with most weight on the latest, and begins as that of all
-sequences. It is the probability that a draft is accepted if all drafts before it were: the number of accepted drafts,
-divided by that number plus the number of drafts at which a round stopped.
+"""Estimates of how often a source's drafts are accepted, per sequence and for all sequences, for planning rounds. An
+estimate is the probability that a draft is accepted if all drafts before it in the round were accepted: A / (A + R),
+where A is the number of accepted drafts, and R the number of rounds that ended with a rejected draft. The latest drafts
+have most weight. A sequence's estimate uses its own drafts of a kind, and begins with the estimate for all sequences.
 """
 
 from collections import defaultdict
@@ -12,11 +11,11 @@ from dataclasses import dataclass, field
 from generate_workers.engine.rows import Row
 
 _KEPT_SHARE = 0.95
-"""Part of a count that is kept after a further round."""
+"""Fraction of a count that is kept after each further round."""
 _FORGOTTEN_SHARE = 0.01
-"""Part of a count that is lost in each round, with or without drafts of its kind."""
+"""Fraction of a count that is removed in each round, with or without drafts of its kind."""
 _PRIOR_DRAFTS = 4.0
-"""Number of drafts as which the estimate of all sequences counts in a sequence's own."""
+"""Weight of the estimate for all sequences in a sequence's own estimate, as a number of drafts."""
 
 
 @dataclass
@@ -36,7 +35,7 @@ class _Count:
         self.num_rejected *= kept_share
 
     def share(self, prior: float) -> float:
-        """Return the accepted part of the drafts; `prior` if there were none."""
+        """Return the estimated fraction of accepted drafts, which is `prior` if no drafts are counted."""
         total = self.num_accepted + self.num_rejected + _PRIOR_DRAFTS
         return (self.num_accepted + _PRIOR_DRAFTS * prior) / total
 
@@ -46,7 +45,7 @@ class Acceptances:
     """Acceptance estimates of one draft source."""
 
     expected: Mapping[int, float]
-    """Initial estimate by kind of drafts."""
+    """Initial estimate for each kind of drafts."""
     _all: defaultdict[int, _Count] = field(default_factory=lambda: defaultdict(_Count))
     """Counts of all sequences' drafts, by kind."""
     _rows: defaultdict[Row, defaultdict[int, _Count]] = field(
@@ -54,16 +53,16 @@ class Acceptances:
     )
 
     def of(self, row: Row, kind: int = 0) -> float:
-        """Return the probability that the sequence's next draft of that kind is accepted. To be called once per round:
-        each call makes past drafts count a little less, so that a kind with few accepted drafts is tried again after a
-        while."""
+        """Return the probability that the sequence's next draft of this kind is accepted. Call this once per round:
+        each call slightly reduces the weight of past drafts, so that a kind with few accepted drafts is tried again
+        after a while."""
         self._all[kind].fade(1 - _FORGOTTEN_SHARE / 16)
         self._rows[row][kind].fade(1 - _FORGOTTEN_SHARE)
         return self._rows[row][kind].share(self._all[kind].share(self.expected[kind]))
 
     def took(self, row: Row, num_accepted: int, num_drafts: int, kind: int = 0) -> None:
         """Record that the first `num_accepted` of a sequence's `num_drafts` drafts were accepted. The sequence may have
-        ended with them."""
+        ended in this round."""
         num_rejected = int(num_accepted < num_drafts)
         if row.batch_slot is not None:
             self._rows[row][kind].add(num_accepted, num_rejected, _KEPT_SHARE)

@@ -1,7 +1,6 @@
-"""Common parts of draft views that select keys: the best keys by their scores, and turns that select.
-
-Engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim, S keys, K selected keys
-at most.
+"""Common parts of draft views that select keys: selection of the keys with the best scores, and turns between layers
+that select keys. Used on the engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head
+dim, S keys, K selected keys at most.
 """
 
 import math
@@ -14,12 +13,13 @@ from torch import Tensor
 from baton.modeling.forward.selection import Picks
 
 Choose = Callable[[int, Tensor], Picks | None]
-"""Function (layer, q_BNH) -> keys that each sequence of a draft step attends to in the layer; None: all keys."""
+"""Function (layer, q_BNH) that returns the keys that each sequence of a draft step attends to in the layer; None: all
+keys."""
 
 
 @dataclass(frozen=True)
 class ChoosingTurns:
-    """LayerTurns of a draft step that selects each layer's keys by that layer's queries."""
+    """LayerTurns of a draft step that selects each layer's keys with the queries of the same layer."""
 
     choose: Choose
 
@@ -35,8 +35,8 @@ class ChoosingTurns:
 
 
 def top_keys(scores_GS: Tensor, num_keys: int) -> Tensor:
-    """Return each kv head's `num_keys` keys with the largest scores, in ascending order, int32 `[G, num_keys]`. Among
-    equal scores the earlier key is taken. NaN counts as less than any number. `num_keys` is at most S."""
+    """Return each kv head's `num_keys` keys with the largest scores, in ascending order, int32 `[G, num_keys]`. If
+    scores are equal, the earlier key is selected. NaN counts as less than any number. `num_keys` must be at most S."""
     if not num_keys:
         return torch.empty(len(scores_GS), 0, dtype=torch.int32)
     scores_GS = scores_GS.nan_to_num(-math.inf, math.inf, -math.inf)
@@ -48,8 +48,8 @@ def top_keys(scores_GS: Tensor, num_keys: int) -> Tensor:
 
 
 def by_kv_head(q_TNH: Tensor, num_kv_heads: int) -> Tensor:
-    """Return queries times 1 / sqrt(H), grouped by the kv head that they share: fp32 `[G, J, T, H]` for J heads each.
-    Their products with keys are the softmax's inputs."""
+    """Return queries times 1 / sqrt(H), grouped by kv head: fp32 `[G, J, T, H]`, where J = N / G heads share a kv head.
+    Their products with keys are the inputs of the softmax."""
     num_tokens, _, head_dim = q_TNH.shape
     q_TGJH = q_TNH.float().mul(head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim)
     return q_TGJH.permute(1, 2, 0, 3)

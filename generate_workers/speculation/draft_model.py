@@ -1,13 +1,13 @@
 """Drafts by a second, smaller model with the same tokenizer, over its own KV of each sequence's first and latest keys.
 
-For each sequence the small model keeps the KV of some first and the latest tokens, `draft_keys` in total (StreamingLLM;
-Xiao et al., 2023), so that its memory and its steps' time do not grow with the context. Before a sequence's first
-drafts, only those tokens are run through the small model, at their true positions. The tokens between are never
-attended to, so they are not computed: the small model has less context than after a whole prefill. That changes the
-drafts. It never changes which tokens verification accepts into the text.
+For each sequence the small model keeps the KV of some first tokens and the latest tokens, `draft_keys` in total
+(StreamingLLM; Xiao et al., 2023), so that its memory and step time do not grow with the context. Before a sequence's
+first drafts, only these tokens are run through the small model, at their true positions. The tokens between them are
+never attended to, so they are not run: the small model has less context than after a full prefill. This changes the
+drafts, but never the tokens that verification accepts into the text.
 
-Later, each round runs the accepted tokens that the small model has not run. The KV of accepted drafts that it ran is
-already in place; the KV of other drafts is overwritten. The small model never runs a round's last draft, so when all
+In later rounds, the small model runs the accepted tokens that it has not run yet. The KV of accepted drafts that it ran
+is already in place; the KV of other drafts is overwritten. The small model never runs a round's last draft, so when all
 drafts were accepted, the next round's first step runs two tokens of the sequence.
 
 `speculator` calls this on the engine's thread. Shape suffixes: R sequences of a step, T tokens, V vocabulary.
@@ -32,7 +32,7 @@ from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 @dataclass
 class _RowState:
-    """The small model's KV of one sequence, and the tokens that it covers."""
+    """Small model's KV of one sequence, and the tokens that this KV covers."""
 
     kv: DraftWindow
     num_known: int = 0
@@ -43,7 +43,7 @@ class _RowState:
     """Position of the first token that the next draft step runs."""
 
     def settle(self, token_ids: Sequence[int]) -> None:
-        """Keep the KV of accepted drafts, and discard that of the others. `token_ids`: all known tokens of the
+        """Keep the KV of accepted drafts, and discard the KV of other drafts. `token_ids`: all known tokens of the
         sequence."""
         num_seen, tokens = self.num_known, token_ids[self.num_known :]
         for draft, token in zip(self.run_ids, tokens, strict=False):
@@ -60,9 +60,9 @@ class ModelProposer:
     def __init__(
         self, decoder: Decoder, keys: DraftKeys, num_rows: int, make_memory: MakeMemory, *, keeps: bool = False
     ) -> None:
-        """`decoder`: the small model, without sliding windows and with the large one's vocabulary. `num_rows`: most
-        sequences that hold a slot at a time. `keeps`: keep the distributions from which drafts were sampled. Raises
-        what `make_memory` raises."""
+        """`decoder`: the small model, which must have no sliding windows and the vocabulary of the large model.
+        `num_rows`: maximum number of sequences that hold a slot at the same time. `keeps`: keep the distributions from
+        which drafts were sampled. Raises the errors of `make_memory`."""
         assert all(window is None for window in decoder.config.windows), "keys are kept by number, not by window"
         self._decoder = decoder
         self._keeps = keeps
@@ -72,19 +72,20 @@ class ModelProposer:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of KV that are committed now, of all sequences."""
+        """Return the bytes of KV that are committed now, for all sequences."""
         kept = [state.kv for state in self._states.values()]
         return sum(kv.num_bytes for kv in (*kept, *self._free))
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Offer at most `wished` drafts, as far as the small model has positions for them."""
+        """Return an option for `wished` drafts, or fewer if the small model has fewer positions left; an empty list if
+        it has none."""
         num = min(wished, self._decoder.config.max_position - row.num_known + 1)
         return [DraftOption(num, num_keys=self._num_keys)] if num > 0 else []
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Run the tokens that drafts attend to and that the small model has not run yet, for each sequence. The last
-        one or two tokens are left to the first draft step."""
+        """For each sequence, run the tokens that drafts attend to and that the small model has not run yet, except the
+        last one or two tokens, which the first draft step runs."""
         for row in rows:
             state = self._state(row)
             state.settle(row.token_ids)
@@ -93,7 +94,7 @@ class ModelProposer:
             if sum(map(len, missing)) == 1:
                 state.start = missing[0].start
                 continue
-            for tokens in missing:  # one after the other, since the latest attend to the first
+            for tokens in missing:  # one range after the other, since the latest tokens attend to the first
                 ids = row.token_ids[tokens.start : tokens.end]
                 self._decoder.forward(ids, [state.kv.span(tokens)])
             state.start = num_seen
@@ -101,8 +102,8 @@ class ModelProposer:
 
     @torch.inference_mode()
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the requested number of drafts per sequence, or fewer where drafting stops early. Each draft is the
-        token that its sequence would sample from the small model's logits. `prepare` must have been called."""
+        """Return the requested number of drafts per sequence, or fewer if drafting stops early. Each draft is the token
+        that its sequence would sample from the small model's logits. `prepare` must have been called."""
         drafts = draft_by_steps(draft_requests, self._run, keeps=self._keeps)
         for request, draft in zip(draft_requests, drafts, strict=True):
             state = self._states[request.row]
@@ -124,8 +125,8 @@ class ModelProposer:
         return self._states[row]
 
     def _run(self, going: Going, index: int) -> Tensor:
-        """Run each sequence's next token through the small model; in the first step all known tokens that it has not
-        run. Return the logits, `[R, V]`."""
+        """Run each sequence's next token through the small model; in the first step, run all known tokens that the
+        small model has not run. Return the logits, `[R, V]`."""
         ids, spans, lasts = list[int](), [], list[int]()
         for row, draft in going:
             state, end = self._states[row], row.num_known + index

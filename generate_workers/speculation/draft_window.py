@@ -1,7 +1,6 @@
-"""A draft view for KV in host memory: a copy of each sequence's first and latest keys on the device.
-
-The drafts of a round copy only a few tokens over the link, and the step that verifies fetches all KV once for all of
-them. The output stays exact at a part of the bytes (`generate_workers.residency.draft_window`).
+"""Draft view for KV in host memory: drafts attend to a copy of each sequence's first and latest keys on the device. The
+drafts of a round copy only a few tokens over the link, and the step that verifies all of the drafts fetches all KV
+once. So the output stays exact with fewer copied bytes per token (`generate_workers.residency.draft_window`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ class DraftWindowView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward over the copies. The new tokens' KV is written only to them."""
+        """Prepare a forward pass over the copies. The new tokens' KV is written only to the copies."""
         yield DraftStep(self._residency.draft_spans(rows))
 
     def forget(self, row: Row) -> None:

@@ -1,10 +1,9 @@
-"""A draft view of the keys with the best partial scores, selected in each step (InfiniGen; Lee et al., 2024).
-
-It uses the selection of residency `infinigen` (`generate_workers.residency.sparse.infinigen`) for drafts. The step that
-verifies attends to all keys, so texts stay exact. Partial keys are stored next to each sequence's KV
-(`residency.sparse.draft_index`). The first two layers attend to all keys. The others select by the layer's own queries,
-for any prepared lookahead, because no key has to be fetched. The number of keys is that of the prepared selection, at
-most `num_keys`.
+"""Draft view of the keys with the best partial scores, selected in each step (InfiniGen; Lee et al., 2024). It uses the
+selection of residency `infinigen` (`generate_workers.residency.sparse.infinigen`) for drafts. The step that verifies
+attends to all keys, so texts stay exact. Partial keys are stored next to each sequence's KV
+(`residency.sparse.draft_index`). The first two layers attend to all keys. The other layers select keys with their own
+queries, for any prepared lookahead, because no key has to be fetched. The number of keys is defined by the prepared
+selection, but is at most `num_keys`.
 
 Engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim.
 """
@@ -25,14 +24,14 @@ from generate_workers.speculation.choosing import ChoosingTurns
 from generate_workers.speculation.self_drafts import DraftStep
 
 _NO_SHARE = 1e-12
-"""Share of a sequence's keys that rounds to 0, so that only `free_keys` bounds the keys selected by score."""
+"""Value of `most_share` that rounds to 0 keys, so that only `free_keys` limits the number of keys selected by score."""
 
 
 class InfinigenView:
-    """DraftView of the keys that a prepared selection selects, in the sequences' own KV."""
+    """DraftView of keys in the sequences' own KV, selected by a prepared selection."""
 
     def __init__(self, residency: IndexedResidency, num_keys: int) -> None:
-        """`num_keys`: most keys per kv head, including the first and the latest."""
+        """`num_keys`: maximum number of keys per kv head, including the first and the latest keys."""
         self._residency = residency
         self._selection = at_most(num_keys, residency.prepared.selection)
 
@@ -44,7 +43,7 @@ class InfinigenView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward that selects keys in each layer except the first two."""
+        """Prepare a forward pass that selects keys in each layer except the first two."""
         indices = [self._residency.indices[slot] for slot, _ in rows]
         with self._residency.step(rows) as step:
             keys = PartialRows(indices, [tokens.end for _, tokens in rows])
@@ -54,7 +53,7 @@ class InfinigenView:
         """Do nothing: partial keys are released with the slot's claim."""
 
     def _choose(self, rows: StepRows, keys: PartialRows, layer: int, q_BNH: Tensor) -> Picks | None:
-        """Make the new tokens' partial keys, and select the layer's keys. None in the first two layers."""
+        """Make the new tokens' partial keys, and return the layer's selected keys; None in the first two layers."""
         if layer not in keys.layers:
             return None
         basis = self._residency.prepared.basis
@@ -64,7 +63,7 @@ class InfinigenView:
 
 
 def at_most(num_keys: int, selection: Selection) -> Selection:
-    """Return the selection, bounded to `num_keys` keys for sequences of any length. The first and latest keys are
-    always selected and count; at least one key is selected by score."""
+    """Return `selection`, limited to `num_keys` keys for sequences of any length. The first and latest keys are always
+    selected and are included in this number; at least one key is selected by score."""
     by_score = max(num_keys - selection.num_first - selection.num_last, 1)
     return replace(selection, most_share=_NO_SHARE, free_keys=by_score)

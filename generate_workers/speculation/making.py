@@ -1,4 +1,4 @@
-"""Construction of the speculation that an engine is configured with."""
+"""Construction of the speculation that an engine's configuration names."""
 
 from collections.abc import Callable, Mapping
 
@@ -35,7 +35,7 @@ _SELF_ACCEPTED = {0: 0.8}
 _MODEL_ACCEPTED = {0: 0.6}
 """Initial estimate of the acceptance of drafts by a draft model, by kind."""
 _LEAST_DIVIDED_KEYS = 32
-"""Least number of configured keys for which half and twice the number are tried as well."""
+"""Minimum number of configured keys for which half and twice this number are tried as well."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -50,7 +50,7 @@ CHOOSING: Mapping[str, MakeChoosing] = {
     ),
     "infinigen": _infinigen,
 }
-"""Makers of the views whose drafts select keys, by the name of their speculation."""
+"""Functions that make draft views that select keys, by the name of the speculation."""
 
 
 def make_speculation(
@@ -61,10 +61,10 @@ def make_speculation(
     name: str = "",
     choosing: Mapping[str, MakeChoosing] = CHOOSING,
 ) -> Speculator | None:
-    """Return the speculation of an engine over these slots; None when it is off. `name`: speculation to make; empty:
-    the configured one. `choosing`: makers of views that select keys, by name. Raises ConfigError for a named
-    speculation that is not supported: over approximate KV, over few keys of a model with sliding windows, and over
-    selected keys that are not on the device."""
+    """Return the speculation of an engine over these slots; None if it is off. `name`: speculation to make; empty: the
+    configured speculation. `choosing`: functions that make views that select keys, by name. Raises ConfigError if a
+    named speculation is not supported. Drafts over approximate KV, over few keys of a model with sliding windows, and
+    over selected keys that are not on the device are not supported."""
     decoder, draft_model = model.decoder, model.draft_model
     name, residency = name or config.speculation, slots.memory.residency
     if name == "off" or (name == "auto" and not residency.traits.is_exact):
@@ -106,7 +106,8 @@ def make_speculation(
 
 def _budgets(config: EngineConfig) -> dict[int, float]:
     """Return the numbers of keys that drafts may attend to, each with an initial estimate of acceptance. The configured
-    number is the first. If numbers of drafts are planned, half and twice that number follow."""
+    number of keys is the first. If the number of drafts is planned and not fixed, half and twice the configured number
+    of keys follow."""
     configured = {config.draft_keys: _SELF_ACCEPTED[0]}
     if config.draft_tokens or config.draft_keys < _LEAST_DIVIDED_KEYS:
         return configured

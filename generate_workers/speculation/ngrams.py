@@ -1,8 +1,7 @@
 """Drafts looked up in the sequence's own text: the tokens that followed the last few tokens when these occurred before.
 
-No model runs and no KV is read. Drafts are good where a text quotes itself, as summaries do (prompt lookup, Saxena,
-2023). The longer the match, the more likely the next tokens match as well, so the kind of a draft is the length of its
-match.
+No model runs and no KV is read. Drafts are good if a text quotes itself, as summaries do (prompt lookup, Saxena, 2023).
+The longer the match, the more likely the next tokens match as well, so the kind of a draft is the length of its match.
 """
 
 from collections.abc import Sequence
@@ -14,11 +13,11 @@ from generate_workers.engine.verified import Draft
 from generate_workers.speculation.port import DraftOption, DraftRequest
 
 LONGEST = 4
-"""Number of tokens of the longest n-gram that is looked up. If it has not occurred, shorter ones are, down to
-SHORTEST."""
+"""Number of tokens of the longest n-gram that is looked up. If it has not occurred before, shorter n-grams are looked
+up, down to SHORTEST."""
 SHORTEST = 2
 KINDS = {2: 0.3, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
-"""Kinds of drafts: the least number of matching tokens, and the initial estimate of acceptance for it."""
+"""Kinds of drafts: the minimum number of matching tokens, and the initial estimate of acceptance for this kind."""
 
 
 @dataclass
@@ -26,11 +25,12 @@ class _Index:
     """Index of a sequence's n-grams: the position after the last occurrence of each."""
 
     num_indexed: int = 0
-    """Position up to which n-grams are indexed, by their end."""
+    """Position up to which n-grams are indexed: the largest indexed end of an n-gram."""
     behind: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Index the n-grams that end before the last token. Those that end with it have no continuation yet."""
+        """Index the n-grams that end before the last token. N-grams that end with the last token have no continuation
+        yet."""
         for end in range(self.num_indexed + 1, len(token_ids)):
             for size in range(SHORTEST, min(LONGEST, end) + 1):
                 self.behind[tuple(token_ids[end - size : end])] = end
@@ -53,7 +53,8 @@ class NgramProposer:
         self._indices: dict[Row, _Index] = {}
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Offer the tokens that followed the sequence's last ones before, at most `wished`."""
+        """Return an option for the tokens that followed an earlier occurrence of the sequence's last tokens, at most
+        `wished`; an empty list if there is no earlier occurrence."""
         place = self._find(row)
         if place is None:
             return []
@@ -66,8 +67,8 @@ class NgramProposer:
         """Do nothing: a sequence's tokens are indexed when they are looked up."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the tokens that followed each sequence's last tokens when these occurred before; an empty draft if
-        they have not."""
+        """Return, for each sequence, the tokens that followed an earlier occurrence of its last tokens; an empty draft
+        if there is no earlier occurrence."""
         return [Draft(self._draft(request.row, request.num_drafts)) for request in draft_requests]
 
     def forget(self, row: Row) -> None:

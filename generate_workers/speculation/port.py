@@ -1,4 +1,4 @@
-"""The port of drafting: guesses of the tokens that a sequence samples next, at less than the cost of a step.
+"""Port of drafting: guesses of the tokens that a sequence samples next, which cost less than a step of the model.
 
 `speculator` requests drafts before a step, which verifies them (`engine.verified`).
 """
@@ -16,30 +16,30 @@ class DraftRequest(NamedTuple):
     row: Row
     num_drafts: int
     num_keys: int = 0
-    """Number of keys that its draft steps attend to, as offered."""
+    """Number of keys that the draft steps of this sequence attend to, from the DraftOption that was chosen."""
 
 
 class DraftOption(NamedTuple):
-    """Drafts that a Drafter can make for a sequence now."""
+    """Drafts that a Proposer can make for a sequence now."""
 
     num_drafts: int
     kind: int = 0
-    """Kind of the drafts. The Drafter expects drafts of one kind to be accepted equally often."""
+    """Kind of the drafts. Drafts of the same kind are expected to be accepted equally often."""
     num_keys: int = 0
     """Number of keys that each draft step attends to; 0 for drafts without a step."""
 
 
 class Proposer(Protocol):
-    """Maker of drafts for sequences of the batch. Owned by the engine's thread."""
+    """Makes drafts for sequences of the batch. Owned by the engine's thread."""
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
         """Return the options to draft at most `wished` tokens for the sequence now. The first option is the configured
-        one. Empty if it can make no draft."""
+        one. The list is empty if no draft can be made."""
         ...
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Compute missing state that the sequences' next drafts need. Called right before `draft`, with the same
-        sequences. Its time does not count as that of draft steps, because a sequence's first round may take far
+        sequences. Its duration does not count as time of draft steps, because a sequence's first round may take far
         longer."""
         ...
 

@@ -1,8 +1,7 @@
-"""Drafts by the model itself over a part of each sequence's KV (MagicDec; Sadhukhan et al., 2024).
-
-At long contexts most of a step's time is spent reading KV. A step over few keys takes a small part of that time, and
-mostly gives the same tokens. A view selects the keys. A draft step writes its KV to the places of the sequence's next
-tokens. The step that verifies overwrites it, so that KV of one round's drafts is not used by the next.
+"""Drafts by the model itself over a subset of each sequence's KV (MagicDec; Sadhukhan et al., 2024). At long contexts
+most of a step's time is spent reading KV. A step over few keys needs a small fraction of this time, and mostly gives
+the same tokens. A view selects the keys. A draft step writes its KV to the memory of the sequence's next tokens. The
+step that verifies the drafts overwrites this KV, so that it is not used in the next round.
 
 `speculator` calls this on the engine's thread.
 """
@@ -27,27 +26,29 @@ from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 @dataclass(frozen=True)
 class DraftStep:
-    """One draft forward's view of its sequences."""
+    """View of the sequences of one draft step."""
 
     spans: Sequence[SequenceSpan]
     """A span of one new token for each sequence, over the keys of the view."""
     turns: LayerTurns | None = None
-    """Work between the layers of the forward; None: no work."""
+    """Work between the layers of the forward pass; None: no work."""
     picks: StepPicks | None = None
-    """Keys that the spans attend to, if they are selected before the forward. None: all keys, or those of `turns`."""
+    """Keys that the spans attend to, if the keys are selected before the forward pass. None: all keys, or the keys that
+    `turns` selects."""
 
 
 class DraftView(Protocol):
-    """View of the part of each sequence's KV that draft steps attend to."""
+    """View of the subset of each sequence's KV that draft steps attend to."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Prepare the drafts of a round. The sequences' KV is final up to `num_cached`. `num_keys`: number of keys that
-        each sequence attends to, for views that support several; 0, or an empty sequence: the view's own number."""
+        each sequence attends to, for views that support several numbers; 0, or an empty `num_keys`: the view's
+        default."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[DraftStep]:
-        """Prepare a forward of one new token per sequence over the keys of the view, as `Residency.step` does. `rows`
-        are some of the round's sequences, in their order."""
+        """Prepare a forward pass of one new token per sequence over the keys of the view, as `Residency.step` does.
+        `rows`: some of the sequences passed to `begin`, in the same order."""
         ...
 
     def forget(self, row: Row) -> None:
@@ -59,16 +60,17 @@ class SelfProposer:
     """Drafter that runs the model over a view of the sequences' KV, one token at a time for all sequences."""
 
     def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
-        """`num_keys`: numbers of keys that draft steps may attend to. The first is the view's own; others only for a
-        view that supports them. `keeps`: keep the distributions from which drafts were sampled."""
+        """`num_keys`: numbers of keys that draft steps may attend to. The first number is the view's default; further
+        numbers are allowed only for a view that supports them. `keeps`: keep the distributions from which drafts were
+        sampled."""
         self._decoder = decoder
         self._view = view
         self._num_keys = num_keys
         self._keeps = keeps
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Offer `wished` drafts for each number of keys that makes a difference for a sequence of this length. The
-        kind of the drafts is that number, or 0 for the first."""
+        """Return an option for `wished` drafts for each number of keys, without those numbers that make no difference
+        for a sequence of this length. The kind of the drafts is the number of keys, or 0 for the first number."""
         num_all, (first, *others) = row.num_known, self._num_keys
         told_apart = [num for num in others if min(num, num_all) != min(first, num_all)]
         return [DraftOption(wished, 0, first), *(DraftOption(wished, num, num) for num in told_apart)]
@@ -78,8 +80,8 @@ class SelfProposer:
 
     @torch.inference_mode()
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the requested number of drafts per sequence, or fewer where drafting stops early. Each draft is the
-        token that its sequence would sample from the view's logits."""
+        """Return the requested number of drafts per sequence, or fewer if drafting stops early. Each draft is the token
+        that its sequence would sample from the view's logits."""
         rows = [request.row for request in draft_requests]
         self._view.begin(rows, [request.num_keys for request in draft_requests])
         return draft_by_steps(draft_requests, self._run, keeps=self._keeps)

@@ -1,23 +1,24 @@
-"""A draft view of the keys that a sequence's latest tokens attend to most (SnapKV, Li et al., 2024; MagicDec, 4.2).
+"""Draft view of the keys that a sequence's latest tokens attend to most (SnapKV, Li et al., 2024; MagicDec, 4.2).
 
-In each layer and for each kv head, a sequence keeps its window, which is its latest tokens, and the best of the earlier
-keys, `num_keys` in total. With the window's queries q_t, each of J heads, and keys of H numbers,
+In each layer and for each kv head, drafts attend to the keys of a sequence's window, which is its latest tokens, and to
+the best of the earlier keys, `num_keys` in total. J heads share a kv head, and H is the head dim. With the queries q_t
+of the window's tokens t, and the keys k[j],
 
-    w_t[j]  = softmax over the keys up to t of q_t . k[j] / sqrt(H)
-    a[j]    = sum of w_t[j] over the window's queries, of all J heads that share the kv head
-    score   = mean of a over the 5 keys around j, earlier keys only; others count as 0
+    w_t[j]  = softmax of q_t . k[j] / sqrt(H) over the keys j <= t
+    a[j]    = sum of w_t[j] over all tokens t of the window and the J heads
+    score   = mean of a over the 5 keys around j, where keys that are not earlier keys count as 0
 
-and the keys with the best scores are kept, among equals the earlier key. MagicDec's code omits 1 / sqrt(H). Drafts
-attend to these keys and to all keys from the window's start, so to up to half of `num_keys` more before the keys are
-selected again.
+The earlier keys with the best scores are selected; if scores are equal, the earlier key. MagicDec's code omits
+1 / sqrt(H). Drafts attend to the selected keys and to all keys from the window's start. So before the keys are selected
+again, they attend to up to `num_keys / 2` additional keys.
 
 The selection needs the window's queries, which the KV does not contain. The rank that computes the prompt's last tokens
-could send them with the KV. But a sequence may also begin with a cached prefix or a local prefill, or resume with
-output of its own, and it grows afterwards. So all cases use the same method: the sequence's latest tokens are run once
-more over its KV, with temporary KV of their own. The sequence does not change, nothing is sent, and the selection
-follows the text as it grows. It costs a prefill of 32 tokens and the window's scores, for each `num_keys / 2` tokens.
-So that no round takes long, only a few sequences are selected for in one round, in a shared forward. Other sequences
-that are due draft over their first and latest keys meanwhile.
+could send these queries with the KV. But a sequence may also begin with a cached prefix or a local prefill, or resume
+with output of its own, and it grows afterwards. So all cases use the same method: the sequence's latest tokens are run
+once more over its KV, with temporary KV. The sequence does not change, nothing is sent, and the selection follows the
+text as it grows. A selection costs a prefill of 32 tokens and the window's scores, and is made every `num_keys / 2`
+tokens. So that no round takes long, a round makes selections for only a few sequences, in a shared forward pass. Until
+then, other sequences that need a selection draft over their first and latest keys.
 
 A selection is one int32 index per layer, kv head and kept key, which is not counted as KV memory because it is small.
 
@@ -46,7 +47,8 @@ from generate_workers.speculation.self_drafts import DraftStep
 _WINDOW_TOKENS = 32
 _POOLED_KEYS = 5
 _MOST_SELECTED = 2
-"""Number of sequences that are selected for in one round. With more, the whole batch would wait longer."""
+"""Maximum number of sequences whose keys are selected in one round. With more sequences, the whole batch would wait
+longer."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Selected:
     """Keys that the drafts of one sequence attend to."""
 
     keys_LGK: Tensor
-    """Indices of the selected keys, followed by those from the window's start, including keys that do not exist yet;
-    int32."""
+    """Indices of the selected keys, int32, followed by the indices of all keys from the window's start, including keys
+    that do not exist yet."""
     num_known: int
     """Number of tokens that the sequence had at the selection."""
     num_left_out: int
@@ -63,7 +65,7 @@ class Selected:
 
 
 class SnapKvView:
-    """DraftView of selected earlier keys and all latest ones, in the sequences' own KV."""
+    """DraftView of selected earlier keys and all latest keys, in the sequences' own KV."""
 
     def __init__(self, decoder: Decoder, residency: DeviceResidency, keys: DraftKeys) -> None:
         """`keys`: first and latest keys of sequences that wait for their selection. A selection has the same total
@@ -78,13 +80,13 @@ class SnapKvView:
         self._width = num_keys + self._most_growth + keys.most_drafts
         self._selected: dict[Row, Selected] = {}
         self._place_of: dict[SlotId, int] = {}
-        """Index of each of the round's slots in `_keys_LBGK` and `_num_left_out`, which are made once per round."""
+        """Index in `_keys_LBGK` and `_num_left_out` of each slot of the round. Both are made once per round."""
         self._keys_LBGK = torch.empty(0)
         self._num_left_out: list[int] = []
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Select keys for at most `_MOST_SELECTED` sequences that have none or have grown, and gather the keys of all
-        sequences. `num_keys` is ignored."""
+        """Select keys for at most `_MOST_SELECTED` sequences that have no selection or have grown too much since, and
+        gather the keys of all sequences. `num_keys` is ignored."""
         due = [row for row in rows if self._kept(row) is None][:_MOST_SELECTED]
         if due:
             self._selected |= zip(due, self._select(due), strict=True)
@@ -95,7 +97,7 @@ class SnapKvView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward over the sequences' keys, including the new tokens' own."""
+        """Prepare a forward pass over the sequences' keys, including the keys of the new tokens."""
         places = [self._place_of[slot] for slot, _ in rows]
         keys_LBGK = self._keys_LBGK
         if places != list(range(keys_LBGK.shape[1])):
@@ -111,21 +113,22 @@ class SnapKvView:
         self._selected.pop(row, None)
 
     def _kept(self, row: Row) -> Selected | None:
-        """Return the sequence's selection, which is all keys if it has at most `num_keys`. None: a selection is due."""
+        """Return the sequence's selection, which is all keys if the sequence has at most `num_keys` keys; None if a
+        selection must be made."""
         if row.num_known <= self._num_keys:
             return self._first_and_latest(row, row.num_known)
         found = self._selected.get(row)
         return found if found is not None and row.num_known - found.num_known < self._most_growth else None
 
     def _first_and_latest(self, row: Row, num_keys: int) -> Selected:
-        """Return a selection of `num_keys` keys at the sequence's start and end, the same for all kv heads."""
+        """Return a selection of `num_keys` keys at the sequence's start and end. It is the same for all kv heads."""
         layout, num_left_out = self._decoder.layout, row.num_known - num_keys
         keys_K = torch.arange(self._width, dtype=torch.int32)
         keys_K[self._num_first :] += num_left_out
         return Selected(keys_K.expand(layout.num_layers, layout.num_kv_heads, -1), row.num_known, num_left_out)
 
     def _select(self, rows: Sequence[Row]) -> list[Selected]:
-        """Run the sequences' windows once more, and return the keys that they attend to most."""
+        """Run the tokens of the sequences' windows once more, and return the keys that these tokens attend to most."""
         decoder, size, num_selected = self._decoder, self._num_window, self._num_keys - self._num_window
         layout = decoder.layout
         windows = [TokenRange(row.num_known - size, row.num_known) for row in rows]
@@ -153,10 +156,12 @@ class SnapKvView:
 
 
 def window_scores(q_TNH: Tensor, k_SGH: Tensor, own_TGH: Tensor) -> Tensor:
-    """Return the pooled scores of earlier keys, fp32 `[G, S]`: the attention that the window's queries pay to each.
+    """Return the pooled scores of earlier keys, fp32 `[G, S]`: for each key, the attention weights of the window's
+    queries, as defined in the module's docstring.
 
-    `q_TNH`: the window's queries after RoPE. `k_SGH`: the earlier keys. `own_TGH`: the window's keys; a query attends
-    to those up to its own. Works on one kv head at a time, so that the weights take only `[M, S]`.
+    `q_TNH`: the window's queries after RoPE. `k_SGH`: the earlier keys. `own_TGH`: the window's keys, of which a query
+    attends to those up to its own position. Computes one kv head at a time, so that the weights need memory for only
+    `[M, S]`.
     """
     num_tokens, num_kv_heads = q_TNH.shape[0], k_SGH.shape[1]
     q_GMH = by_kv_head(q_TNH, num_kv_heads).flatten(1, 2)

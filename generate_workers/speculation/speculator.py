@@ -1,8 +1,9 @@
-"""Speculation in the batch: it plans the drafts of the next step's sequences, and learns from each round.
+"""Speculation in the batch: plans the drafts of the next step's sequences, and learns from each round.
 
-An implementation of `engine.speculation`, on the engine's thread. Sequences join and leave between rounds. Each has its
-own draft source, number of drafts, and number of accepted ones. A round is some draft steps and the step that verifies.
-Its work is counted as StepWork (`baton.planning.work_cost`), from which its time is predicted and learnt.
+Implements `engine.speculation`, on the engine's thread. A round consists of draft steps and the step that verifies the
+drafts. Sequences join and leave between rounds. Each sequence has its own draft source, number of drafts, and number of
+accepted drafts. The work of a round is counted as StepWork (`baton.planning.work_cost`), from which its time is
+predicted; the costs are updated from measured times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from generate_workers.speculation.port import DraftRequest, Proposer
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A draft source, with the estimates of how often its drafts are accepted."""
+    """Draft source, with the estimates of how often its drafts are accepted."""
 
     proposer: Proposer
     acceptances: Acceptances
@@ -37,7 +38,8 @@ class DraftSteps:
     """Costs of draft steps, which are forwards of the model itself or of a draft model."""
 
     costs: StepCosts
-    """Costs of draft steps. If the model itself runs them, the same object as the costs of its other steps."""
+    """Costs of draft steps. If the model itself runs the draft steps, this is the same object as the costs of its other
+    steps."""
     token_bytes: int
     """Bytes of one token's key and value in all layers of the drafting model."""
     weight_bytes: int
@@ -46,7 +48,7 @@ class DraftSteps:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """One option to draft for a sequence: a source, and a kind of drafts."""
+    """Option to make drafts for a sequence: a source, and a kind of drafts."""
 
     source: str
     """Name of the draft source."""
@@ -57,8 +59,7 @@ class DraftPlan:
     """True if the drafts attend to the configured number of keys."""
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Return the expected number of tokens of a round with `num_drafts` drafts, or with `most_drafts` if these are
-        fewer."""
+        """Return the expected number of tokens of a round with min(`num_drafts`, `prospect.most_drafts`) drafts."""
         return expected_tokens(self.prospect.acceptance, min(num_drafts, self.prospect.most_drafts))
 
 
@@ -74,10 +75,11 @@ class Speculator:
         *,
         fixed_drafts: int | None = None,
     ) -> None:
-        """`sources`: draft sources by name. Each sequence uses the one that brings most tokens, among equals the first.
-        `costs`: costs of the steps that verify. `draft_steps`: draft steps of all sources, with the same `costs` object
-        if the model itself runs them. `fixed_drafts`: number of drafts per sequence and round, unless its request sets
-        one. None: planned from costs and expected tokens."""
+        """`sources`: draft sources by name. Each sequence uses the source with the largest expected number of tokens;
+        if several are equal, the first. `costs`: costs of the steps that verify drafts. `draft_steps`: costs of draft
+        steps of all sources, with the same `costs` object if the model itself runs them. `fixed_drafts`: number of
+        drafts per sequence and round, unless its request sets a number. None: the number is planned from costs and
+        expected tokens."""
         self._sources = sources
         self._slots = slots
         self._costs = costs
@@ -86,16 +88,16 @@ class Speculator:
         self._fixed_drafts = fixed_drafts
         self._counts = {name: DraftCounts(name) for name in sources}
         self.stats = SpeculationStats(sources=self._source_stats())
-        """Statistics of the drafts so far. Replaced as a whole, so that any thread may read it."""
+        """Statistics of the drafts so far. The object is replaced and never changed, so that any thread may read it."""
         self._draft_plan_of: dict[SlotId, DraftPlan] = {}
-        """Draft source and kind of each sequence of the next round."""
+        """Draft source and kind of drafts of each sequence in the next round, by slot."""
         self._expected = 0.0, 0.0
         """Tokens and seconds predicted for the next round."""
         self._draft_s = self._verifying_since_s = 0.0
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
         """Return the plan with a number of drafts for each decoding sequence, and with the work that drafts add.
-        Sequences without memory for their drafts get none."""
+        Sequences for which no memory is free get no drafts."""
         decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
         taken = self._take(decoding)
         self._draft_plan_of = {row.slot: draft_plan for row, (draft_plan, _) in zip(decoding, taken, strict=True)}
@@ -172,8 +174,8 @@ class Speculator:
             source.acceptances.forget(row)
 
     def _take(self, rows: Sequence[Row]) -> list[tuple[DraftPlan, int]]:
-        """Return the option and the number of drafts of each sequence. The number is that of its request, else the
-        configured one, else the planned one."""
+        """Return the option and the number of drafts of each sequence. The number is set by the request, else by the
+        configuration, else it is planned."""
         draft_plans = [self._draft_plans(row) for row in rows]
         asked = [row.sampler.params.num_drafts for row in rows]
         fixed = [self._fixed_drafts if num is None else num for num in asked]
@@ -198,7 +200,8 @@ class Speculator:
         return taken
 
     def _works(self, spans: Sequence[RowSpan], num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:
-        """Return the work of the draft steps, and of the step that verifies `num_drafts` drafts by slot."""
+        """Return the work of the draft steps, and of the step that verifies the drafts. `num_drafts`: number of drafts
+        by slot."""
         decoding = [span for span in spans if _decodes(span)]
         rows = [RowDrafts(span.tokens.end, num_drafts.get(span.slot, 0)) for span in decoding]
         by_source: dict[str, list[RowDrafts]] = {}
@@ -214,7 +217,8 @@ class Speculator:
         return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])
 
     def _draft_plans(self, row: Row) -> list[DraftPlan]:
-        """Return the options to draft for a sequence; a single one without drafts if no source offers any."""
+        """Return the options to make drafts for a sequence; a single option without drafts if no source has an
+        option."""
         most = 0 if row.followers else min(MOST_DRAFTS, row.num_left - 1)
         draft_plans = []
         for name, source in self._sources.items():

@@ -1,8 +1,8 @@
-"""Drafting by steps of a model, one token at a time for all sequences, each with its sequence's own sampler.
+"""Drafting by steps of a model: each step drafts one token for each sequence, with the sequence's own sampler.
 
 `self_drafts` and `draft_model` define what a step runs. A draft is the token that its sequence would sample from the
-step's logits, with the sequence's seed and output position. So it is accepted if the model's own logits give the same
-token.
+step's logits, with the sequence's seed and output position. So the draft is accepted if the step that verifies samples
+the same token.
 
 Shape suffixes: R sequences of a step, V vocabulary.
 """
@@ -18,14 +18,14 @@ from generate_workers.engine.verified import Draft
 from generate_workers.speculation.port import DraftRequest
 
 Going = Sequence[tuple[Row, Draft]]
-"""Sequences that are drafted for, each with its draft so far."""
+"""Sequences for which drafts are made, each with its draft so far."""
 RunStep = Callable[[Going, int], Tensor]
 """Function that runs a draft step. Takes the sequences and the number of tokens in each of their drafts. Returns the
 fp32 logits `[R, V]` after each draft, which the caller may change."""
 
 
 def draft_by_steps(draft_requests: Sequence[DraftRequest], run: RunStep, *, keeps: bool) -> list[Draft]:
-    """Return a draft for each request, with the requested number of tokens, or fewer where a sequence cannot continue.
+    """Return a draft for each request, with the requested number of tokens, or fewer if a sequence cannot continue.
     `keeps`: keep the distributions from which drafts were sampled. While `run` runs, the sequences' samplers include
     the drafts. They are restored when this returns or raises."""
     drafts = [Draft([], [] if keeps else None) for _ in draft_requests]
@@ -42,7 +42,7 @@ def draft_by_steps(draft_requests: Sequence[DraftRequest], run: RunStep, *, keep
 
 
 def _extend(going: Going, logits_RV: Tensor) -> None:
-    """Add the next token to each draft. A draft ends where its sequence's token mask cannot be followed, or where its
+    """Add the next token to each draft. A draft ends if its sequence's token mask allows no further token, or if its
     logits give no token; verification reports the error."""
     able = [place for place, (row, _) in enumerate(going) if row.sampler.follow()]
     if len(able) < len(going):

@@ -1,7 +1,7 @@
-"""A draft view of each sequence's first and latest keys (StreamingLLM; Xiao et al., 2023), in the sequence's own KV.
+"""Draft view of each sequence's first and latest keys (StreamingLLM; Xiao et al., 2023), in the sequence's own KV.
 
-Attention needs a text's first tokens (sinks) and its latest ones; the keys between are left out. No KV is copied:
-positions are the true ones, so that drafts read the keys in place.
+Attention needs a text's first tokens (sinks) and its latest tokens; the keys between them are left out. No KV is
+copied: tokens keep their true positions, so that drafts read the keys in place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class StreamingView:
         self._residency = residency
         self._keys = keys
         self._keys_of: dict[SlotId, DraftKeys] = {}
-        """Keys of the round's sequences that do not use the default, by slot."""
+        """Keys of those sequences of the round that do not use the default, by slot."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Record the number of keys that each sequence attends to. Any number is supported, since the view reads the
@@ -61,7 +61,7 @@ class StreamingView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward over the first and latest keys of each sequence, including the new token's."""
+        """Prepare a forward pass over the first and latest keys of each sequence, including the new token's key."""
         with self._residency.step(rows) as step:
             unseen = [self._unseen(slot, tokens) for slot, tokens in rows]
             spans = [NarrowSpan(span, keys) if keys else span for span, keys in zip(step.spans, unseen, strict=True)]
