@@ -1,9 +1,9 @@
-"""Streams as their readers see them: logs of events that outlive a lost call and can be taken over by another call.
+"""Open streams as logs of events, which are kept when a call is lost and can be taken over by another call.
 
-`engine.core` writes the events, and the `shared_reader` of one call reads them. When the call is lost, for example
-because the orchestrator dies, the stream is kept for `keep_s` seconds, so that the next orchestrator finds it. This
-includes an ended stream, unless its reader has confirmed the end. When the orchestrator abandons a request, it sends
-`Cancel`, and the stream ends at once. Runs on the asyncio loop.
+`engine.core` writes the events, and the SharedReader of one call reads them (`shared_reader`). When the call is lost,
+for example because the orchestrator dies, the stream is kept for `keep_s` seconds, so that the next orchestrator can
+take it over. This includes an ended stream, unless its reader has confirmed the end. When the orchestrator abandons a
+request, it sends `Cancel`, and the stream ends at once. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -23,14 +23,15 @@ from generate_workers.prefixes.answer_saving import AnswerSaver, StreamAnswers
 
 @dataclass(eq=False)
 class OpenStream:
-    """An open stream: its request and the events that it has emitted so far."""
+    """Open stream: its request and the events that it has emitted so far."""
 
     request: GenerationRequest
     number: StreamNumber
-    """Number that the latest orchestrator gave the stream."""
+    """Number of the stream, assigned by the orchestrator that opened it or took it over last."""
     keep_s: float
     on_message: Callable[[], None]
-    """Function of the call that reads the stream, or read it last, which is called after each new message."""
+    """Function that is called after each new message. It is set by the call that reads the stream, or that read it
+    last."""
     stream_id: StreamId = field(init=False)
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
@@ -38,13 +39,14 @@ class OpenStream:
     answers: StreamAnswers | None = None
     """The stream's answers, if they are to be stored; else None."""
     filled: Filled | None = None
-    """Stored blocks of the answers, which are the stream's last message; None before, and if none are to be stored."""
+    """Stored blocks of the answers, which are the stream's last message. None until they are stored, and if no answers
+    are to be stored."""
     expiry: asyncio.TimerHandle | None = None
     """Timer that ends the stream. It runs while no call reads the stream."""
     _num_known: Sequence[int] = ()
-    """Number of tokens of each choice that the reader had before it began to read."""
+    """Number of tokens of each choice that the reader already had when it began to read."""
     _num_read: int = 0
-    """Number of events that the reader has received or did not need."""
+    """Number of events that the reader has received or already had."""
 
     def take(self, message: TokenEvent | Filled) -> None:
         """Add the next event to the log, or record the stored blocks of the answers."""
@@ -57,13 +59,13 @@ class OpenStream:
 
     @property
     def is_over(self) -> bool:
-        """Return whether no more messages come for this stream."""
+        """Return whether this stream will have no more messages."""
         return not self.num_open and (self.filled is not None or self.answers is None)
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots that the stream holds or will hold: of choices that have not ended, and of answers
-        that are not stored yet."""
+        """Return the number of slots that the stream holds or will hold: one for each choice that has not ended, and
+        for each answer that is not stored yet."""
         return self.num_open + (self.answers.num_held if self.answers is not None else 0)
 
     def is_about(self, request: GenerationRequest, outputs: Sequence[Sequence[int]]) -> bool:
@@ -79,7 +81,7 @@ class OpenStream:
         return len(outputs) == len(known) and all(ids[: len(output)] == list(output) for ids, output in pairs)
 
     def rewind(self, num_known: Sequence[int]) -> None:
-        """Restart the log for a reader that has the first `num_known` tokens of each choice."""
+        """Restart the log for a reader that already has the first `num_known` tokens of each choice."""
         self._num_known, self._num_read = num_known, 0
 
     def unread(self) -> Iterator[TokenEvent | Filled]:
@@ -96,7 +98,7 @@ class OpenStream:
 
 
 class OpenStreams:
-    """All streams of one engine. Used on the loop on which it is made."""
+    """All open streams of one engine. Used on the asyncio loop on which it is created."""
 
     def __init__(self, engine: GenerationEngine, saver: AnswerSaver | None = None) -> None:
         """`saver` stores answers. None: they are not stored."""
@@ -105,7 +107,7 @@ class OpenStreams:
         self._loop = asyncio.get_running_loop()
         self._streams: set[OpenStream] = set()
         self._delivered: deque[tuple[OpenStream, TokenEvent | Filled]] = deque()
-        """Messages on their way from other threads to the loop."""
+        """Messages from other threads that the loop has not processed yet."""
         self._wake_due = False
 
     def open(
@@ -117,8 +119,8 @@ class OpenStreams:
         naming: BlockNaming | None = None,
     ) -> OpenStream:
         """Submit a request to the engine and open its stream. `on_message`: called on the loop after each new message,
-        also once the reader has left the stream. It must neither block nor raise. `naming`: names of its answers'
-        blocks, if they are to be stored. Raises what `GenerationEngine.submit` raises."""
+        even after the reader has left the stream. It must neither block nor raise. `naming`: names of the blocks of its
+        answers, if these are to be stored. Raises the errors of `GenerationEngine.submit`."""
         stream = OpenStream(request, number, keep_s, on_message, num_open=request.params.n)
         stream.rewind([0] * request.params.n)
         deliver = partial(self._deliver, stream)
@@ -135,8 +137,8 @@ class OpenStreams:
         outputs: Sequence[Sequence[int]],
         on_message: Callable[[], None],
     ) -> OpenStream:
-        """Return the request's stream that no call reads and whose outputs begin with `outputs`, under the new
-        `number`. `on_message`: as for `open`. Raises NotFoundError when no such stream exists."""
+        """Return the stream of the request that no call reads and whose outputs begin with `outputs`, and set its
+        number to `number`. `on_message`: see `open`. Raises NotFoundError if no such stream exists."""
         for stream in self._streams:
             if stream.expiry is not None and stream.is_about(request, outputs):
                 stream.expiry.cancel()
@@ -146,20 +148,20 @@ class OpenStreams:
         raise NotFoundError(f"request {request.request_id} has no stream here that could be taken over")
 
     def cancel(self, number: StreamNumber) -> None:
-        """End the stream of that number, if it exists."""
+        """End the stream with this number, if it exists."""
         for stream in [each for each in self._streams if each.number == number]:
             self.end(stream)
 
     def end(self, stream: OpenStream) -> None:
-        """Forget a stream, end it in the engine, and drop its answers that are not stored yet. Idempotent."""
+        """Remove a stream, end it in the engine, and drop its answers that are not stored yet. Idempotent."""
         self.forget(stream)
         self._engine.cancel(stream.stream_id)
         if stream.answers is not None:
             stream.answers.cancel()
 
     def lose(self, stream: OpenStream) -> None:
-        """Keep a stream whose reader was lost for `keep_s` seconds, if it has emitted an event other than an error.
-        Otherwise end it."""
+        """Handle the loss of a stream's reader. Keep the stream for `keep_s` seconds if it has emitted an event other
+        than an error; otherwise end it."""
         has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
         if stream in self._streams and stream.keep_s and has_run:
             stream.expiry = self._loop.call_later(stream.keep_s, self.end, stream)
@@ -183,15 +185,15 @@ class OpenStreams:
             self.forget(stream)
 
     def _deliver(self, stream: OpenStream, message: TokenEvent | Filled) -> None:
-        """Pass a message to the loop. Any thread. The events of a step share one wake-up of the loop, which is a system
-        call."""
+        """Pass a message to the loop. Any thread. All events of a step wake the loop only once, because each wake-up is
+        a system call."""
         self._delivered.append((stream, message))
         if not self._wake_due:
             self._wake_due = True
             self._loop.call_soon_threadsafe(self._take_delivered)
 
     def _take_delivered(self) -> None:
-        self._wake_due = False  # cleared before the queue is read: an event that comes later wakes the loop again
+        self._wake_due = False  # cleared before the queue is read, so that a later event wakes the loop again
         while self._delivered:
             stream, message = self._delivered.popleft()
             stream.take(message)

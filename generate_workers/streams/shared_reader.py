@@ -1,9 +1,9 @@
-"""Many streams on one call: all messages that their logs hold when the call can send are sent as one batch.
+"""Many streams on one call: whenever the call can send, all unread messages of the streams' logs are sent as one batch.
 
-`servicer` makes one reader for each Streams call, on the asyncio loop, and owns it. The sequences of a batch get their
-tokens together, and one message per step costs its reader less than one per token. Events wait only in the logs of
-their streams (`open_streams`), so a slow call sends larger batches. When the call is lost, all its streams lose their
-reader. This includes streams whose end was sent, because the client may not have read it.
+`servicer` makes one reader for each Streams call, on the asyncio loop, and owns it. All sequences of a step get their
+tokens at the same time, and one message per step costs the client less than one message per token. Events wait only in
+the logs of their streams (`open_streams`), so a slow call sends larger batches. When the call is lost, all its streams
+lose their reader. This includes streams whose end was sent, because the client may not have read it.
 """
 
 import asyncio
@@ -31,23 +31,24 @@ class SharedReader(Generic[T]):
         encode: Callable[[StreamNumber, TokenEvent | Filled], T],
         encode_end: Callable[[StreamNumber, BatonError | None], T],
     ) -> None:
-        """`encode` makes the message of a stream's event, or raises the error with which the stream then ends.
-        `encode_end` makes the message of a stream's end, with the error if the stream failed."""
+        """`encode` returns the message of a stream's event; if it raises, the stream ends with this error. `encode_end`
+        returns the message of a stream's end, with the error if the stream failed."""
         self._streams = streams
         self._encode = encode
         self._encode_end = encode_end
         self._reading: dict[StreamNumber, OpenStream] = {}
         self._ready: dict[StreamNumber, None] = {}
-        """Numbers of the streams whose logs may hold unread messages, in the order in which these arrived."""
+        """Numbers of the streams whose logs may hold unread messages, in the order in which the messages arrived."""
         self._sent: dict[StreamNumber, OpenStream] = {}
-        """Streams whose end was sent and which the client has not left yet."""
+        """Streams whose end was sent, and whose end the client has not confirmed yet."""
         self._refused: list[T] = []
         self._changed = asyncio.Event()
         self._is_complete = False
 
     def add(self, number: StreamNumber, open_stream: Callable[[Callable[[], None]], OpenStream]) -> None:
-        """Read the stream that `open_stream`, given the stream's `on_message`, returns until it ends, is left, or the
-        call is lost. If `number` is in use or `open_stream` raises, the stream ends with that error."""
+        """Call `open_stream` with an `on_message` function, and read the stream that it returns until the stream ends,
+        the client leaves it, or the call is lost. If `number` is in use or `open_stream` raises, the stream ends with
+        this error."""
         try:
             if number in self._reading or number in self._sent:
                 raise InvalidArgumentError(f"number {number} is taken: use another number")
@@ -59,7 +60,7 @@ class SharedReader(Generic[T]):
         self._note(number)
 
     def leave(self, number: StreamNumber) -> None:
-        """Stop reading a stream that the client leaves, or drop one whose end the client has read. Idempotent."""
+        """Stop reading a stream that the client leaves, or drop a stream whose end the client has read. Idempotent."""
         if number in self._sent:
             self._streams.forget(self._sent.pop(number))
         elif number in self._reading:
@@ -71,12 +72,13 @@ class SharedReader(Generic[T]):
             self._changed.set()
 
     def complete(self) -> None:
-        """Note that no further stream will be added."""
+        """Record that no further stream will be added."""
         self._is_complete = True
         self._changed.set()
 
     async def batches(self) -> AsyncGenerator[list[T], None]:
-        """Yield the messages since the last batch. Return when all streams have ended and no more will be added."""
+        """Yield the messages since the last batch, as lists. The iterator ends when all streams have ended and no more
+        streams will be added."""
         while self._reading or self._refused or not self._is_complete:
             if batch := self._read():
                 yield batch
@@ -85,7 +87,8 @@ class SharedReader(Generic[T]):
                 await self._changed.wait()
 
     def close(self) -> None:
-        """Pass all streams that the client has not left to `OpenStreams.lose`, since their call is over. Idempotent."""
+        """Call `OpenStreams.lose` for all streams that the client has not left, because their call has ended.
+        Idempotent."""
         for number in list(self._reading):
             self._streams.lose(self._drop(number))
         while self._sent:
@@ -123,7 +126,8 @@ class SharedReader(Generic[T]):
 
 
 def _known(number: StreamNumber, failure: Exception) -> BatonError:
-    """Return the error to send to a stream's client: the failure itself, or for a bug one that points to the log."""
+    """Return the error to send to a stream's client: the failure itself or, if the failure is a bug, an error that
+    refers to the log."""
     if isinstance(failure, BatonError):
         return failure.with_traceback(None)  # the error outlives the objects that its frames hold
     logger.error("stream %d failed", number, exc_info=failure)
