@@ -1,8 +1,8 @@
-"""Residency `infinigen` on a device with memory of its own: picks cross the link while the layer before computes.
-
-A Residency for `engine.step_runner`, after InfiniGen (Lee et al., OSDI 2024), section 4. The keys that a sequence's kv
-heads select for layer l + 1 are guessed from the input of layer l (lookahead 1). Those that are not hot (`hot_keys`)
-are fetched while layer l runs. New tokens' KV is stored in host memory layer by layer, also while layers run.
+"""Residency `infinigen` on a device with its own memory: the selected keys and values (picks) of a layer are fetched
+while the previous layer computes. A Residency for `engine.model_runner`, after InfiniGen (Lee et al., OSDI 2024),
+section 4. The keys that a sequence's kv heads select for layer l + 1 are guessed from the input of layer l (lookahead
+1). Keys that are not hot (`hot_keys`) are fetched while layer l runs. New tokens' KV is stored in host memory layer by
+layer, also while layers run.
 
     engine:  begin l: guess l + 1, ask for what is missing | layer l | end l: store | begin l + 1 ... picks l + 1: wait
     link in:                                        fetch l + 1 -------------->
@@ -42,7 +42,7 @@ _LEAST_AREAS = 2
 
 
 class FetchedStep(ScoringStep[FetchedRow]):
-    """Step that fetches a layer's picks while the layer before it runs."""
+    """Step that fetches a layer's picks while the previous layer runs."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
         self._coming: dict[int, tuple[Transfer, Picks]] = {}
         """Fetch of the missing keys, and the picks as places, by layer."""
         self._fetch: Transfer = DoneTransfer()
-        """The latest fetch, which ends last."""
+        """Latest fetch, which ends after all earlier fetches."""
         self._num_picks: list[tuple[Tensor, Tensor]] = []
         """Numbers of picks and of fetched picks, `[B, G]` each, for each layer that has selected, on the device that
         made them."""
@@ -68,13 +68,14 @@ class FetchedStep(ScoringStep[FetchedRow]):
             self._keys = mechanism.begin(self.choosing)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Select the next layer's keys, and begin to fetch those that are missing."""
+        """Select the next layer's keys, and begin to fetch the missing keys."""
         super().begin(layer, hidden_TD)
         if (picks := self._guessed.pop(layer + 1, None)) is not None:
             self._ask(layer + 1, picks)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the selecting sequences' picks as places, which are filled. None in the layers that stay whole."""
+        """Return the selecting sequences' picks as places, which contain the keys and values; None in the first two
+        layers, in which sequences attend to all keys."""
         if layer not in self._layers:
             return None
         transfer, picks = self._coming.pop(layer)
@@ -107,7 +108,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
         self.num_link_bytes += self._stores.num_bytes + self._pieces.num_bytes - self._num_bytes_before
 
     def _ask(self, layer: int, picks: Picks) -> None:
-        """Find places for a layer's picks, and begin to fetch those that are missing."""
+        """Find places for a layer's picks, and begin to fetch the missing picks."""
         self._stores.join(layer - self.choosing[0][0].hot.size.num_areas)  # the layer that had the area
         places, heads = self._keys.admit(layer - NUM_WHOLE_LAYERS, picks)
         self._fetch = self._link.fetch_heads(heads)
@@ -115,8 +116,8 @@ class FetchedStep(ScoringStep[FetchedRow]):
         self._num_picks.append((picks.num_BG, heads.num_BG))
 
     def _count(self) -> None:
-        """Count the picked and fetched bytes at the end of the last layer, because reading a device's counts waits for
-        it."""
+        """Count the picked and fetched bytes. Called at the end of the last layer, because reading counts waits for the
+        device."""
         if not self._num_picks:
             return
         numbers_2 = torch.stack([torch.stack(each) for each in self._num_picks]).sum((0, 2, 3))
@@ -144,7 +145,8 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         passing_bytes = 2 * PIECE_TOKENS * layout.row_bytes + shape.long_span_bytes
         self.scratch_bytes = passing_bytes + mechanism.scratch_bytes
         self.num_areas = others_of(layout).num_layers
-        """Number of areas of each sequence. Layers with an area of their own keep their picks there between steps."""
+        """Number of areas of each sequence. A layer that does not share its area keeps its picks there between
+        steps."""
         num_rows = shape.num_slots
         if device_bytes is not None:
             left = max(device_bytes - self.scratch_bytes, 0)

@@ -1,9 +1,8 @@
-"""Residency `infinigen_int4` on a device with memory of its own: picks cross the link in 4 bits.
-
-A Residency for `engine.step_runner`. Keys are selected one layer early, as by `fetched.infinigen`, and fetched packed
-while the layer before computes. The device unpacks them into a slot's area for one layer, as `int4.infinigen` does, and
-packs new tokens, which are stored packed. No pick stays hot, because fetching it again takes only a quarter of the
-bytes.
+"""Residency `infinigen_int4` on a device with its own memory: selected keys and values (picks) are fetched in 4 bits. A
+Residency for `engine.model_runner`. Keys are selected one layer early, as by `fetched.infinigen`, and fetched packed
+while the previous layer computes. The device unpacks them into a slot's area for one layer, as `int4.int4_infinigen`
+does, and packs new tokens, which are stored packed. No pick stays on the device between steps, because fetching it
+again needs only about a quarter of the bytes.
 
     engine:  begin l: guess l + 1, ask for it | layer l | end l: pack, store | begin l + 1 ... picks: wait, unpack
     link in:                         fetch l + 1 ------->|
@@ -42,7 +41,7 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 
 _NUM_AREAS = 2
-"""Number of layers whose codes are on the device: a double buffer."""
+"""Number of layers whose packed KV is on the device: a double buffer."""
 
 
 class FetchedInt4Row(ScoredInt4Row):
@@ -59,7 +58,7 @@ class FetchedInt4Row(ScoredInt4Row):
 
     @property
     def codes(self) -> Area:
-        """Return the area for codes of two layers, each token's at its own place."""
+        """Return the area for packed KV of two layers, in which each token has its own place."""
         return self._fetched
 
     def commit(self, tokens: TokenRange) -> None:
@@ -73,7 +72,7 @@ class FetchedInt4Row(ScoredInt4Row):
 
 
 class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
-    """Step that fetches a layer's picks while the layer before it runs."""
+    """Step that fetches a layer's picks while the previous layer runs."""
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
             copies = [
                 (row.codes.buffer.span(at % _NUM_AREAS, each), row.packed.buffer.span(at, each)) for row, each in old
             ]
-            self._link.fetch(copies).join()  # counted as they are unpacked
+            self._link.fetch(copies).join()  # bytes are counted when they are unpacked
         super().begin(layer, hidden_TD)
         if (picks := self._guessed.get(layer + 1)) is not None:
             self._ask(layer + 1, picks)

@@ -1,4 +1,4 @@
-"""Copies of new tokens' KV to host memory while a step computes, for policies that store KV there (`rows`).
+"""Copies new tokens' KV to host memory while a step computes, for policies that store KV in host memory (`rows`).
 
 Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -15,7 +15,7 @@ from baton.modeling.kv.transfers import Transfer
 
 
 class HomeStores:
-    """Copies to host memory of one step. Engine's thread."""
+    """Copies of one step to host memory. Used on the engine's thread."""
 
     def __init__(self, link: HeadLink) -> None:
         self._link = link
@@ -27,7 +27,7 @@ class HomeStores:
         """Bytes of all copies begun so far."""
 
     def begin(self, layer: int, there: Sequence[Tensor], home: Sequence[Tensor]) -> None:
-        """Begin to store a layer's new tokens, one of each sequence, all of one size."""
+        """Begin to store the KV of a layer's new tokens, one token per sequence. All copies must have the same size."""
         self.begin_rows(layer, RowCopies(addresses(there), addresses(home), there[0].nbytes))
 
     def begin_rows(self, layer: int, copies: RowCopies) -> None:
@@ -58,14 +58,14 @@ class HomeStores:
 
 
 def link_of(device: Device) -> HeadLink:
-    """Return the link of a device with memory of its own."""
+    """Return the link of a device with its own memory."""
     assert hasattr(device.link, "fetch_heads"), f"the link of {device.name} does not copy by address"
     return cast(HeadLink, device.link)
 
 
 class LayerAddresses:
-    """Addresses of tensors whose layers are at equal distances, one address per tensor for a layer. Made once per step,
-    so that a layer needs no work per sequence."""
+    """Addresses of the layers of tensors, one address per tensor for a layer. Layers of a tensor must have equal
+    strides. Made once per step, so that a layer needs no work per sequence."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """The first dimension of each tensor is its layers."""

@@ -1,4 +1,5 @@
-"""Fetching of picks by operations on tensors: for GPUs, where the host reads no result until a step has ended.
+"""Fetching of selected keys and values (picks) with tensor operations, for GPUs: the host reads no result until a step
+ends.
 
 The memory of all sequences is in pools, one page per sequence, so that kernels access them by number: the first two
 layers, partial keys, areas of hot keys, and records of the keys in slots. Pools are allocated once, for as many
@@ -6,7 +7,7 @@ sequences as the device has room for. The numbers that a step needs are copied t
 all shapes follow from lengths, and the data on picked, hot and missing keys stays on the device. A kernel that reads
 pinned host memory fetches missing keys (`baton.modeling.kernels.triton.copies`).
 
-A pick that is in no slot gets the next slot, in cyclic order, whose key is not picked now.
+A pick that is not in a slot gets the next slot, in cyclic order, whose key is not picked now.
 
 Shape suffixes: B sequences of one new token, G kv heads, H head dim, K picks at most, W latest, C slots, A areas, L
 layers, P pages of pools.
@@ -62,12 +63,12 @@ class TensorHotKeys(HotKeys):
     """HotKeys in a pool, with records on the device."""
 
     def places_of(self, num_tokens: int) -> int:
-        """Return the number of places of the longest sequence, since any sequence may use all slots."""
+        """Return the number of places of the longest sequence, because any sequence may use all slots."""
         return self.size.num_latest + self.most_slots
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the sequence takes now, including its records."""
+        """Return the bytes that the sequence uses now, including its records."""
         return super().num_bytes + (self._record_bytes if super().num_bytes else 0)
 
     def bytes_for(self, num_tokens: int) -> int:
@@ -94,7 +95,7 @@ class Records:
         self.keys_APGC = torch.full(shape, -1, dtype=torch.int32, device=device)
         """Key in each slot; -1: none."""
         self.turn_APG1 = torch.zeros((*shape[:3], 1), dtype=torch.int32, device=device)
-        """Slot that the next key gets, unless the key in it is picked."""
+        """Slot that the next key gets, unless the key in this slot is picked."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class PooledSpan(SplitSpan):
     """SplitSpan whose memories are pages of pools."""
 
     tables: tuple[BlockTable, BlockTable]
-    """The sequence's page among those of the whole layers, and among the areas."""
+    """Block tables with the sequence's page in the pool of the whole layers, and in the pool of areas."""
 
     def place(self) -> KvPlace:
         place, (whole, areas) = super().place(), self.tables
@@ -120,7 +121,7 @@ class PooledRow(FetchedRow):
 
 
 class TensorStepKeys:
-    """Selecting sequences of one step, by operations on tensors. Implements StepKeys."""
+    """Selecting sequences of one step, handled with tensor operations. Implements StepKeys."""
 
     def __init__(self, choosing: Choosing, layout: KvLayout, records: Records) -> None:
         hot = [_hot(row) for row, _ in choosing]
@@ -171,7 +172,7 @@ class TensorStepKeys:
 
 
 class TensorMechanism:
-    """Pools of all slots, and the search for places in them on a GPU. Implements FetchMechanism."""
+    """Pools of all slots, and the search for places in the pools on a GPU. Implements FetchMechanism."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
         """`pieces`: pieces that are passed to each FetchedRow."""
@@ -187,14 +188,15 @@ class TensorMechanism:
         self._records: Records | None = None
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of device memory that the longest sequence takes."""
+        """Return the bytes of device memory that the longest sequence needs."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         areas = replace(size.layout, num_layers=num_areas).token_bytes * size.num_places(most)
         partial_bytes = self._partial.token_bytes * self._blocks
         return whole_of(layout).token_bytes * most + partial_bytes + areas + _record_bytes(size, size.num_slots(most))
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make pools of `num_rows` pages, and the Rows of all slots, which take a page when they open."""
+        """Make pools of `num_rows` pages, and return the Rows of all slots, which allocate a page when a claim
+        begins."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         whole, partials, areas = (
             PagePool(self._device.pool_memory(each, num_rows, num_tokens))
@@ -229,8 +231,8 @@ class TensorMechanism:
 
 
 def _into_slots(keys_BGK: Tensor, is_early_BGK: Tensor, held_BGC: Tensor, turn_BG1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of each early pick, and whether its key has to be fetched. Changes the keys in slots, and the
-    next slot to use, in place. Picks must be ascending, and at most C."""
+    """Return the slot of each early pick, and whether its key must be fetched. Updates the keys in slots, and the next
+    slot to use, in place. Picks must be ascending, and there must be at most C."""
     num_slots = held_BGC.shape[2]
     sorted_BGC, order_BGC = held_BGC.sort(2)
     at_BGK = torch.searchsorted(sorted_BGC, keys_BGK).clamp_(max=num_slots - 1)
