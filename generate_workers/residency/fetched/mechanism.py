@@ -1,12 +1,14 @@
-"""The port between the policy that fetches picks and the two mechanisms that find places for them on a device.
+"""Port between the policy that fetches selected keys (picks) and the two mechanisms that find places for picks on a
+device.
 
 The policy (`infinigen`, with the bookkeeping of `hot_keys`) decides which keys are picked, which areas layers use, and
-when KV is fetched and stored. A mechanism has the sequences' memory, and follows the policy:
+when KV is fetched and stored. A mechanism owns the sequences' memory, and does what the policy decides:
 
     native_keys   CPUs, and the device that one emulates: kernels in C++ over addresses, Rows in memory of their own
     tensor_keys   GPUs: operations on tensors, Rows in pools; the host does not read the picks
 
-Layers are counted from the first that selects. Shape suffixes: B sequences of one new token, G kv heads, H head dim.
+Layers are counted from the first layer that selects keys. Shape suffixes: B sequences of one new token, G kv heads, H
+head dim.
 """
 
 from collections.abc import Sequence
@@ -33,14 +35,14 @@ class StepKeys(Protocol):
         once per layer, in order."""
 
     def own_keys(self, layer: int) -> Tensor:
-        """Return the new tokens' keys of a layer, `[B, G, H]`, which its area holds."""
+        """Return the new tokens' keys of a layer, `[B, G, H]`, from the layer's area."""
 
     def own_rows(self, layer: int) -> RowCopies:
         """Return the copies that write the new tokens' KV of a layer from its area to host memory."""
 
 
 class FetchMechanism(Protocol):
-    """Memory of all slots on one device, and the search for places in it. Engine's thread."""
+    """Memory of all slots on one device, and the search for places in this memory. Used on the engine's thread."""
 
     @property
     def basis(self) -> Basis:
@@ -48,14 +50,14 @@ class FetchMechanism(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of device memory that the mechanism takes in addition to the slots."""
+        """Return the bytes of device memory that the mechanism needs in addition to the slots."""
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of device memory that the longest sequence takes with `num_areas` areas."""
+        """Return the bytes of device memory that the longest sequence needs with `num_areas` areas."""
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make the Rows of all slots. `num_rows`: number of them for which the device has room at a time. Called once.
-        Raises an error of OUT_OF_MEMORY, or OSError."""
+        """Make the Rows of all slots. `num_rows`: number of Rows that the device has room for at the same time. Called
+        once. Raises an error of OUT_OF_MEMORY, or OSError."""
 
     def scored(self, keys: Sequence[Any], lengths: Sequence[int], num_tokens: Sequence[int]) -> ScoredKeys:
         """Return the ScoredKeys of sequences' partial keys. `lengths`, `num_tokens`: keys and tokens of each sequence,

@@ -1,7 +1,7 @@
-"""Fetching of picks by kernels in C++ over addresses: for CPUs, and for the device that one emulates.
+"""Fetching of selected keys (picks) by C++ kernels over addresses, for CPUs and for the device that a CPU emulates.
 
-A Row has memory of its own, committed as its sequence grows. Records in host memory hold the keys that are in its
-slots, one record for each area and kv head, which the kernel reads and writes
+Each Row has its own memory, which is committed as its sequence grows. Records in host memory hold the keys that are in
+its slots, one record for each area and kv head, which the kernel reads and writes
 (baton/modeling/kernels/sparse/hot_keys.cpp).
 
 Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C slots.
@@ -48,7 +48,7 @@ class RecordedKeys(HotKeys):
 
 
 class NativeStepKeys:
-    """Selecting sequences of one step, by address. Implements StepKeys."""
+    """Selecting sequences of one step, accessed by address. Implements StepKeys."""
 
     def __init__(self, choosing: Choosing, layout: KvLayout) -> None:
         self._hot = hot = [_recorded(row) for row, _ in choosing]
@@ -106,11 +106,11 @@ class NativeMechanism:
         self._shape, self._device, self._pieces = shape, decoder.device, pieces
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of device memory that the longest sequence takes."""
+        """Return the bytes of device memory that the longest sequence needs."""
         return self._make(num_areas).bytes_for(self._shape.max_slot_tokens).device
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make the Rows of all slots, which take memory as their sequences grow."""
+        """Make the Rows of all slots, which commit memory as their sequences grow."""
         return [self._make(num_areas) for _ in range(self._shape.num_slots)]
 
     def scored(self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]) -> PartialRows:

@@ -33,7 +33,7 @@ class Pieces:
     """Device memory through which KV passes in pieces. Used by one thread at a time."""
 
     def __init__(self, layout: KvLayout, device: Device) -> None:
-        """Raise an error of OUT_OF_MEMORY."""
+        """Raises an error of OUT_OF_MEMORY if the buffer cannot be allocated."""
         self.num_bytes = 0
         """Bytes fetched so far."""
         self._buffer = device.buffer(replace(layout, num_layers=1), TokenRange(0, PIECE_TOKENS))
