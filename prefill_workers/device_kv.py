@@ -73,7 +73,7 @@ class HomeKv:
             self._pipeline.attended(layer)
 
     def close(self) -> None:
-        """Do nothing: all memory belongs to the pipeline and the outlet."""
+        """Do nothing: all memory belongs to the pipeline and the sender."""
 
 
 class FetchedPrefix:

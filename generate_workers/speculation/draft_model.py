@@ -55,7 +55,7 @@ class _RowState:
 
 
 class ModelProposer:
-    """Drafter that runs a small model, one token at a time for all sequences."""
+    """Proposer that runs a small model, one token at a time for all sequences."""
 
     def __init__(
         self, decoder: Decoder, keys: DraftKeys, num_rows: int, make_memory: MakeMemory, *, keeps: bool = False

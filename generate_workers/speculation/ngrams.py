@@ -47,7 +47,7 @@ class _Index:
 
 
 class NgramProposer:
-    """Drafter that looks drafts up in the sequence's own tokens, prompt and output."""
+    """Proposer that looks drafts up in the sequence's own tokens, prompt and output."""
 
     def __init__(self) -> None:
         self._indices: dict[Row, _Index] = {}

@@ -57,7 +57,7 @@ class DraftView(Protocol):
 
 
 class SelfProposer:
-    """Drafter that runs the model over a view of the sequences' KV, one token at a time for all sequences."""
+    """Proposer that runs the model over a view of the sequences' KV, one token at a time for all sequences."""
 
     def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
         """`num_keys`: numbers of keys that draft steps may attend to. The first number is the view's default; further
