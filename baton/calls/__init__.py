@@ -1,1 +1,2 @@
-"""Calls of a client: the message of a request, and the stream that answers it, resumed when the server goes away."""
+"""Client side of calls: builds a request's message, reads the stream of its tokens, and resumes the stream after the
+server was lost."""

@@ -18,7 +18,8 @@ from baton.v1.prefill_pb2 import PrefillStatus as PrefillStatus
 
 @dataclass(frozen=True)
 class GroupState:
-    """State of one group of workers: the orchestrator's view of it, and the statuses that its workers reported."""
+    """State of one group of workers: the orchestrator's view of the group, and the latest statuses that its workers
+    reported."""
 
     name: str
     role: str
@@ -29,9 +30,10 @@ class GroupState:
     is_ready: bool
     """True if new work may be sent to the group."""
     num_leaked: int
-    """Slots or jobs held for over 2 s by no request that the orchestrator knows."""
+    """Number of slots or jobs that have been held for more than 2 s without belonging to a request that the
+    orchestrator knows."""
     num_requests: int
-    """Requests of this orchestrator that the group serves."""
+    """Number of this orchestrator's requests that the group serves."""
     is_drained: bool = False
     """True if the group gets no new work because an operator drained it."""
     is_broken: bool = False
@@ -60,28 +62,30 @@ class GroupState:
 
     @property
     def prefix_store(self) -> PrefixStoreStatus | None:
-        """The prefix store of the group's node, as one of its workers reported it; None if the node has none."""
+        """Status of the prefix store on the group's node, as reported by one of the group's workers; None if the node
+        has no prefix store."""
         return next((each.prefix_store for each in self.statuses if each.HasField("prefix_store")), None)
 
     @property
     def imbalance(self) -> str:
-        """Why slots or bytes of a generation group do not add up, in one line for people; empty when they do."""
+        """Description, in one readable line, of how the counts of slots or bytes of a generation group contradict each
+        other; empty when they are consistent."""
         return "" if self.generation is None else self.generation.imbalance
 
 
 @dataclass(frozen=True)
 class ScalingChange:
-    """A decision of the autoscaler that changed groups, or would have changed them."""
+    """Decision of the autoscaler that changed the number of groups, or would have changed it in advise mode."""
 
     unix_ns: int
     """Instant of the decision, in unix nanoseconds."""
     explanation: str
-    """The decision with its terms, in one line for people."""
+    """One readable line with the decision and the values that led to it."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The autoscaler's latest decision."""
+    """Latest decision of the autoscaler."""
 
     mode: str
     """Mode of the autoscaler: act (decisions are carried out) or advise (decisions are only reported)."""
@@ -90,35 +94,36 @@ class Scaling:
     num_generate: int
     """Desired number of generation groups."""
     explanation: str
-    """The decision with its terms, in one line for people."""
+    """One readable line with the decision and the values that led to it."""
     forecast_rate: float = 0.0
-    """Forecast number of requests a second."""
+    """Forecast number of requests per second."""
     ttft_p95_s: float = 0.0
-    """Predicted 95th percentile of the time to first token with these groups, in seconds; infinite in an overload, 0
-    without traffic."""
+    """Predicted 95th percentile of the time to first token with the desired numbers of groups, in seconds; infinite if
+    the groups would be overloaded, 0 without traffic."""
     itl_p95_s: float = 0.0
-    """Predicted 95th percentile of the time between tokens with these groups, in seconds; infinite in an overload, 0
-    without traffic."""
+    """Predicted 95th percentile of the time between tokens with the desired numbers of groups, in seconds; infinite if
+    the groups would be overloaded, 0 without traffic."""
     changes: tuple[ScalingChange, ...] = ()
-    """The latest decisions that changed groups, or would have changed them, oldest first."""
+    """Latest decisions that changed the number of groups, or would have changed it, oldest first."""
 
 
 @dataclass(frozen=True)
 class ClusterState:
-    """Groups, queue and slots, as the orchestrator sees them."""
+    """State of the groups, the queue and the slots, as the orchestrator sees them."""
 
     groups: tuple[GroupState, ...]
     num_queued: int
     num_running: int
     num_degraded: int
-    """Requests so far whose generation group prefilled by itself because no prefill group was ready."""
+    """Number of requests so far that their generation group prefilled by itself because no prefill group was ready."""
     version: str
     num_queued_tokens: int = 0
-    """Prompt tokens of the waiting requests."""
+    """Number of prompt tokens of all waiting requests."""
     why_not_serving: tuple[str, ...] = ()
     """Reasons why the health service reports NOT_SERVING, one line each; empty while it reports SERVING."""
     why_degraded: tuple[str, ...] = ()
-    """Reasons why the cluster serves worse than it could, one line each; empty while it does not."""
+    """Reasons why the cluster serves with less than its full capacity or speed, one line each; empty if there are none.
+    """
     metrics_endpoint: str = ""
     """Address, host:port, at which Prometheus finds /metrics; empty when metrics are not served."""
     groups_away: tuple[str, ...] = ()
@@ -133,20 +138,21 @@ def group_state_to_proto(group: GroupState) -> pb.GroupState:
 
 
 def group_state_from_proto(message: pb.GroupState) -> GroupState:
-    """Return the message's state of one group, which shares the workers' statuses with the message."""
+    """Return the GroupState that a message describes. It shares the workers' status messages with `message`."""
     generation = message.generation if message.HasField("generation") else None
     endpoints = tuple(message.endpoints)
     return read(GroupState, message, endpoints=endpoints, generation=generation, ranks=dict(message.ranks))
 
 
 def cluster_state_to_proto(state: ClusterState) -> pb.ClusterState:
-    """Return the state of groups, queue and slots as a message."""
+    """Return the state of the cluster as a message."""
     groups = [group_state_to_proto(group) for group in state.groups]
     return pb.ClusterState(**vars(state) | {"groups": groups, "scaling": _scaling_to_proto(state.scaling)})
 
 
 def cluster_state_from_proto(message: pb.ClusterState) -> ClusterState:
-    """Return the message's state of the cluster. Raises VersionMismatchError for an incompatible server's."""
+    """Return the ClusterState that a message describes. Raises VersionMismatchError if the server's version is
+    incompatible."""
     require_version(message.version, "the orchestrator")
     return read(
         ClusterState,

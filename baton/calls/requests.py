@@ -1,6 +1,7 @@
 """Builds the message of a user's call (proto/baton/v1/orchestrator.proto). Pure.
 
-Only values that the message cannot carry are checked here; the server checks the others, against its model.
+Only values that a protobuf message cannot represent are checked here. The server checks all other values against its
+model.
 """
 
 import math
@@ -18,7 +19,8 @@ from baton.v1 import common_pb2, orchestrator_pb2
 
 MAX_DEADLINE_S = 2**32 / 1000 - 1
 BY_CHAIN = ("baton-prefill", "chain")
-"""Metadata that makes a chain prefill the prompt, even if the generation group is faster: for measuring chains."""
+"""Metadata that makes a chain of prefill ranks compute the prompt, even if the generation group would be faster. Used
+to measure chains."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class PromptInput:
     prompt: str | bytes | None = None
     """Prompt as text; bytes must be UTF-8."""
     messages: Sequence[Mapping[str, str]] | None = None
-    """Chat as mappings with `role` and `content`, rendered with the model's chat template."""
+    """Chat as a list of mappings with `role` and `content`. It is rendered with the model's chat template."""
     token_ids: Sequence[int] | None = None
     """Prompt that is already tokenized."""
 
@@ -47,8 +49,9 @@ def make_request(
     priority: str = "standard",
     fields: orchestrator_pb2.GenerateRequest | None = None,
 ) -> orchestrator_pb2.GenerateRequest:
-    """Return the message of a request. `fields` has its other fields; without a request id, the request gets a new one.
-    Raises InvalidArgumentError for one that cannot be sent, TypeError for an unknown sampling option."""
+    """Return the message of a request. `fields` holds further fields of the message; a new request id is generated if
+    it has none. Raises InvalidArgumentError for a request that cannot be sent, and TypeError for an unknown sampling
+    option."""
     if params is not None and options:
         raise InvalidArgumentError(f"params and {', '.join(options)} contradict: give one SamplingParams, or options")
     request = orchestrator_pb2.GenerateRequest(
@@ -74,13 +77,14 @@ def make_request(
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Raise InvalidArgumentError for a deadline that is not positive and finite, or that the message cannot carry."""
+    """Raise InvalidArgumentError if the deadline is not positive, not finite, or too large for the message."""
     if deadline_s is not None and not (0 < deadline_s <= MAX_DEADLINE_S and math.isfinite(deadline_s)):
         raise InvalidArgumentError(f"deadline_s = {deadline_s!r} is out of range: use seconds above 0, below 4 million")
 
 
 def call_metadata(api_key: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the gRPC metadata that identifies the caller to a server. Raises InvalidArgumentError."""
+    """Return the gRPC metadata that identifies the caller to a server. Raises InvalidArgumentError for a key or tenant
+    that is not printable ASCII."""
     values = {"api_key": api_key, "tenant": tenant}
     for name, value in values.items():
         if value is not None and not (value and value.isascii() and value.isprintable()):
@@ -90,7 +94,7 @@ def call_metadata(api_key: str | None, tenant: str | None) -> tuple[tuple[str, s
 
 
 def _unsendable(params: SamplingParams) -> str:
-    """Return the name of the first field that the message cannot carry."""
+    """Return the name of the first sampling parameter that the message cannot represent."""
     for name, value in vars(params).items():
         try:
             field: dict[str, Any] = {name: None if name == "structured_output" else value}

@@ -1,7 +1,8 @@
-"""The state of one request's stream at its client: the received tokens, the next message, and when to give up.
+"""State of one request's stream in its client: the received tokens, the next message to send, and the remaining
+attempts.
 
-A server needs only prompt, parameters, seed and the tokens so far to continue a stream, so a lost connection costs a
-pause and no tokens. The synchronous and the asyncio stream (baton.calls.streams) share this state. Does no I/O.
+A server can continue a stream from its prompt, parameters, seed and the tokens so far. So a lost connection delays the
+stream, but loses no tokens. The synchronous and the asyncio stream (baton.calls.streams) share this state. Does no I/O.
 """
 
 import random
@@ -25,25 +26,28 @@ from baton.types import FinishReason, SampledToken, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
 
 DEADLINE_GRACE_S = 1.0
-"""Seconds past the deadline for which a client still reads: the server enforces the deadline, and then sends usage."""
+"""Seconds for which a client still reads after the deadline. The server enforces the deadline and then sends the usage.
+"""
 
 
 @dataclass(frozen=True)
 class Reconnect:
-    """Attempts of a client to reach a server that does not answer, and the delays between them."""
+    """Limits on a client's attempts to reach a server that does not answer, and the delays between these attempts."""
 
     num_connects: int = 3
-    """Attempts to send a request to a server that never answered this client, before its error is raised (>= 1)."""
+    """Number of attempts to send a request to a server that has never answered this client (>= 1). After the last one,
+    the error is raised."""
     num_resumes: int = 20
-    """Consecutive attempts without a new token to resume a lost stream, or to send a request that a server, which has
-    answered before, has not accepted yet (>= 0)."""
+    """Number of consecutive attempts without a new token (>= 0). Counts attempts to resume a lost stream, and attempts
+    to send a request that was not accepted yet to a server that has answered before."""
     first_delay_s: float = 0.1
-    """Seconds before the second attempt; doubles with each attempt."""
+    """Seconds before the second attempt. The delay doubles with each further attempt."""
     max_delay_s: float = 5.0
-    """Seconds between two attempts, at most."""
+    """Maximum number of seconds between two attempts."""
 
     def delay_s(self, num_failed: int, fraction: float) -> float:
-        """Return the seconds to wait after `num_failed` failures in a row. `fraction`, in [0, 1), spreads clients."""
+        """Return the seconds to wait after `num_failed` failures in a row. `fraction`, in [0, 1), is random, so that
+        many clients do not retry at the same moment."""
         return Backoff(self.first_delay_s, self.max_delay_s).after(num_failed) * (0.5 + fraction / 2)
 
 
@@ -56,16 +60,18 @@ class _Output:
 
 @dataclass
 class ServerState:
-    """State of a server as one client knows it; shared by the client's streams."""
+    """State of a server as one client knows it. Shared by all streams of the client."""
 
     target: str
     """Address of the server, host:port."""
     was_reached: bool = False
-    """True if the server has ever answered: its address is then right, and it is expected to come back."""
+    """True if the server has ever answered. Its address is then correct, and the server is expected to return after a
+    failure."""
 
 
 class StreamState:
-    """A stream's received tokens and remaining attempts. Belongs to the reading thread; any thread may call `fail`."""
+    """Received tokens and remaining attempts of a stream. Used by the thread that reads the stream; any thread may call
+    `fail`."""
 
     def __init__(
         self,
@@ -76,7 +82,7 @@ class StreamState:
         *,
         deadline_s: float | None = None,
     ) -> None:
-        """Start the state of a stream for a copy of `request`. `deadline_s` counts from now."""
+        """Create the state of a stream for a copy of `request`. `deadline_s` is the deadline in seconds from now."""
         self.num_resumes = 0
         self.is_over = False
         self.usage: Usage | None = None
@@ -97,16 +103,17 @@ class StreamState:
 
     @property
     def request_id(self) -> str:
-        """Name of the request, given by the client or else by the server."""
+        """Id of the request, chosen by the client, or by the server if the client chose none."""
         return self._request.request_id
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why the first choice ended; None while it runs."""
+        """Reason why the first choice ended; None while it runs."""
         return self._outputs[0].finish
 
     def next_request(self) -> orchestrator_pb2.GenerateRequest:
-        """Return the message to send now: the request, continued after the received tokens, in the time left."""
+        """Return the message to send now: the request with the received tokens, so that the server continues after
+        them, and with the time that remains until the deadline."""
         if self._started is not None:
             del self._request.outputs[:]
             for output in self._outputs:
@@ -121,8 +128,9 @@ class StreamState:
         return None if self._end_s is None else max(0.0, self._end_s - self._clock.now_s()) + DEADLINE_GRACE_S
 
     def accept(self, message: orchestrator_pb2.GenerateEvent | None) -> TokenEvent | None:
-        """Take a call's next message, or None for the call's end, and return the event to show, if any. Raises a
-        BatonError for a message that is wrong, or an end that is too early; pass it to `call_failed`."""
+        """Process the next message of a call, or None if the call has ended. Return the event for the user, or None if
+        the message has no event. Raises a BatonError for an invalid message, or if the call ended before the stream was
+        complete. The caller must pass that error to `call_failed`."""
         kind = None if message is None else message.WhichOneof("event")
         self._server.was_reached |= message is not None
         if message is None:
@@ -136,9 +144,10 @@ class StreamState:
         return None  # no event to show, or a kind of event that a newer server sends
 
     def call_failed(self, error: BatonError) -> float | None:
-        """Take a call's error. Return the seconds after which to send `next_request`; None: the stream is over."""
+        """Process the error of a call. Return the seconds to wait before sending `next_request`, or None if the stream
+        has ended."""
         if self._has_all and isinstance(error, UnavailableError):
-            self._end()  # all tokens came, only the last message was lost
+            self._end()  # all tokens were received, only the last message was lost
             return None
         self._num_failed += 1
         delay_s = self._reconnect.delay_s(self._num_failed, self._random.random())
@@ -154,7 +163,7 @@ class StreamState:
         return None
 
     def fail(self, error: BatonError) -> None:
-        """End the stream with an error, unless it is over."""
+        """End the stream with an error, unless it has already ended."""
         if not self.is_over:
             self._failure = error
             finish = next(finish for finish, kind in _ERROR_OF.items() if isinstance(error, kind))
@@ -168,7 +177,7 @@ class StreamState:
             raise self._failure
 
     def output(self) -> Completion:
-        """Return all that has been received so far."""
+        """Return everything that has been received so far."""
         started = self._started
         return Completion(
             request_id=self.request_id,
@@ -187,8 +196,8 @@ class StreamState:
         )
 
     def _accept_started(self, started: orchestrator_pb2.Started) -> None:
-        """Take the server's announcement. A server that continues the stream must use the same model and seed, and be
-        exact if the stream was exact so far."""
+        """Process the server's Started message. A server that continues the stream must use the same model and seed. If
+        the stream was exact so far, it must also remain exact."""
         self._started = started
         self._exact = started.exact and self._exact is not False  # tokens from earlier servers count as well
         self._request.exact |= self._exact
@@ -236,7 +245,7 @@ class StreamState:
         self._end()
 
     def _end(self) -> None:
-        """End the stream: all choices have ended, some of them perhaps with an error."""
+        """End the stream because all choices have ended. Some of them may have ended with an error."""
         self.is_over = True
         for output in self._outputs:
             error = None if output.finish is None else _ERROR_OF.get(output.finish)
@@ -271,5 +280,5 @@ _ERROR_OF: dict[FinishReason, type[BatonError]] = {
     FinishReason.DEADLINE: DeadlineExceededError,
     FinishReason.ERROR: BatonError,
 }
-"""The error for a stream that a server ended with this finish reason, and without an error status. ERROR, whose class
-is the base of all, comes last."""
+"""Error to raise for each finish reason, if a server ended a stream without an error status. ERROR comes last: its
+class is the base class of all others."""

@@ -1,5 +1,5 @@
-"""Streams of a request's tokens, for threads and for asyncio. Made by baton.client; baton.calls.resume has the
-rules."""
+"""Streams of a request's tokens, for threads and for asyncio. `baton.client` makes them; `baton.calls.resume` decides
+when a stream is resumed."""
 
 import asyncio
 import threading
@@ -30,7 +30,8 @@ CallT = TypeVar("CallT", Call, AsyncCall)
 
 
 class BaseStream(Generic[CallT]):
-    """Base of both streams: their reports on the request, which are complete after the stream's end."""
+    """Base class of both streams, with the request's output, usage and timings. These are complete once the stream has
+    ended."""
 
     _cancelled: threading.Event | asyncio.Event
 
@@ -42,31 +43,32 @@ class BaseStream(Generic[CallT]):
 
     @property
     def output(self) -> Completion:
-        """All that has been received so far."""
+        """Everything that has been received so far."""
         return self._state.output()
 
     @property
     def request_id(self) -> str:
-        """Name of the request in the server's logs."""
+        """Id of the request, which also names it in the server's logs."""
         return self._state.request_id
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why the stream's first choice ended; None while it runs."""
+        """Reason why the stream's first choice ended; None while it runs."""
         return self._state.finish
 
     @property
     def usage(self) -> Usage | None:
-        """Tokens and attempts of the request; None before the server's last message."""
+        """Number of tokens and attempts of the request; None until the server's last message has arrived."""
         return self._state.usage
 
     @property
     def timings(self) -> Timings | None:
-        """When the request's stages began and ended; None before the server's last message."""
+        """Times at which the request's stages began and ended; None until the server's last message has arrived."""
         return self._state.timings
 
     def cancel(self) -> None:
-        """End the request everywhere; does not block. Has no effect after the end, or when called again."""
+        """Cancel the request on the client and on the server. Does not block. Has no effect if the stream has ended or
+        was cancelled before."""
         self._give_up(" by its client")
 
     def _give_up(self, why: str) -> None:
@@ -78,13 +80,13 @@ class BaseStream(Generic[CallT]):
 class Stream(BaseStream[Call]):
     """A running request. Iterate once, in one thread; `cancel` may be called from any.
 
-    Yields a TokenEvent for each token as it is made. A choice's last event has `finish` and the text held back until
-    then, and may have no token. When the server goes away, the stream waits and then continues where it stopped: no
-    token is repeated or missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after
-    its deadline, RequestCancelledError after `cancel`, UnavailableError when the server stays away. `output` keeps the
-    tokens received before.
+    Yields a TokenEvent for each token as it is made. The last event of a choice has `finish` and all text that was held
+    back until then. It may have no token. When the server goes away, the stream waits and then continues where it
+    stopped: no token is repeated or missing. Iterating raises the BatonError that ended the request:
+    DeadlineExceededError after its deadline, RequestCancelledError after `cancel`, UnavailableError when the server
+    cannot be reached again. `output` keeps the tokens that were received before the error.
 
-    As a context manager, it cancels the request on leaving, if it still runs.
+    As a context manager, it cancels a request that is still running when the block exits.
     """
 
     _cancelled: threading.Event
@@ -102,18 +104,18 @@ class Stream(BaseStream[Call]):
         while not self._state.is_over:
             if (event := self._read()) is not None:
                 return event
-        self._call.cancel()  # the stream is done with this call, or the call is over
+        self._call.cancel()  # the stream does not use this call any more
         self._state.raise_failure()
         raise StopIteration
 
     def collect(self) -> Completion:
-        """Block until the end and return the whole output, events that were iterated over before included."""
+        """Block until the stream ends and return the whole output, including events that were already iterated over."""
         for _ in self:
             pass
         return self.output
 
     def text(self) -> str:
-        """Block until the end and return the text of the first choice."""
+        """Block until the stream ends and return the text of the first choice."""
         return self.collect().text
 
     def __enter__(self) -> Self:
@@ -143,10 +145,10 @@ class Stream(BaseStream[Call]):
 
 
 class AsyncStream(BaseStream[AsyncCall]):
-    """A running request for asyncio; otherwise it behaves like Stream. Belongs to the loop that it was made on; one
-    task iterates.
+    """A running request for asyncio, with the behaviour of Stream. It must be used on the event loop on which it was
+    made, and only one task may iterate over it.
 
-    Cancelling the task that waits for an event cancels the request.
+    Cancelling a task that waits for an event also cancels the request.
     """
 
     _cancelled: asyncio.Event
@@ -163,18 +165,18 @@ class AsyncStream(BaseStream[AsyncCall]):
         while not self._state.is_over:
             if (event := await self._read()) is not None:
                 return event
-        self._call.cancel()  # the stream is done with this call, or the call is over
+        self._call.cancel()  # the stream does not use this call any more
         self._state.raise_failure()
         raise StopAsyncIteration
 
     async def collect(self) -> Completion:
-        """Wait for the end and return the whole output, events that were iterated over before included."""
+        """Wait until the stream ends and return the whole output, including events that were already iterated over."""
         async for _ in self:
             pass
         return self.output
 
     async def text(self) -> str:
-        """Wait for the end and return the text of the first choice."""
+        """Wait until the stream ends and return the text of the first choice."""
         return (await self.collect()).text
 
     async def __aenter__(self) -> Self:
