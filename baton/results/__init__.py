@@ -1,2 +1,2 @@
-"""Values that a client receives in addition to tokens: completions, and how their stages ran. All are frozen and safe
-to share between threads."""
+"""Values that a client receives in addition to tokens: completions, and the times of their stages. All are frozen, so
+threads may share them."""

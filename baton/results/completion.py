@@ -1,4 +1,4 @@
-"""The output of a request, and the served model, as values."""
+"""Output of a request, and description of the served model, as values."""
 
 from dataclasses import dataclass
 
@@ -8,78 +8,81 @@ from baton.types import FinishReason, SampledToken
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens and attempts that a request took."""
+    """Number of tokens and attempts of a request."""
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Output tokens of all choices, those before a resumption included."""
+    """Number of output tokens of all choices, including tokens from before a resumption."""
     num_attempts: int
-    """Attempts of the server at the request, since it last took the request up."""
+    """Number of attempts that the server made at the request. Counting starts over when a client resumes the request.
+    """
     num_cached_tokens: int = 0
-    """Prompt tokens that the last attempt did not compute, because the KV of an equal prefix was cached."""
+    """Number of prompt tokens that the last attempt did not compute, because the KV of an equal prefix was cached."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a request's outputs: complete after its end, partial before."""
+    """One output of a request. It is partial while the choice runs, and complete once the choice has ended."""
 
     index: int
     text: str
     tokens: tuple[SampledToken, ...]
     finish: FinishReason | None
-    """Why the choice ended; None while it runs."""
+    """Reason why the choice ended; None while it runs."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A stream's output: complete after the stream's end, partial before."""
+    """Output of a stream. It is partial while the stream runs, and complete once the stream has ended."""
 
     request_id: str
     choices: tuple[Choice, ...]
     prompt: tuple[SampledToken, ...]
-    """The prompt's tokens with their logprobs; empty unless the request asked for them."""
+    """Tokens of the prompt with their logprobs; empty unless the request asked for them."""
     model: str
-    """Name of the served model; empty before the server took the request."""
+    """Name of the served model; empty until the server has accepted the request."""
     seed: int | None
-    """Seed that gives the same tokens for the same request; None before the server took the request."""
+    """Seed with which an equal request gets the same tokens; None until the server has accepted the request."""
     exact: bool | None
-    """True: full attention and coupled sampling for all tokens. False: some tokens may come from an approximate policy
-    (`timings.residency`). None before the server took the request."""
+    """True: all tokens came from full attention and coupled sampling. False: some tokens may come from an approximate
+    policy (`timings.residency`). None: the server has not accepted the request yet."""
     num_prompt_tokens: int | None
-    """Tokens of the prompt; None before the server took the request."""
+    """Number of prompt tokens; None until the server has accepted the request."""
     usage: Usage | None
-    """Tokens and attempts, from the server's last message; None before it, and in streams that end without it."""
+    """Number of tokens and attempts, from the server's last message. None until it has arrived, and in streams that end
+    without it."""
     timings: Timings | None
-    """When the request's stages began and ended, from the server's last message; None before it, and in streams that
-    end without it."""
+    """Times at which the request's stages began and ended, from the server's last message. None until it has arrived,
+    and in streams that end without it."""
     num_resumes: int
     """Number of times the client resumed the stream after losing the server."""
 
     @property
     def text(self) -> str:
-        """The text of the first choice."""
+        """Text of the first choice."""
         return self.choices[0].text
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
-        """The tokens of the first choice."""
+        """Tokens of the first choice."""
         return self.choices[0].tokens
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why the first choice ended; None while it runs."""
+        """Reason why the first choice ended; None while it runs."""
         return self.choices[0].finish
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that is served, and its limits."""
+    """Description of the served model, and its limits."""
 
     name: str
     max_tokens: int
-    """Largest number of tokens of prompt and output together."""
+    """Largest total number of tokens of prompt and output."""
     vocab_size: int
     dtype: str
     has_chat_template: bool
     layout_fingerprint: str
-    """Fingerprint of the KV layout: equal for groups that store KV alike (KvLayout.fingerprint)."""
+    """Fingerprint of the KV layout (KvLayout.fingerprint). Groups with equal fingerprints store KV in the same layout.
+    """

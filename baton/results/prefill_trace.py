@@ -1,5 +1,6 @@
-"""Values that show how a request's prompt was prefilled: decisions, predictions and measurements. All are frozen and
-safe to share between threads."""
+"""Values that show how a request's prompt was prefilled: decisions, predictions and measurements. A prompt is prefilled
+by a chain of prefill ranks, each of which computes a range of its tokens, or by the generation group itself. All values
+are frozen, so threads may share them."""
 
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class RankTiming:
-    """One prefill rank's part of a request; instants in unix nanoseconds."""
+    """One prefill rank's work for a request. Instants are in unix nanoseconds."""
 
     rank: int
     tokens: TokenRange
@@ -24,61 +25,66 @@ class RankTiming:
     start_ns: int
     end_ns: int
     wait_s: float
-    """Seconds between `start_ns` and `end_ns` that were spent waiting for earlier ranks' KV."""
+    """Seconds of the time from `start_ns` to `end_ns` that the rank waited for the KV of earlier ranks."""
     push_start_ns: int
     push_end_ns: int
     num_bytes_pushed: int
-    """Bytes of KV sent to the generation group."""
+    """Number of bytes of KV that the rank pushed to the generation group."""
     num_bytes_sent: int
-    """Bytes of KV passed on to the next rank."""
+    """Number of bytes of KV that the rank sent to the next rank."""
     layers: tuple[Interval, ...]
-    """When each layer was computed, waits included."""
+    """Time interval in which each layer was computed, including waits."""
     num_messages_sent: int = 0
-    """Messages in which the bytes for the next rank were sent."""
+    """Number of messages with which the rank sent KV to the next rank."""
     send_s: float = 0.0
-    """Seconds during which bytes for the next rank were on their way; 0 on the last rank."""
+    """Seconds during which KV was in transfer to the next rank; 0 on the last rank."""
     num_bytes_shared: int = 0
-    """Pushed bytes that went through memory shared with the generation group's process, instead of gRPC."""
+    """Number of pushed bytes that were transferred through memory shared with the generation group's process instead of
+    gRPC."""
 
 
 @dataclass(frozen=True)
 class WidthOption:
-    """A number of ranks that a request could have had, with the predictions made when the request was placed."""
+    """One possible width of a request's chain (a number of ranks), with the predictions made when the request was
+    placed."""
 
     width: int
     own_s: float
-    """Seconds to the prompt's end, including the time in which its ranks serve other requests first."""
+    """Predicted seconds until the end of the request's prefill, including the time in which the ranks serve earlier
+    requests."""
     others_s: float
-    """Seconds that this width would cost other prompts, in sum: those in flight, and the same number of later ones."""
+    """Predicted total delay, in seconds, of other prompts: those in flight, and an equal number of later ones."""
 
     @property
     def cost_s(self) -> float:
-        """The predicted cost in seconds, own and others' added up: the chosen width has the least."""
+        """Predicted total cost in seconds: `own_s` plus `others_s`. The option with the lowest cost is chosen."""
         return self.own_s + self.others_s
 
 
 @dataclass(frozen=True)
 class WidthChoice:
-    """Number of ranks that a request got, and the options that it was chosen from by the least `cost_s`."""
+    """Number of ranks that a request's chain has, and all options that were compared. The option with the lowest
+    `cost_s` is chosen."""
 
     width: int
     num_ranks: int
-    """Ranks of the prefill group."""
+    """Number of ranks of the prefill group."""
     num_ahead: int
-    """Jobs of the group in flight that were to be served before this one."""
+    """Number of the prefill group's jobs in flight that were to be served before this request."""
     num_jobs: int
-    """All jobs of the prefill group that were in flight."""
+    """Number of all jobs of the prefill group that were in flight."""
     options: tuple[WidthOption, ...]
-    """All widths that were compared, the chosen one included."""
+    """All options that were compared, including the chosen one."""
 
     @property
     def predicted_s(self) -> float | None:
-        """Seconds from placement to the prompt's end; None when the chosen width is not among the options."""
+        """Predicted seconds from placement to the end of the prefill; None when the chosen width is not among the
+        options."""
         return next((option.own_s for option in self.options if option.width == self.width), None)
 
     @property
     def reason(self) -> str:
-        """The choice and its predictions in one line for people."""
+        """The chosen width and the predictions for all widths, in one readable line."""
         options = ", ".join(f"{each.width}: {each.own_s:.3f} + {each.others_s:.3f}" for each in self.options)
         place = f"{self.width} of {self.num_ranks} ranks behind {self.num_ahead} of {self.num_jobs} jobs"
         return f"{place}; predicted seconds, own + others', by width: {options}"
@@ -86,20 +92,21 @@ class WidthChoice:
 
 @dataclass(frozen=True)
 class PlacementTerms:
-    """Predicted parts of the time from a request's placement to its first token, for one option to prefill it."""
+    """Predicted terms of the time from a request's placement to its first token, for one option: prefill by a chain, or
+    by the generation group itself."""
 
     queue_s: float
-    """Seconds in which others are served before this request."""
+    """Seconds in which earlier requests are served before this one."""
     prefill_s: float
-    """Seconds of computing the request's own prompt, without its cached tokens."""
+    """Seconds to compute the request's own prompt, without its cached tokens."""
     steps_s: float
-    """Seconds in which the generation group takes decode steps meanwhile."""
+    """Seconds of decode steps that the generation group runs before the first token."""
     transfer_s: float
-    """Seconds of KV transfer, beyond what overlaps with computing."""
+    """Seconds of KV transfer that do not overlap with computing."""
     others_s: float
-    """Seconds that this option costs other prompts, in sum."""
+    """Total delay, in seconds, that this option causes for other prompts."""
     fetch_s: float = 0.0
-    """Seconds of fetching cached KV from another node's prefix store, before the prefill."""
+    """Seconds to fetch cached KV from another node's prefix store, before the prefill."""
 
     @property
     def own_s(self) -> float:
@@ -108,7 +115,7 @@ class PlacementTerms:
 
     @property
     def cost_s(self) -> float:
-        """The predicted cost in seconds, own and others' added up: the chosen option has the least."""
+        """Predicted total cost in seconds: `own_s` plus `others_s`. The option with the lowest cost is chosen."""
         return self.own_s + self.others_s
 
     def _terms(self) -> list[tuple[str, float]]:
@@ -121,24 +128,25 @@ class PlacementTerms:
 
 @dataclass(frozen=True)
 class Placement:
-    """Choice between a chain and the generation group itself to prefill a request, with its reason."""
+    """Decision whether a chain or the generation group itself prefills a request, with its reason."""
 
     reason: str
-    """Reason in one word. For a chain: chain_faster, always (as configured), not_predicted (no prediction for the
-    group). For the group: local_faster, never (as configured), prompt_scores, no_prefill_groups, none_ready."""
+    """Reason in one word. If a chain prefills: chain_faster, always (as configured), not_predicted (no prediction for
+    the group). If the generation group prefills: local_faster, never (as configured), prompt_scores, no_prefill_groups,
+    none_ready."""
     chain: PlacementTerms | None = None
-    """Prediction for a chain; None if nothing was predicted."""
+    """Prediction for prefill by a chain; None if nothing was predicted."""
     local: PlacementTerms | None = None
-    """Prediction for the generation group's own prefill; None if nothing was predicted."""
+    """Prediction for prefill by the generation group itself; None if nothing was predicted."""
 
     @property
     def is_local(self) -> bool:
-        """True if the generation group itself prefilled the request."""
+        """True if the generation group itself prefills the request."""
         return self.reason not in ("chain_faster", "always", "not_predicted")
 
     @property
     def text(self) -> str:
-        """The reason and the predictions in one line for people."""
+        """The reason and the predictions in one readable line."""
         ways = [f"{name} {terms}" for name, terms in (("chain", self.chain), ("local", self.local)) if terms]
         return f"{self.reason}; predicted seconds: {', '.join(ways)}" if ways else self.reason
 
@@ -148,20 +156,21 @@ class PrefixFetch:
     """A fetch of cached KV from the prefix store of another node, before the prefill."""
 
     source: str
-    """Name of a group of the node that had the KV."""
+    """Name of a group on the node from which the KV was fetched."""
     num_tokens: int
-    """Tokens whose KV was to be fetched, including tokens whose KV the target had by then."""
+    """Number of tokens whose KV was requested. It includes tokens whose KV the target node already had when the fetch
+    began."""
     num_bytes: int
-    """Bytes of KV that were fetched."""
+    """Number of bytes of KV that were fetched."""
     predicted_s: float
     took_s: float
     shortfall: str = ""
-    """Reason in one line why the fetch was incomplete, so that the request was placed again; empty if it was complete.
-    """
+    """Reason, in one line, why the fetch was incomplete. The request was then placed again. Empty if the fetch was
+    complete."""
 
     @property
     def text(self) -> str:
-        """The fetch in one line for people."""
+        """Description of the fetch in one readable line."""
         end = f"; {self.shortfall}" if self.shortfall else ""
         what = f"cached KV of {self.num_tokens} tokens from {self.source}: {self.num_bytes / 2**20:.1f} MiB fetched"
         return f"{what} in {self.took_s:.3f} s, predicted {self.predicted_s:.3f} s{end}"
@@ -169,14 +178,14 @@ class PrefixFetch:
 
 @dataclass(frozen=True)
 class PrefillTrace:
-    """How a request's prompt was prefilled: decisions, predictions and measurements of the server. Meant for tuning a
-    cluster: its fields may change with any version."""
+    """Record of how a request's prompt was prefilled: the server's decisions, predictions and measurements. Meant for
+    tuning a cluster. Its fields may change with any version."""
 
     placement: Placement | None = None
-    """Where the request was prefilled, and why; None when it was not placed."""
+    """Decision where the request was prefilled, with its reason; None when the request was not placed."""
     width: WidthChoice | None = None
-    """How many prefill ranks were chosen, and why; None when the generation group prefilled by itself."""
+    """Number of prefill ranks that was chosen, with its reason; None when the generation group prefilled by itself."""
     ranks: tuple[RankTiming, ...] = ()
     """Timings of the chain's ranks; empty when the generation group prefilled by itself."""
     fetch: PrefixFetch | None = None
-    """The last fetch of cached KV from another node; None when none was tried."""
+    """Last fetch of cached KV from another node; None when none was attempted."""

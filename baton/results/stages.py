@@ -1,6 +1,7 @@
-"""The stages of a request as intervals of time: for metrics, for traces, for `baton trace` and for the console. Pure.
+"""Stages of a request as time intervals. Used by metrics, traces, `baton trace` and the console. Pure.
 
-Instants are unix nanoseconds of the clocks of several machines. A stage whose end would be before its start is empty.
+Instants are in unix nanoseconds and come from the clocks of several machines, which may differ. If a stage's end is
+before its start, the stage is given a length of 0.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,19 +15,20 @@ Attributes = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a request's lifetime."""
+    """One stage of a request: its name, time interval and attributes."""
 
     name: str
-    """queue, placement, prefill, transfer, insert or decode; prefill_rank and transfer_rank for one rank's part."""
+    """Name of the stage: queue, placement, prefill, transfer, insert or decode. For a single rank: prefill_rank or
+    transfer_rank."""
     at: Interval
     rank: int | None = None
-    """Prefill rank of the stage; None for a stage of the whole request."""
+    """Prefill rank to which the stage belongs; None for a stage of the whole request."""
     attributes: Attributes = field(default_factory=dict)
 
 
 def stages_of(timings: Timings, num_output_tokens: int) -> Iterator[Stage]:
-    """Yield all stages that a request has reached by `timings.finished_ns`, with `num_output_tokens` output tokens:
-    those of the whole request in order, then those of ranks."""
+    """Yield all stages that a request has reached by `timings.finished_ns`: first those of the whole request in order,
+    then those of single ranks. `num_output_tokens` is the number of output tokens so far."""
     to_first = list(first_token_stages(timings)) or list(_stages_without_token(timings))
     for name, at in to_first:
         yield Stage(name, at)
@@ -46,7 +48,8 @@ def stages_of(timings: Timings, num_output_tokens: int) -> Iterator[Stage]:
 
 
 def first_token_stages(timings: Timings) -> Iterator[tuple[str, Interval]]:
-    """Yield the parts of a request's time to first token, which follow each other without a gap.
+    """Yield the consecutive stages, without gaps, of a request's time to first token. Each stage begins at the end of
+    the one before it; the first begins when the request is received.
 
         queue      until the request left the queue
         placement  until it had a slot, earlier attempts included
@@ -54,8 +57,8 @@ def first_token_stages(timings: Timings) -> Iterator[tuple[str, Interval]]:
         transfer   until the last byte of KV was pushed
         insert     until the first token was sent
 
-    Transfer and insert are missing where the generation group prefilled by itself; prefill then lasts until the first
-    token. Yields nothing if no first token was made, or if it is older than the last attempt.
+    If the generation group prefilled by itself, transfer and insert are missing, and prefill ends with the first token.
+    Yields nothing if no token was made, or if the first token was made before the last attempt.
     """
     if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
         return
@@ -72,8 +75,8 @@ def first_token_stages(timings: Timings) -> Iterator[tuple[str, Interval]]:
 
 
 def _stages_without_token(timings: Timings) -> Iterator[tuple[str, Interval]]:
-    """Yield the stages of a request whose last attempt made no first token: the last one lasts until the request's end,
-    or until the token that an earlier attempt had made."""
+    """Yield the stages of a request whose last attempt made no first token. The last stage ends when the request ends,
+    or at the first token that an earlier attempt made."""
     end_ns = timings.first_token_ns or timings.finished_ns
     before_ns = timings.received_ns
     for stage, mark_ns in (("queue", timings.admitted_ns), ("placement", timings.leased_ns), ("prefill", 0)):

@@ -1,4 +1,4 @@
-"""When the stages of a request began and ended, and how its tokens were made, as values."""
+"""Times of a request's stages, and counts of speculative drafts, as values."""
 
 import operator
 from dataclasses import dataclass, field
@@ -10,20 +10,21 @@ from baton.types import DraftRound
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Drafts from one source, over some steps."""
+    """Counts of the drafts from one source, over some steps."""
 
     source: str
-    """Name of the proposer: streaming (the model over few keys) or ngram (the text). Later versions may add others."""
+    """Name of the source: streaming (drafts by the model itself with attention to few keys) or ngram (drafts found in
+    the text). Later versions may add others."""
     num_rounds: int = 0
-    """Steps that verified drafts, counted once for each choice that had drafts."""
+    """Number of steps that verified drafts. A step counts once for each choice that had drafts."""
     num_drafted: int = 0
-    """Drafts that were verified."""
+    """Number of drafts that were verified."""
     num_accepted: int = 0
-    """Drafts that became tokens."""
+    """Number of drafts that were accepted as tokens."""
 
     @classmethod
     def of(cls, drafts: DraftRound) -> Self:
-        """Return the counts of one step of a choice."""
+        """Return the counts of one verification step of one choice."""
         return cls(drafts.source, 1, drafts.num_drafts, drafts.num_accepted)
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
@@ -39,39 +40,42 @@ class DraftCounts:
 
 @dataclass(frozen=True)
 class SpeculationTrace:
-    """How speculative decoding served a request, over all choices and attempts since the server took the request up."""
+    """Counts of speculative decoding for a request, over all choices and attempts. Counting starts over when a client
+    resumes the request."""
 
     num_steps: int
-    """Steps that produced tokens, summed over the choices; at most the number of tokens. A first token that a chain
-    sampled counts as one step."""
+    """Number of steps that produced tokens, summed over the choices; at most the number of tokens. A first token that
+    was sampled by a prefill chain counts as one step."""
     sources: tuple[DraftCounts, ...]
-    """Drafts by source; sources without verified drafts are missing."""
+    """Counts of drafts by source; sources without verified drafts are missing."""
 
     @property
     def text(self) -> str:
-        """The steps and drafts in one line for people."""
+        """The steps and drafts in one readable line."""
         return f"{self.num_steps} steps, drafts accepted: {', '.join(map(str, self.sources))}"
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Instants of the request's last attempt, by the server's clock, in unix nanoseconds; 0 for a stage not reached."""
+    """Instants of a request's last attempt, in unix nanoseconds of the server's clock; 0 for a stage that was not
+    reached."""
 
     received_ns: int
     admitted_ns: int
-    """When the request left the queue."""
+    """Instant at which the request left the queue."""
     leased_ns: int
-    """When the request got a slot."""
+    """Instant at which the request got a slot."""
     first_token_ns: int
     finished_ns: int
     residency: str = ""
-    """Residency policy of the generation group, which selects the KV that is attended to; empty when it had none."""
+    """Name of the generation group's residency policy, which selects the KV that is attended to; empty if the group had
+    none."""
     prefill: PrefillTrace = field(default_factory=PrefillTrace)
-    """How the prompt was prefilled. Meant for tuning a cluster."""
+    """Record of how the prompt was prefilled. Meant for tuning a cluster."""
     speculation: SpeculationTrace | None = None
-    """The drafts of speculative decoding; None when none were verified."""
+    """Counts of speculative decoding; None when no drafts were verified."""
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """Seconds from the request's arrival to its first token; None if there was none."""
+        """Seconds from the request's arrival to its first token; None if no token was made."""
         return (self.first_token_ns - self.received_ns) / 1e9 if self.first_token_ns else None
