@@ -40,7 +40,7 @@ StreamT = TypeVar("StreamT", bound=BaseStream[Any])
 
 
 class _BaseClient(ABC, Generic[StreamT]):
-    """Base of both clients: their construction, and the start of a request's stream."""
+    """Base class of both clients: opens the connection and starts requests' streams."""
 
     def __init__(
         self,
@@ -82,15 +82,16 @@ class _BaseClient(ABC, Generic[StreamT]):
         """Send a request and return its running stream at once. Does not block, and is not awaited.
 
         Give exactly one input: `prompt` (text), `messages` (a chat as mappings with `role` and `content`) or
-        `token_ids`. Sampling parameters are given as keywords (the fields of SamplingParams) or as `params`, whose seed
-        is used even if it is 0. Without a seed the server draws one (`stream.output.seed`). `request_id` names the
-        request in logs; one is generated if it is unset. `model`, if given, must be the served model's name. With
-        `echo`, each choice's text begins with the prompt's. The request ends by itself `deadline_s` seconds from now. A
-        server that expects the first token later than that refuses it. `priority` is interactive, standard or batch: of
-        a tenant's waiting requests the most urgent ones are served first. `metadata` is sent as gRPC metadata, and so
-        is the caller's current span, if it traces with OpenTelemetry. With `exact`, only groups that attend to all
-        tokens may serve the request (`stream.output.exact`); it is refused if no such group exists. Only requests of
-        the same `cache_salt` use each other's cached KV.
+        `token_ids`. Sampling parameters are given as keywords (the fields of SamplingParams) or as `params`. The seed
+        of `params` is used even if it is 0. Without a seed the server draws one, which `stream.output.seed` returns.
+        `request_id` names the request in logs; if it is not given, an id is generated. `model`, if given, must be the
+        served model's name. With `echo`, each choice's text begins with the prompt's. The server ends the request
+        `deadline_s` seconds from now. It refuses the request at once if it predicts that the first token would be later
+        than that. `priority` is interactive, standard or batch. Among the waiting requests of a tenant, the most urgent
+        priority is served first. `metadata` is sent as gRPC metadata, and so is the caller's current span, if it traces
+        with OpenTelemetry. With `exact`, only groups that attend to all tokens may serve the request (see
+        `stream.output.exact`). The request is refused if no group does. Requests share cached KV only if their
+        `cache_salt` is equal.
 
         Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. Errors
         of the server are raised by the stream.
@@ -115,9 +116,10 @@ class _BaseClient(ABC, Generic[StreamT]):
 
 
 class Client(_BaseClient[Stream]):
-    """A connection to a server, for threads: any number may share it, and any number of streams may run at once.
+    """Synchronous client with a connection to a server. Any number of threads may share it, and any number of streams
+    may run at once.
 
-    Connects at the first call and reconnects by itself. Use it as a context manager, or call `close`.
+    It connects at the first call and reconnects automatically. Use it as a context manager, or call `close`.
     """
 
     def _connect(self) -> None:
@@ -128,14 +130,14 @@ class Client(_BaseClient[Stream]):
 
     def model(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ModelInfo:
         """Return the served model. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
-        DeadlineExceededError without an answer."""
+        DeadlineExceededError if the server does not answer."""
         request, sent = orchestrator_pb2.GetModelRequest(), self._sent(metadata)
         with self._errors():
             return model_from_proto(self._stub.GetModel(request, timeout=timeout_s, metadata=sent))
 
     def cluster_state(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ClusterState:
         """Return the cluster's state. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
-        DeadlineExceededError without an answer."""
+        DeadlineExceededError if the server does not answer."""
         request, sent = orchestrator_pb2.GetClusterStateRequest(), self._sent(metadata)
         with self._errors():
             return cluster_state_from_proto(self._stub.GetClusterState(request, timeout=timeout_s, metadata=sent))
@@ -143,15 +145,15 @@ class Client(_BaseClient[Stream]):
     def requests(
         self, timeout_s: float = 10.0, *, num_ended: int = 64, metadata: Mapping[str, str] | None = None
     ) -> RequestList:
-        """Return the requests that wait or run, and the latest `num_ended` that have ended, without prompts and
-        outputs. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or DeadlineExceededError without
-        an answer."""
+        """Return the waiting and running requests, and the latest `num_ended` requests that have ended, without prompts
+        and outputs. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or DeadlineExceededError if
+        the server does not answer."""
         request, sent = orchestrator_pb2.GetRequestsRequest(num_ended=num_ended), self._sent(metadata)
         with self._errors():
             return requests_from_proto(self._stub.GetRequests(request, timeout=timeout_s, metadata=sent))
 
     def close(self) -> None:
-        """Cancel all streams, also those that wait to reconnect, and close the connection. May be called twice."""
+        """Cancel all streams, including those that wait to reconnect, and close the connection. Idempotent."""
         with self._lock:
             self._is_closed = True
             for stream in list(self._streams):
@@ -185,7 +187,8 @@ class Client(_BaseClient[Stream]):
 
 
 class AsyncClient(_BaseClient[AsyncStream]):
-    """A connection to a server, for one asyncio loop: make and use it there. Otherwise it behaves like Client."""
+    """Asyncio client with a connection to a server. It must be made and used on one event loop. Otherwise it behaves
+    like Client."""
 
     def _connect(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._server.target, options=channel_options(Keepalive()))
@@ -193,7 +196,7 @@ class AsyncClient(_BaseClient[AsyncStream]):
 
     async def model(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ModelInfo:
         """Return the model that is served. `metadata` is sent as gRPC metadata. Raises UnavailableError or
-        DeadlineExceededError without an answer."""
+        DeadlineExceededError if the server does not answer."""
         request, sent = orchestrator_pb2.GetModelRequest(), self._sent(metadata)
         with self._errors():
             return model_from_proto(await self._stub.GetModel(request, timeout=timeout_s, metadata=sent))
@@ -202,7 +205,7 @@ class AsyncClient(_BaseClient[AsyncStream]):
         self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None
     ) -> ClusterState:
         """Return the cluster's state. `metadata` is sent as gRPC metadata. Raises UnavailableError or
-        DeadlineExceededError without an answer."""
+        DeadlineExceededError if the server does not answer."""
         request, sent = orchestrator_pb2.GetClusterStateRequest(), self._sent(metadata)
         with self._errors():
             return cluster_state_from_proto(await self._stub.GetClusterState(request, timeout=timeout_s, metadata=sent))
@@ -210,15 +213,15 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def requests(
         self, timeout_s: float = 10.0, *, num_ended: int = 64, metadata: Mapping[str, str] | None = None
     ) -> RequestList:
-        """Return the requests that wait or run, and the latest `num_ended` that have ended, without prompts and
-        outputs. `metadata` is sent as gRPC metadata. Raises UnavailableError or DeadlineExceededError without an
-        answer."""
+        """Return the waiting and running requests, and the latest `num_ended` requests that have ended, without prompts
+        and outputs. `metadata` is sent as gRPC metadata. Raises UnavailableError or DeadlineExceededError if the server
+        does not answer."""
         request, sent = orchestrator_pb2.GetRequestsRequest(num_ended=num_ended), self._sent(metadata)
         with self._errors():
             return requests_from_proto(await self._stub.GetRequests(request, timeout=timeout_s, metadata=sent))
 
     async def close(self) -> None:
-        """Cancel all streams, also those that wait to reconnect, and close the connection. May be called twice."""
+        """Cancel all streams, including those that wait to reconnect, and close the connection. Idempotent."""
         for stream in list(self._streams):
             client_closed(stream)
         await self._channel.close()
