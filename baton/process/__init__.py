@@ -1,1 +1,2 @@
-"""Parts of every Baton process: its cores, garbage collection, memory, and tasks that never end."""
+"""Utilities that every Baton process uses: cores, garbage collection, free memory, crash notes, and tasks that never
+end."""

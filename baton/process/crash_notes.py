@@ -1,11 +1,14 @@
-"""Notes that outlive a worker's process: which requests it was computing, and the trace of its crash.
+"""Crash notes: files that remain after a worker's process has crashed. They hold the requests that the process was
+computing, and the trace of the crash.
 
-The process makes a note when it begins. Its engine writes into it which requests a step computes (`ComputedNow`).
-Python's faulthandler appends a trace when a signal such as SIGSEGV or SIGABRT ends the process. Nothing is appended
-when the process is killed. Once the process has ended, its supervisor reads the note (`read_crash`).
+The process creates a note when it starts. For each step, its engine writes the requests that the step computes into the
+note (`ComputedNow`). Python's faulthandler appends a trace when a signal such as SIGSEGV or SIGABRT ends the process.
+Nothing is appended when the process is killed. Once the process has ended, its supervisor reads the note
+(`read_crash`).
 
-A note is a file in memory: its head, which an engine maps, holds the fingerprints of the requests, and the trace
-follows. The process holds a lock on its note. Notes without a lock that no supervisor has read are removed.
+A note is a file in a memory file system. Its head holds the fingerprints of the requests and is mapped by the engine;
+the trace follows the head. The process holds a lock on its note. A later process removes notes that have no lock and
+that no supervisor has read.
 """
 
 import contextlib
@@ -25,7 +28,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED_TOKENS = 4
-"""Tokens of a request that a worker computes under watch. A request that crashes its worker later is not recognised."""
+"""Number of tokens during which a request is recorded in the note. A request that crashes its worker after them is not
+recognised."""
 _MEMORY = Path("/dev/shm")
 NOTE_PREFIX = "baton-crash-note"
 _HEAD_BYTES = mmap.PAGESIZE
@@ -33,7 +37,7 @@ _LENGTH_BYTES = 8
 _NAME_BYTES = 8
 _MAX_NAMES = (_HEAD_BYTES - _LENGTH_BYTES) // _NAME_BYTES
 _UNREAD_S = 60.0
-"""Seconds after a crash in which its note is left to the supervisor."""
+"""Seconds for which a crash note is kept for the supervisor before another process may remove it."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,12 @@ class Crash:
     trace: str
     """Trace of the thread that crashed, in several lines."""
     computing: tuple[str, ...]
-    """Fingerprints of the requests that were being computed under watch, in hexadecimal."""
+    """Hexadecimal fingerprints of the recorded requests that were being computed."""
 
 
 def fingerprint(request_id: str, prompt_ids: Sequence[int]) -> bytes:
-    """Return the fingerprint of a request, equal for all of its attempts and for its choices that are retried one by
-    one as ID/NUMBER."""
+    """Return the fingerprint of a request. It is equal for all attempts of the request, and for its choices that are
+    retried one by one under the id ID/NUMBER."""
     name, _, choice = request_id.rpartition("/")
     made = hashlib.blake2b(digest_size=_NAME_BYTES)
     made.update((name if choice.isdigit() else request_id).encode() + b"\0")
@@ -57,8 +61,8 @@ def fingerprint(request_id: str, prompt_ids: Sequence[int]) -> bytes:
 
 
 def begin_note(folder: Path = _MEMORY) -> str:
-    """Make the note of this process, and have a crash's trace appended to it. Return its path; empty when it cannot be
-    made, which is logged. Call once in a process."""
+    """Create the crash note of this process, and enable appending the trace of a crash to it. Return its path; empty
+    when it cannot be created, which is logged. Call once in a process."""
     _sweep(folder)
     try:
         file, path = tempfile.mkstemp(prefix=f"{NOTE_PREFIX}-{os.geteuid()}-", dir=folder)
@@ -73,14 +77,14 @@ def begin_note(folder: Path = _MEMORY) -> str:
 
 
 def end_note(path: str) -> None:
-    """Remove the note of a process that ends as it should. Harmless when it does not exist."""
+    """Remove the note of a process that ends normally. Does nothing when the note does not exist."""
     if path:
         Path(path).unlink(missing_ok=True)
 
 
 def read_crash(path: str) -> Crash | None:
-    """Return how the process that made the note crashed, and remove the note; None when the process did not crash, or
-    its note cannot be read. Call once the process has ended."""
+    """Return the crash of the process that wrote the note, and remove the note. Return None when the process did not
+    crash, or its note cannot be read. Call once after the process has ended."""
     try:
         content = Path(path).read_bytes() if path else b""
         end_note(path)
@@ -95,10 +99,10 @@ def read_crash(path: str) -> Crash | None:
 
 
 class ComputedNow:
-    """The requests that an engine computes under watch at this moment. Used by the engine's thread."""
+    """The requests that an engine is computing now, written to the crash note. Used by the engine's thread."""
 
     def __init__(self, path: str = "") -> None:
-        """Map the head of the note at `path`. An engine without a note has an empty path."""
+        """Map the head of the note at `path`. An empty path means that the engine has no note."""
         self._names: tuple[bytes, ...] = ()
         if not path:
             self._head = mmap.mmap(-1, _HEAD_BYTES)
@@ -107,7 +111,7 @@ class ComputedNow:
             self._head = mmap.mmap(file.fileno(), _HEAD_BYTES)
 
     def set(self, names: tuple[bytes, ...]) -> None:
-        """Note the fingerprints of the requests that are computed from now on, in place of the former ones."""
+        """Replace the recorded fingerprints by `names`, those of the requests that are computed from now on."""
         if names == self._names:
             return
         self._names = names

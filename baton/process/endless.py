@@ -1,8 +1,8 @@
-"""Loops that run until their task is cancelled (supervision, heartbeats, other watches over processes), and steps that
-are retried until they succeed.
+"""Loops that run until their task is cancelled, such as supervision and heartbeats, and steps that are retried until
+they succeed.
 
-When a turn or a step fails, the failure is logged and reported, and the turn or step is retried after a pause. Runs on
-the owner's loop.
+When an iteration of a loop or a step fails, the failure is logged and reported, and the call is repeated after a pause.
+Runs on the event loop of the caller.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ Report = Callable[[str], None]
 async def repeat(
     what: str, turn: Callable[[], Awaitable[None]], pauses: Backoff, report: Report | None = None
 ) -> NoReturn:
-    """Run `turn` again and again until this task is cancelled. A failed turn is handled as by `until_done`."""
+    """Call `turn` repeatedly until this task is cancelled. Handles a failed call as `until_done` does."""
     while True:
         await until_done(what, turn, pauses, report)
 
 
 async def until_done(what: str, step: Callable[[], Awaitable[T]], pauses: Backoff, report: Report | None = None) -> T:
-    """Run `step` until it succeeds, and return its result. A failure is logged, with a traceback unless it is a
-    BatonError, reported in one line that names `what`, and followed by a pause. Only a cancellation of this task is
-    raised."""
+    """Call `step` until it succeeds, and return its result. Each failure is logged, with a traceback unless it is a
+    BatonError, and reported in one line that names `what`. A pause follows. Only a cancellation of this task is raised.
+    """
     num_failures = 0
     while True:
         try:
@@ -62,12 +62,12 @@ def tell_failure(what: str, error: BaseException | None, report: Report | None =
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as one line: its text, preceded by its class unless it is a BatonError."""
+    """Return an error as one line: its text, preceded by its class name unless it is a BatonError."""
     return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
 
 
 def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[Any]], None]:
-    """Return a done-callback for a task that should never end: it logs and reports the task's error."""
+    """Return a done-callback for a task that should never end. The callback logs and reports the task's error."""
 
     def tell(task: asyncio.Task[Any]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -77,6 +77,7 @@ def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[
 
 
 def is_task_cancelled() -> bool:
-    """Return whether a CancelledError is meant for the running task. grpc raises one for a cancelled call, too."""
+    """Return whether a CancelledError was raised because the running task was cancelled. grpc also raises one for a
+    cancelled call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

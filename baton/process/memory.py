@@ -7,9 +7,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return the bytes of memory that processes can still take: the machine's available memory, or the rest of the
-    container's limit if that is less. Pages of files count as free, because the kernel drops them when memory is
-    needed."""
+    """Return the number of bytes of memory that processes can still allocate: the machine's available memory, or the
+    unused part of the container's limit if that is less. Cached file pages count as free, because the kernel drops them
+    when memory is needed."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     limit = cgroup / "memory.max"

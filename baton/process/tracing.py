@@ -1,7 +1,7 @@
-"""Spans of a process: the caller's trace as gRPC metadata, and the exporter of the process's own spans.
+"""OpenTelemetry spans of a process: the caller's trace as gRPC metadata, and the exporter of the process's own spans.
 
-W3C trace context; OTLP over gRPC. OpenTelemetry is optional (the extra `traces`). A program that has a span has already
-loaded its API, so the check for a span imports nothing.
+Uses the W3C trace context, and OTLP over gRPC. OpenTelemetry is optional (the extra `traces`). A program that has a
+span has already imported OpenTelemetry's API, so the check for a span does not import it.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ _API = "opentelemetry.trace"
 
 
 def has_span() -> bool:
-    """Return whether this thread or task is in a span of OpenTelemetry."""
+    """Return whether this thread or task has a current OpenTelemetry span."""
     api = sys.modules.get(_API)
     return api is not None and api.get_current_span().get_span_context().is_valid
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Return the current span of this thread or task as metadata, so that the server's spans are below it; empty
-    without a span."""
+    """Return the current span of this thread or task as metadata, so that it becomes the parent of the server's spans.
+    Empty if no span exists."""
     if not has_span():
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -39,9 +39,9 @@ def trace_metadata() -> tuple[tuple[str, str], ...]:
 
 
 def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvider | None":
-    """Return the provider that makes this process's spans and exports them in batches, on a thread of its own; None if
-    no collector is configured. `about` describes the process and is sent with each batch. The caller shuts the provider
-    down, which blocks. Raises ConfigError without OpenTelemetry."""
+    """Return a provider that creates this process's spans and exports them in batches on its own thread; None if no
+    collector is configured. `about` describes the process and is sent with each batch. The caller shuts the provider
+    down, which blocks. Raises ConfigError if OpenTelemetry is not installed."""
     if not export.otlp_endpoint:
         return None
     try:
@@ -57,7 +57,7 @@ def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvi
 
     resource = Resource.create({"service.name": "baton", "service.version": __version__, **about})
     share = TraceIdRatioBased(export.trace_share)
-    sampler = ParentBased(share, remote_parent_sampled=share)  # a caller may trace less, not more
+    sampler = ParentBased(share, remote_parent_sampled=share)  # a caller may lower the share, not raise it
     provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=export.otlp_endpoint)))
     return provider
@@ -65,8 +65,8 @@ def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvi
 
 @asynccontextmanager
 async def exported_spans(export: "TraceExport", about: Mapping[str, str]) -> "AsyncIterator[TracerProvider | None]":
-    """Yield the provider of `provider_of`, and shut it down in the end. Its remaining spans are exported first, also
-    when the block is left by an error or is cancelled. The event loop is not blocked meanwhile."""
+    """Yield the provider of `provider_of`, and shut it down on exit. Its remaining spans are exported first, even if
+    the block raised an error or was cancelled. The event loop is not blocked during the shutdown."""
     provider = provider_of(export, about)
     try:
         yield provider

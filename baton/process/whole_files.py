@@ -1,4 +1,5 @@
-"""Files that appear whole or not at all, also when their writer is killed, or several write at once."""
+"""Writes files atomically: a file appears complete or not at all, even if its writer is killed or several processes
+write it at once."""
 
 import contextlib
 import time
@@ -8,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _ABANDONED_S = 3600.0
-"""Seconds without a write after which the writer of a partial file counts as killed."""
+"""Seconds without a write after which the writer of a partial file is assumed to have been killed."""
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield the path of a file to write. It replaces `path` once the `with` body has ended without an error. Removes
-    partial files that killed writers of `path` left in its folder."""
+    """Yield the path of a temporary file to write. It replaces `path` once the `with` block has ended without an error.
+    Also removes partial files of `path` whose writers were killed."""
     for left in path.parent.glob(f"{path.name}.*.partial"):
-        with contextlib.suppress(FileNotFoundError):  # another writer has removed it, or is done
+        with contextlib.suppress(FileNotFoundError):  # another writer has removed or renamed it
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
                 left.unlink()
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
