@@ -1,1 +1,1 @@
-"""Settings of all parts: how they are declared and checked, and where a worker runs."""
+"""Settings of all components: how they are declared and checked, and where a worker runs."""

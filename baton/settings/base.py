@@ -1,8 +1,10 @@
-"""Settings: frozen dataclasses whose fields say their type, default, limits and meaning, and are checked when made.
+"""Settings: frozen dataclasses whose fields declare their type, default, limits and meaning. Values are checked when an
+instance is made.
 
-A class under `@settings` is checked by pydantic, without silent conversions: wherever its values come from, a wrong one
-raises ConfigError with field, value and remedy. Fields are described by their docstrings. The settings of a role are
-also the section of the cluster's configuration that users write, and travel to its processes as JSON.
+Classes decorated with `@settings` are checked by pydantic, without silent conversions. Regardless of the source of a
+value, an invalid one raises ConfigError, which names the field, the value and the remedy. Fields are described by their
+docstrings. The settings of a role are also a section of the cluster's configuration, which users write. They are sent
+to the role's processes as JSON.
 """
 
 import dataclasses
@@ -20,9 +22,9 @@ from baton.settings.byte_sizes import parse_bytes, parse_rate
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
-"""A number of bytes, or text like "1.5GiB"."""
+"""Number of bytes, or text like "1.5GiB"."""
 ByteRate = Annotated[int, BeforeValidator(parse_rate), Field(ge=0)]
-"""Bytes a second, or text like "25GBps"."""
+"""Number of bytes per second, or text like "25GBps"."""
 
 
 def _absolute(path: str) -> str:
@@ -30,7 +32,7 @@ def _absolute(path: str) -> str:
 
 
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-"""A path that is made absolute, because the processes of a cluster run in folders of their own; may be empty."""
+"""Path that is made absolute, because the processes of a cluster run in their own working folders; may be empty."""
 
 T = TypeVar("T")
 _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
@@ -40,7 +42,7 @@ _MAX_SHOWN = 80
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def settings(cls: type[T]) -> type[T]:
-    """Make the class a frozen dataclass that checks its fields; a wrong one raises ConfigError."""
+    """Turn the class into a frozen dataclass that checks its fields. An invalid value raises ConfigError."""
     made: Any = dataclass(frozen=True, config=_CONFIG)(cls)
     names = [field.name for field in dataclasses.fields(made) if not field.kw_only]
     check = made.__init__
@@ -57,7 +59,7 @@ def settings(cls: type[T]) -> type[T]:
 
 
 def from_json(cls: type[T], text: str | bytes) -> T:
-    """Return the settings that the JSON describes. Raises ConfigError, which names the first wrong field."""
+    """Return the settings that a JSON text describes. Raises ConfigError, which names the first invalid field."""
     try:
         return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
@@ -70,18 +72,20 @@ def to_json(values: Any) -> str:
 
 
 def values_of(cls: type[Any], settings: Any) -> dict[str, Any]:
-    """Return the values of the fields that `cls` declares, by name; `settings` is of `cls` or of a class below it."""
+    """Return the values of the fields that `cls` declares, by name. `settings` is an instance of `cls` or of a
+    subclass."""
     assert isinstance(settings, cls)
     return {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
 
 
 def part_of(cls: type[T], settings: T) -> T:
-    """Return the settings without the fields that classes below `cls` add."""
+    """Return the settings as an instance of `cls`, without the fields that subclasses add."""
     return cls(**values_of(cls, settings))
 
 
 def names_of(cls: type[Any]) -> list[str]:
-    """Return the names of the fields, as people read them: those that the class itself declares come first."""
+    """Return the names of the fields in the order in which they are shown: fields of the class itself come before
+    inherited ones."""
     names = dict.fromkeys(name for base in cls.__mro__ for name in vars(base).get("__annotations__", {}))
     return [name for name in names if name in cls.__dataclass_fields__]
 
@@ -119,11 +123,11 @@ def _shown(value: Any) -> str:
 
 
 def _settings_at(cls: type[Any], location: tuple[int | str, ...]) -> type[Any]:
-    """Return the class of the nested settings at that place."""
+    """Return the class of the nested settings at a location, which is a path of field names and indices."""
     names = iter(location)
     for name in names:
         annotation: Any = cls.__pydantic_fields__[str(name)].annotation
-        if get_origin(annotation) is dict:  # a table of sections, by a name that the user chose
+        if get_origin(annotation) is dict:  # a table of sections, whose names the user chooses
             next(names)
             _, annotation = get_args(annotation)
         cls = annotation

@@ -1,4 +1,4 @@
-"""Parses amounts of memory, and rates, as people write them, like "1.5GiB" and "25GBps"."""
+"""Parses amounts of memory and rates that users write, like "1.5GiB" and "25GBps"."""
 
 import re
 from fractions import Fraction
@@ -9,7 +9,8 @@ _AMOUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(value: object) -> object:
-    """Return the bytes of a text like "512MiB" or "1.5 GiB"; any value but a text as it is. Raises ValueError."""
+    """Return the number of bytes of a text like "512MiB" or "1.5 GiB". A value that is not a text is returned
+    unchanged. Raises ValueError."""
     if not isinstance(value, str):
         return value
     match = _AMOUNT.fullmatch(value.strip())
@@ -20,8 +21,8 @@ def parse_bytes(value: object) -> object:
 
 
 def parse_rate(value: object) -> object:
-    """Return the bytes a second of a text like "25GBps" or "4 GB/s"; any value but a text as it is. Raises
-    ValueError."""
+    """Return the bytes per second of a text like "25GBps" or "4 GB/s". A value that is not a text is returned
+    unchanged. Raises ValueError."""
     if not isinstance(value, str):
         return value
     amount = value.strip().removesuffix("ps").removesuffix("/s")

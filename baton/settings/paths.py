@@ -1,10 +1,11 @@
-"""Folder of files that Baton can make again."""
+"""Folder of files that Baton can create again if they are deleted."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return Baton's folder for caches: $XDG_CACHE_HOME/baton, else ~/.cache/baton; it may not exist yet."""
+    """Return Baton's cache folder: $XDG_CACHE_HOME/baton, or ~/.cache/baton if the variable is not set. The folder may
+    not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "baton"

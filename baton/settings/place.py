@@ -1,4 +1,4 @@
-"""Settings of a worker's process in addition to those of its role: place and model. Values travel as JSON."""
+"""Settings of a worker's process that do not depend on its role: model, node and cluster. Values are sent as JSON."""
 
 from dataclasses import field
 from pathlib import Path
@@ -10,7 +10,7 @@ from baton.settings.base import ByteRate, Bytes, Count, settings
 from baton.types import DeviceName, Dtype, KernelChoice, Quantization
 
 LOOPBACK = "127.0.0.1"
-"""Address that only processes of the same machine reach."""
+"""Address that only processes of the same machine can reach."""
 
 LogFormat = Literal["text", "json"]
 

@@ -1,4 +1,4 @@
-"""Where a process sends its spans (docs/metrics.md)."""
+"""Settings of the export of a process's spans (docs/metrics.md)."""
 
 from typing import Annotated
 
