@@ -1,1 +1,1 @@
-"""Carries calls and KV between Baton's processes over gRPC, as bytes and memoryviews, never as tensors."""
+"""Transfers calls and KV between Baton's processes over gRPC, as bytes and memoryviews, never as tensors."""

@@ -1,10 +1,10 @@
 """Serves baton.v1.BlockExchange: sends blocks of a node's prefix store, and fetches blocks from another node's worker.
 
 The orchestrator calls Fetch at a worker of the node where an attempt is about to run, and that worker calls Read at a
-worker of the node that has the blocks (`baton.transport.block_pieces`). The store is a port
-(`baton.transport.block_store`). Runs on the process's asyncio loop; the store's own methods run on threads of the
-exchange, because they wait for locks and disks. A call holds one block at a time. Few calls run at once; the others
-wait.
+worker of the node that has the blocks (`baton.transport.block_pieces`). The store is an interface
+(`baton.transport.block_store`). The exchange runs on the process's asyncio loop, and calls the store's methods on
+threads of its own, because they wait for locks and disks. A call holds one block in memory at a time. At most
+`_MOST_AT_ONCE` calls of each kind run at once; the others wait.
 """
 
 import asyncio
@@ -36,11 +36,13 @@ Connect = Callable[[str], grpc.aio.Channel]
 Result = TypeVar("Result")
 
 _MOST_AT_ONCE = 2
-"""Fetches that copy at once, and reads that send at once; each of them holds one block."""
+"""Maximum number of fetches that copy at once, and of reads that send at once. Each of them holds one block in memory.
+"""
 
 
 class BlockExchange:
-    """The exchange of one worker. Make it on the loop, register it with `add_to`, and `close` it after the server."""
+    """Block exchange of one worker. Make it on the loop, register it with `add_to`, and call `close` after the server
+    has stopped."""
 
     def __init__(self, store: BlockStore, *, clock: Clock, connect: Connect = make_channel) -> None:
         self.num_bytes_fetched = 0
@@ -51,13 +53,15 @@ class BlockExchange:
         self._clock = clock
         self._channels = ChannelCache(connect)
         self._coming: dict[str, asyncio.Event] = {}
-        """Blocks that calls are copying, by name; each event is set when the block is stored or given up."""
+        """Blocks that running calls are copying, by name. Each event is set when its block is stored or its copying has
+        failed."""
         self._copying = asyncio.Semaphore(_MOST_AT_ONCE)
         self._sending = asyncio.Semaphore(_MOST_AT_ONCE)
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="block-exchange")
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register both methods, before the server starts; Read's replies are encoded already."""
+        """Register both methods with the server, before it starts. Read is registered without a serializer, because its
+        replies are already encoded."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Read": grpc.unary_stream_rpc_method_handler(self.read, exchange_pb2.ReadBlocksRequest.FromString, bytes),
             "Fetch": grpc.unary_unary_rpc_method_handler(
@@ -67,14 +71,15 @@ class BlockExchange:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def close(self) -> None:
-        """Wait until no thread works for the exchange, and close its channels. Call once no call runs."""
+        """Wait until no thread works for the exchange, and close its channels. Call once, after the last call has
+        ended."""
         await self._channels.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def read(self, request: exchange_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[bytes]:
-        """Send blocks as encoded pieces, one after another; no view of a block leaves this method. Raises
+        """Yield the blocks as encoded pieces, one after another. No view of a block's memory is returned. Raises
         StalePrefixError at the first block that the store does not have, LayoutMismatchError for another layout, and
-        InvalidArgumentError for a bad field."""
+        InvalidArgumentError for an invalid field."""
         layout = self._store.layout
         if request.layout_fingerprint != layout.fingerprint:
             raise LayoutMismatchError(
@@ -91,8 +96,9 @@ class BlockExchange:
                 del block  # lets the store evict it
 
     async def fetch(self, request: exchange_pb2.FetchBlocksRequest, context: Context) -> exchange_pb2.FetchBlocksReply:
-        """Copy the blocks that the store lacks, and report the blocks stored afterwards. A failure ends the copying and
-        is reported in the reply; blocks copied before it stay. Raises InvalidArgumentError for a bad field."""
+        """Copy the blocks that the store lacks, and return the number of leading blocks that are stored afterwards. A
+        failure ends the copying and is reported in the reply; blocks that were copied before it remain stored. Raises
+        InvalidArgumentError for an invalid field."""
         block_tokens, within_s = _block_tokens(request.block_tokens), request.within_s
         if not request.endpoint:
             raise InvalidArgumentError("endpoint is empty: name a worker of the node that has the blocks")
@@ -113,7 +119,8 @@ class BlockExchange:
         return reply
 
     async def _bring(self, endpoint: str, run: BlockRun, reply: exchange_pb2.FetchBlocksReply) -> None:
-        """Count the blocks that the store has, wait for blocks that other calls are copying, and copy the others."""
+        """Count the blocks that the store has, wait for blocks that other calls are copying, and copy the remaining
+        ones. Results are written into `reply`."""
         while reply.num_stored < len(run.names):
             names = run.names[reply.num_stored :]
             if (coming := self._coming.get(names[0])) is not None:
@@ -132,7 +139,8 @@ class BlockExchange:
 
     @contextmanager
     def _claimed(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Claim the leading blocks that no other call is copying, until they are stored or given up."""
+        """Claim the leading blocks that no other call is copying, until they are stored or their copying has failed.
+        Yield their names."""
         claimed = {name: asyncio.Event() for name in takewhile(lambda name: name not in self._coming, names)}
         self._coming.update(claimed)
         try:
@@ -143,13 +151,14 @@ class BlockExchange:
                     self._settle(name)
 
     def _settle(self, name: str) -> None:
-        """Wake the calls that wait for a block, which is stored or given up."""
+        """Wake the calls that wait for a block, after it was stored or its copying has failed."""
         self._coming.pop(name).set()
 
     async def _copy(
         self, endpoint: str, run: BlockRun, *, spared: Sequence[str], reply: exchange_pb2.FetchBlocksReply
     ) -> None:
-        """Copy blocks from the worker at `endpoint`. Raises ResourceExhaustedError when the store has no room."""
+        """Copy blocks from the worker at `endpoint`. Blocks named in `spared` are not evicted to make room. Raises
+        ResourceExhaustedError when the store has no room."""
         start_s = self._clock.now_s()
         try:
             async with (
@@ -175,7 +184,8 @@ class BlockExchange:
         reply.num_stored += 1
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on a thread. Cancelling the call does not stop work that has begun: it runs to its end."""
+        """Run `work` on a thread and return its result. If the call is cancelled, work that has begun still runs to its
+        end."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 

@@ -1,8 +1,9 @@
-"""Blocks of cached KV as pieces on the wire: cut into checksummed pieces by the sender, put together by the receiver.
+"""Blocks of cached KV as pieces on the wire: the sender cuts blocks into checksummed pieces, and the receiver assembles
+them.
 
-The pieces have the format of a push (`baton.transport.kv_frame`), without a lease, and come in ascending order. A piece
-holds some of a layer's tokens where a layer is large, several whole layers where it is small. Used by
-`baton.transport.block_exchange` on both sides. Pure, except `read_blocks`; on the loop.
+The pieces have the format of a push (`baton.transport.kv_frame`), without a lease, and are sent in ascending order. If
+a layer of the block is large, a piece holds some of the layer's tokens; if it is small, a piece holds several whole
+layers. Used by `baton.transport.block_exchange` on both sides. Pure, except `read_blocks`; on the loop.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ SERVICE = "baton.v1.BlockExchange"
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Consecutive blocks of one prompt, by name."""
+    """Consecutive blocks of one prompt, identified by name."""
 
     names: tuple[str, ...]
     block_tokens: int
@@ -41,8 +42,8 @@ class BlockRun:
 
 
 def frames_of(block: OpenBlock, layout: KvLayout, tokens: TokenRange) -> Iterator[bytes]:
-    """Yield a block's pieces as encoded messages, in the order that BlockAssembly requires. Copies each piece once. A
-    piece has MAX_PIECE_BYTES at most, or is one token of a layer."""
+    """Yield a block's pieces as encoded messages, in the order that BlockAssembly requires. Each piece is copied once.
+    A piece has at most MAX_PIECE_BYTES, unless a single token of a layer is larger."""
     num_rows = max(MAX_PIECE_BYTES // layout.row_bytes, 1)
     num_layers = max(num_rows // len(tokens), 1)
     for first in range(0, layout.num_layers, num_layers):
@@ -63,13 +64,13 @@ def frames_of(block: OpenBlock, layout: KvLayout, tokens: TokenRange) -> Iterato
 
 @dataclass
 class BlockAssembly:
-    """A block that is being received, whose pieces must be added in order."""
+    """Block that is being received. Its pieces must be added in order."""
 
     name: str
     tokens: TokenRange
     layout: KvLayout
     pieces: list[BlockPiece] = field(default_factory=list)
-    """Pieces received so far, layer by layer; views of the messages in which they came."""
+    """Pieces received so far, in layer order, as views of the received messages."""
     _layer: int = 0
     _start: int = field(init=False)
 
@@ -82,8 +83,9 @@ class BlockAssembly:
         return self._layer == self.layout.num_layers
 
     def add(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Take the next piece. Raises LayoutMismatchError for KV of another layout, RangeError for a piece that is not
-        the block's next one, ByteCountError for a payload of the wrong length, ChecksumError for a damaged one."""
+        """Add the next piece. Raises LayoutMismatchError for KV of another layout, RangeError for a piece that is not
+        the expected next one, ByteCountError for a payload of the wrong length, and ChecksumError for a damaged
+        payload."""
         where = f"block {self.name}, layer {header.layer}"
         if header.layout_fingerprint != self.layout.fingerprint:
             raise LayoutMismatchError(
@@ -116,11 +118,11 @@ class BlockAssembly:
 async def read_blocks(
     channel: grpc.aio.Channel, layout: KvLayout, run: BlockRun
 ) -> AsyncGenerator[BlockAssembly, None]:
-    """Read blocks from the channel's worker, and yield each one when it is complete.
+    """Read blocks from the worker at the other end of the channel, and yield each block when it is complete.
 
     Holds one block at a time, in addition to the messages that gRPC's flow control admits ahead. Raises the errors of
     `BlockAssembly.add`, StalePrefixError when the worker does not have the next block, and UnavailableError when the
-    worker is gone. Close the iterator to end the call.
+    worker cannot be reached. Close the iterator to end the call.
     """
     read: grpc.aio.UnaryStreamMultiCallable[exchange_pb2.ReadBlocksRequest, Piece] = channel.unary_stream(
         f"/{SERVICE}/Read", exchange_pb2.ReadBlocksRequest.SerializeToString, decode_piece

@@ -1,4 +1,4 @@
-"""Makes the gRPC servers and channels of all of Baton's processes, set up for thousands of calls and for dead peers.
+"""Makes the gRPC servers and channels of all Baton processes, configured for thousands of calls and for peers that die.
 
 Used by `orchestrator.api`, `orchestrator.workers.client`, both workers' servicers and `deploy`. Called on the process's
 asyncio loop, which then owns the server or channel.
@@ -15,15 +15,17 @@ from baton.transport.identity import ClusterSecret
 from baton.transport.status_interceptor import Check, StatusInterceptor
 
 MAX_PENDING_CALLS = 16_384
-"""Calls that may wait for the loop to accept them, before gRPC refuses more; its own default is 1,000."""
+"""Maximum number of calls that wait for the event loop to accept them. gRPC refuses further calls. Its own default is
+1,000."""
 MAX_PENDING_S = 3600
-"""Seconds that a call may wait for the loop; gRPC's default is 30 s, and cancelled calls are not retried."""
+"""Maximum number of seconds that a call waits for the event loop to accept it. gRPC's default is 30 s, after which it
+cancels the call, and cancelled calls are not retried."""
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
-    """Make a server whose methods may raise BatonErrors, which become statuses. `check` runs before each call and may
-    refuse it, as `ClusterSecret.check` does for callers from outside the cluster. The caller adds servicers, calls
-    `bind`, then starts the server."""
+    """Return a server whose methods may raise BatonErrors, which are converted to gRPC statuses. `check` runs before
+    each call and may refuse it. `ClusterSecret.check`, for example, refuses callers from outside the cluster. The
+    caller adds servicers, calls `bind`, then starts the server."""
     return grpc.aio.server(
         interceptors=(StatusInterceptor(check),),
         options=(
@@ -41,7 +43,8 @@ def make_server(keepalive: Keepalive | None = None, *, check: Check | None = Non
 
 
 def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
-    """Open host:port for the server and return the port; port 0: any free one. Raises ConfigError when it cannot."""
+    """Open host:port for the server and return the port. Port 0 selects any free port. Raises ConfigError when the port
+    cannot be opened."""
     try:
         return server.add_insecure_port(join_address(host, port))
     except RuntimeError as error:
@@ -54,7 +57,8 @@ def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
 def make_channel(
     target: str, keepalive: Keepalive | None = None, *, secret: ClusterSecret | None = None
 ) -> grpc.aio.Channel:
-    """Make a channel to host:port, with a connection of its own that opens at the first call and reconnects by itself.
-    With `secret`, each call proves that the caller belongs to the cluster. Pass it only for targets in that cluster."""
+    """Return a channel to host:port with its own connection, which opens at the first call and reconnects
+    automatically. With `secret`, each call proves that the caller belongs to the cluster. Pass `secret` only for
+    targets in that cluster."""
     channel = grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))
     return channel if secret is None else IdentifiedChannel(channel, secret.metadata)

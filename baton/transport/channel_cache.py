@@ -1,8 +1,8 @@
-"""Keeps a worker's channels to other workers open: one per endpoint, with a bound on idle ones.
+"""Keeps a worker's channels to other workers open: one per endpoint, with a limit on the number of idle channels.
 
-Other workers restart with new ports while this worker runs. Without a bound, channels to workers that are gone would
-keep their memory and try to connect for ever. Does not depend on gRPC: a channel is any object that can be closed. Used
-by `prefill_workers.servicer` and `baton.transport.block_exchange`, on the loop.
+Other workers restart with new ports while this worker runs. Without a bound, channels to workers that no longer exist
+would keep their memory and try to connect for ever. Does not depend on gRPC: a channel is any object that can be
+closed. Used by `prefill_workers.servicer` and `baton.transport.block_exchange`, on the loop.
 """
 
 from collections import Counter, OrderedDict
@@ -21,8 +21,8 @@ Channel = TypeVar("Channel", bound=Closable)
 
 
 class ChannelCache(Generic[Channel]):
-    """Open channels by endpoint: at most `most`, or more while more are in use. Closes the least recently used idle
-    ones."""
+    """Open channels by endpoint: at most `most`, unless more are in use at the same time. The least recently used idle
+    channels are closed first."""
 
     def __init__(self, make: Callable[[str], Channel], most: int = 64) -> None:
         self._make = make
@@ -33,7 +33,7 @@ class ChannelCache(Generic[Channel]):
 
     @asynccontextmanager
     async def use(self, endpoint: str) -> AsyncIterator[Channel]:
-        """Return a context with the endpoint's channel, which stays open until the context exits."""
+        """Return a context that provides the endpoint's channel. The channel stays open until the context exits."""
         if endpoint not in self._channels:
             self._channels[endpoint] = self._make(endpoint)
         self._num_users[endpoint] += 1
@@ -42,11 +42,11 @@ class ChannelCache(Generic[Channel]):
         finally:
             self._num_users[endpoint] -= 1
             self._channels.move_to_end(endpoint)
-            self._num_users += Counter()  # forgets endpoints without users
+            self._num_users += Counter()  # removes endpoints without users
             await self._close_excess()
 
     async def close(self) -> None:
-        """Close all channels. Call once none is in use."""
+        """Close all channels. Call once, when no channel is in use."""
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close()

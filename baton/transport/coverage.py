@@ -10,7 +10,7 @@ from baton.types import TokenRange
 
 
 class Coverage:
-    """The pieces (layer, token range) that have arrived, of tokens [0, num_tokens) in `num_layers` layers.
+    """Pieces (layer, token range) that have arrived, of tokens [0, num_tokens) in `num_layers` layers.
 
     Pieces of one layer never overlap: the i-th covers tokens [starts[i], ends[i]), ascending.
     """
@@ -49,7 +49,8 @@ class Coverage:
         return True
 
     def first_missing(self) -> tuple[int, TokenRange] | None:
-        """Return the first layer that lacks tokens and the first range that it lacks; None when complete."""
+        """Return the first layer in which tokens are missing, and the first missing token range in it; None when
+        nothing is missing."""
         for layer, (starts, ends) in enumerate(zip(self._starts, self._ends, strict=True)):
             position = 0
             for start, end in zip(starts, ends, strict=True):

@@ -1,7 +1,7 @@
-"""A channel whose calls all carry the same metadata, by which the servers of a cluster recognise the caller.
+"""Channel that adds the same metadata to all of its calls, by which the servers of a cluster recognise the caller.
 
-It wraps the channel only. Client interceptors would wrap each call; here users get grpc's own calls. Made by
-`baton.transport.channel.make_channel`; used on its loop.
+Only the channel is wrapped: users get grpc's own call objects. Client interceptors would wrap each call as well. Made
+by `baton.transport.channel.make_channel`; used on its loop.
 """
 
 from types import TracebackType
@@ -11,7 +11,7 @@ import grpc
 
 
 class IdentifiedChannel(grpc.aio.Channel):
-    """A channel that adds metadata to each call of the channel that it wraps, and owns that channel."""
+    """Channel that adds metadata to each call of the channel that it wraps. It owns the wrapped channel."""
 
     def __init__(self, inner: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
         self._inner = inner

@@ -1,9 +1,9 @@
-"""The secret by which the processes of one cluster recognise each other: made by the launcher, sent with each call
-between them as metadata, and checked before a byte of the call's message is read.
+"""Secret by which the processes of one cluster recognise each other. The launcher creates it. It is sent as metadata
+with each call between the processes, and checked before the call's message is read.
 
-Servers of workers check it (`baton.transport.channel.make_server`), and so does the orchestrator for operators' methods
-(`orchestrator.api.access`); channels to them send it (`baton.transport.channel.make_channel`). docs/security.md
-describes where the secret is stored. Pure.
+Servers of workers check the secret (`baton.transport.channel.make_server`), and the orchestrator checks it for the
+methods that operators call (`orchestrator.api.access`). Channels to these servers send it
+(`baton.transport.channel.make_channel`). docs/security.md describes where the secret is stored. Pure.
 """
 
 import hmac
@@ -24,7 +24,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 class ClusterSecret:
     """The secret of one cluster, 64 hexadecimal digits. Its repr does not show them.
 
-    Raises ConfigError for a text of another form, without showing that text.
+    Raises ConfigError for a text of another form. The error does not contain the text.
     """
 
     text: str = field(repr=False)
@@ -41,18 +41,19 @@ class ClusterSecret:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata with which a call proves that its caller belongs to the cluster."""
+        """Metadata with which a call proves that its caller belongs to the cluster."""
         return ((SECRET_KEY, self.text),)
 
     def is_in(self, metadata: Metadata) -> bool:
-        """Return whether a call with this metadata carries the secret. The time taken does not depend on how many
-        characters of a wrong secret are right."""
+        """Return whether a call's metadata contains the secret. The comparison takes the same time regardless of how
+        many characters of a wrong secret are right."""
         given = dict(metadata).get(SECRET_KEY, "")
         presented = given if isinstance(given, bytes) else given.encode()
         return hmac.compare_digest(presented, self.text.encode())
 
     def check(self, method: str, metadata: Metadata) -> None:
-        """Raise UnauthenticatedError unless the call carries the secret. Implements `status_interceptor.Check`."""
+        """Raise UnauthenticatedError unless the call's metadata contains the secret. Implements
+        `status_interceptor.Check`."""
         if not self.is_in(metadata):
             raise UnauthenticatedError(
                 f"{method.rpartition('/')[2]} is for processes of this cluster: send its secret as {SECRET_KEY}"

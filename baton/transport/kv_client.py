@@ -1,7 +1,8 @@
-"""Calls the lease verbs of a KvReceiver: reserve, renew, commit and abort, in Baton's values.
+"""Calls the lease methods of a KvReceiver (reserve, renew, commit and abort) with Baton's own types as arguments and
+results. A lease is a claim on a slot for KV, which ends if it is not renewed within its ttl.
 
-Used by `orchestrator.workers.client`, and by `prefill_workers.servicer`, whose last rank commits;
-`baton.transport.kv_sender` pushes the KV itself. On the loop.
+Used by `orchestrator.workers.client`, and by `prefill_workers.servicer`, whose last rank commits.
+`baton.transport.kv_sender` pushes the KV itself. Used on the asyncio loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +19,18 @@ from baton.v1 import kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 
 TranslateErrors = Callable[[], AbstractContextManager[None]]
-"""A function that returns a context in which grpc's errors become BatonErrors."""
+"""Function that returns a context in which grpc's errors are converted to BatonErrors."""
 
 
 class KvClient:
-    """Calls one KvReceiver. Its methods raise the errors that the receiver raised, as `errors` translates them."""
+    """Client of one KvReceiver. `errors` converts the receiver's gRPC errors to the BatonErrors that the receiver
+    raised."""
 
     def __init__(
         self, channel: grpc.aio.Channel, *, timeout_s: float = 10.0, errors: TranslateErrors = translate_rpc_errors
     ) -> None:
-        """`timeout_s` bounds each verb, in seconds, except `commit`, which may have to wait for other writers."""
+        """`timeout_s` is the timeout of each method, in seconds, except `commit`, which may have to wait for other
+        writers."""
         self._stub = KvReceiverStub(channel)
         self._timeout_s = timeout_s
         self._errors = errors
@@ -45,10 +48,10 @@ class KvClient:
             await self._stub.Renew(request, timeout=self._timeout_s)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], *, timeout_s: float | None = None) -> int:
-        """Complete the lease with each choice's first token; return the bytes that its slot holds.
+        """Complete the lease with the first token of each choice. Return the number of bytes that its slot holds.
 
-        Waits until every writer's bytes have arrived, at most `timeout_s` seconds and the lease's ttl, then raises
-        IncompletePushError. May be called again.
+        Waits until the bytes of all writers have arrived, for at most `timeout_s` seconds and at most the lease's ttl.
+        Then raises IncompletePushError. May be repeated.
         """
         tokens = [sampled_to_proto(token) for token in firsts]
         request = kv_pb2.CommitRequest(lease=lease_ref_to_proto(ref), first=tokens)
@@ -57,11 +60,11 @@ class KvClient:
         return reply.num_bytes
 
     async def abort(self, ref: LeaseRef) -> None:
-        """End a lease and free its slot; does nothing when the lease has ended. May be called again."""
+        """End a lease and free its slot. Does nothing when the lease has already ended. Idempotent."""
         with self._errors():
             await self._stub.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=self._timeout_s)
 
     async def abort_reserve(self, number: ReserveNumber) -> None:
-        """Undo the Reserve of that number, also while it is being granted or has not arrived yet."""
+        """Undo the Reserve call with that number, even if it is still running or has not arrived yet."""
         with self._errors():
             await self._stub.Abort(kv_pb2.AbortRequest(number=number), timeout=self._timeout_s)

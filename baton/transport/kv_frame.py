@@ -1,4 +1,4 @@
-"""Encodes and decodes the message KvPiece without needless copies: one copy when sending, none when receiving.
+"""Encodes and decodes the message KvPiece with one copy of the payload when sending, and none when receiving.
 
 The payload is KvPiece's last field, so a frame is a short prefix followed by the payload's bytes. Frames are plain
 protobuf: any other client may send a KvPiece as its own library writes it. Used as the serializer of Push by
@@ -21,8 +21,8 @@ _MAX_VARINT_BYTES = 5
 
 
 def encode_piece(header: kv_pb2.KvPieceHeader, *payload: memoryview) -> bytes:
-    """Return the bytes of KvPiece(header, payload). Copies the payload's contiguous parts, one or more, once, and keeps
-    no view of them."""
+    """Return the bytes of KvPiece(header, payload). `payload` is one or more contiguous parts, each copied once. No
+    view of them is kept."""
     head, num_bytes = header.SerializeToString(), sum(part.nbytes for part in payload)
     parts: list[bytes | memoryview] = [bytes((_HEADER_TAG,)), _varint(len(head)), head]
     if num_bytes:  # proto3 leaves an empty field out
@@ -43,7 +43,7 @@ def decode_piece(data: bytes) -> Piece:
 
 
 def _split(data: bytes) -> Piece | None:
-    """Return the piece without a copy, if `data` is a header, then a payload up to its end; else None."""
+    """Return the piece without a copy of the payload if `data` is a header followed by the payload; else None."""
     head = _field(data, 0, _HEADER_TAG)
     if head is None:
         return None
@@ -63,7 +63,8 @@ def _parse(data: bytes) -> Piece:
 
 
 def _field(data: bytes, position: int, tag: int) -> tuple[int, int] | None:
-    """Return the start and end of length-delimited field `tag` at `position`; None if another field is."""
+    """Return the start and end of the length-delimited field `tag` at `position`; None if another field is at that
+    position."""
     if position >= len(data) or data[position] != tag:
         return None
     length = 0

@@ -1,9 +1,11 @@
-"""Serves baton.v1.KvReceiver: checks each pushed piece of KV, and passes pieces and lease calls on to a sink.
+"""Serves baton.v1.KvReceiver: checks each pushed piece of KV, and passes pieces and lease calls on to a sink, which
+stores KV in slots. A lease is a claim on a slot; it ends if it is not renewed within its ttl.
 
 Called by `orchestrator.workers.client` (Reserve, Renew, Abort) and by `baton.transport.kv_sender` (Push, PushShared)
 and `baton.transport.kv_client` (Commit); the sink is `generate_workers.slots.table`. Runs on the process's asyncio
-loop: a piece is at most a few MiB, so that checking and copying it there costs less than passing it to a thread.
-Copying it to a device takes longer, so the sink does that elsewhere; a push is answered once that is done.
+loop: a piece has at most a few MiB, so checking and copying it on the loop costs less than passing it to a thread.
+Copying a piece to a device takes longer, so the sink does it outside the loop. A push is answered once all copies are
+complete.
 """
 
 import math
@@ -32,17 +34,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "baton.v1.KvReceiver"
 MAX_TTL_S = 3600.0
-"""Longest ttl of a lease, in seconds, so that a lost lease does not hold its slot for ever."""
+"""Maximum ttl of a lease in seconds, so that a lost lease does not occupy its slot for ever."""
 MAX_REPLY_S = 0.5
-"""Largest part of a Commit's deadline, in seconds, that is kept back for its answer to reach the caller."""
+"""Maximum number of seconds at the end of a Commit's deadline that are reserved for sending the answer to the caller.
+"""
 
 
 class KvReceiverServicer:
     """Serves baton.v1.KvReceiver over a sink. Register it with `add_to` on a server made by `baton.transport.channel`.
 
     That server turns the errors raised here into gRPC statuses. The servicer remembers the numbers of the latest
-    Reserves, for callers that did not receive the answer, and has no other state beyond the running calls. `prefixes`
-    grants leases that begin with KV cached on the sink's node; None when the node has no cache.
+    Reserve calls, for callers that did not receive the answer. It has no other state except the running calls.
+    `prefixes` grants leases whose first tokens have KV cached on the sink's node; None when the node has no cache.
     """
 
     def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None, *, clock: Clock | None = None) -> None:
@@ -51,7 +54,7 @@ class KvReceiverServicer:
         self._reserves = ReserveBook(clock or SystemClock())
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the six methods, before the server starts; Push has a codec that does not copy payloads."""
+        """Register the six methods with the server, before it starts. Push uses a codec that does not copy payloads."""
         unary, write = grpc.unary_unary_rpc_method_handler, methodcaller("SerializeToString")
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Reserve": unary(self.reserve, kv_pb2.ReserveRequest.FromString, write),
@@ -66,11 +69,11 @@ class KvReceiverServicer:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
-        """Lease a slot for KV of the sink's own layout.
+        """Lease a slot for KV in the sink's layout.
 
         A call with the number of an earlier Reserve returns the same lease. Raises LayoutMismatchError for another
-        layout, InvalidArgumentError for a bad field, the errors of the sink's `reserve`, and LeaseError for the number
-        of an aborted Reserve.
+        layout, InvalidArgumentError for an invalid field, LeaseError for the number of an aborted Reserve, and the
+        errors of the sink's `reserve`.
         """
         _check_layout(self._sink.layout, request.layout_fingerprint)
         spec = _reserve_spec(request)
@@ -92,8 +95,8 @@ class KvReceiverServicer:
         return kv_pb2.RenewReply()
 
     async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
-        """Write pieces until the stream ends or one is refused; return the counts once all pieces are in the slot.
-        Counts as one of the slot's writers from its first piece until the call ends, however it ends."""
+        """Write pieces until the stream ends or a piece is refused. Return the counts once all pieces are in the slot.
+        The call counts as a writer of the slot from its first piece until it ends."""
         with ExitStack() as stack:
             writer = _Writer(self._sink, stack)
             async for header, payload in pieces:
@@ -104,9 +107,9 @@ class KvReceiverServicer:
     async def push_shared(
         self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
     ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
-        """Write pieces as `push` does, with payloads in shared memory that the first message names. Each message that
-        requests an answer gets one once all pieces so far are taken over: the sender may then reuse their memory. If
-        this process cannot map the memory, the only answer says so."""
+        """Write pieces as `push` does, with payloads in shared memory that the first message names. A message may
+        request an answer. It is sent once all pieces so far have been copied, and the sender may then reuse their
+        memory. If this process cannot map the memory, it sends one answer that says so."""
         incoming = aiter(messages)
         opening = await anext(incoming, kv_pb2.SharedPieces())
         memory = map_memory(opening.memory)
@@ -128,10 +131,10 @@ class KvReceiverServicer:
         yield kv_pb2.SharedAnswer(total=writer.reply)
 
     async def commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
-        """Complete a lease with each choice's first token; return the bytes that its slot holds.
+        """Complete a lease with the first token of each choice. Return the number of bytes that its slot holds.
 
-        Waits for missing bytes a little shorter than the caller's deadline, so that the error that names them reaches
-        the caller.
+        Stops waiting for missing bytes shortly before the caller's deadline, so that the error that names the bytes
+        reaches the caller in time.
         """
         if not request.first:
             raise InvalidArgumentError("first is missing: commit carries each choice's first token")
@@ -140,7 +143,8 @@ class KvReceiverServicer:
         return kv_pb2.CommitReply(num_bytes=num_bytes)
 
     async def abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
-        """End a lease, named by slot and stamp or by its Reserve's number; does nothing if the lease has ended."""
+        """End a lease, which is identified by its slot and stamp or by the number of its Reserve call. Does nothing if
+        the lease has ended."""
         by_number = request.number and not request.HasField("lease")
         ref = self._reserves.abort(ReserveNumber(request.number)) if by_number else _lease_ref(request)
         if ref is not None:
@@ -149,8 +153,8 @@ class KvReceiverServicer:
 
 
 class _Writer:
-    """One call that pushes: enters the slot with the first piece, and leaves it when `stack` closes. Checks each piece
-    against its header and the KV layout, then writes it."""
+    """Writer of one pushing call. It registers with the slot at the first piece, and unregisters when `stack` closes.
+    Checks each piece against its header and the KV layout, then writes it."""
 
     def __init__(self, sink: KvSink, stack: ExitStack) -> None:
         self.reply = kv_pb2.PushReply()
@@ -163,7 +167,7 @@ class _Writer:
         """Check a piece, pass it to the sink, and count it.
 
         Raises InvalidArgumentError for a piece of another lease than the first one's, LayoutMismatchError for another
-        layout, ByteCountError for a payload of the wrong length, ChecksumError for a damaged one, and the errors of
+        layout, ByteCountError for a payload of the wrong length, ChecksumError for a damaged payload, and the errors of
         KvSink.open_push and PushTarget.write.
         """
         ref, layout = _lease_ref(header), self._sink.layout
@@ -223,7 +227,8 @@ def _reserve_spec(request: kv_pb2.ReserveRequest) -> ReserveSpec:
 
 
 def _check_blocks(request: kv_pb2.ReserveRequest) -> None:
-    """Refuse prefix blocks beyond the tokens to be pushed; a local prefill must leave at least one token to compute."""
+    """Raise InvalidArgumentError if prefix blocks extend beyond the tokens to be pushed, or if a local prefill would
+    have no token left to compute."""
     num_blocks, most = len(request.prefix_blocks), request.num_tokens - request.prefills_locally
     if num_blocks and not 1 <= request.block_tokens <= most // num_blocks:
         raise InvalidArgumentError(

@@ -1,7 +1,8 @@
-"""The two routes of a push's pieces: a gRPC stream that carries their bytes, and shared memory on the receiver's node.
+"""The two routes by which a push sends its pieces of KV: a gRPC stream that contains their bytes, or shared memory if
+the receiver is on the same node.
 
 `baton.transport.kv_sender` opens one of them for each push and sends pieces over it; `baton.transport.kv_receiver` is
-at the other end. Both routes are one gRPC call, whose status is the push's. On the loop.
+at the other end. Both routes use one gRPC call, whose status is the status of the push. Used on the asyncio loop.
 """
 
 import asyncio
@@ -21,15 +22,16 @@ from baton.types import KvLayout
 from baton.v1 import kv_pb2
 
 MAX_PIECE_BYTES = 2**20
-"""Largest payload of one piece, which has at least one token: large enough for throughput, small enough that a loop
-which checks and copies pieces still serves its other calls promptly."""
+"""Maximum payload of one piece in bytes; a piece always has at least one token. The size is large enough for
+throughput, and small enough that an event loop that checks and copies pieces can still serve other calls promptly."""
 NUM_CELLS = 16
-"""Cells of one push. They bound its shared memory to the size that gRPC admits in flight in a stream."""
+"""Number of cells of one push. It limits the push's shared memory to about the size that gRPC allows in flight in a
+stream."""
 CELLS_PER_ANSWER = NUM_CELLS // 2
-"""Full cells after which a message asks for an answer. Half of the cells are filled while the receiver empties the
-other half. Messages and answers are few, because each costs more than copying a small piece."""
+"""Number of full cells after which a message requests an answer. Half of the cells are filled while the receiver reads
+the other half. Messages and answers are sent rarely, because each costs more than copying a small piece."""
 MAX_PIECES = 64
-"""Most pieces of a message."""
+"""Maximum number of pieces in a message."""
 _ALIGNED = 64
 """Alignment of payloads in their cell, in bytes: a cache line."""
 
@@ -38,7 +40,7 @@ _SharedCall = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer
 
 
 class Route(Protocol):
-    """The route of one push's pieces to its receiver. After the call has ended, `send`, `flush` and `finish` raise
+    """Route of one push's pieces to its receiver. After the call has ended, `send`, `flush` and `finish` raise
     AioRpcError or InvalidStateError, and `reply` raises the reason."""
 
     is_shared: bool
@@ -46,33 +48,35 @@ class Route(Protocol):
 
     @property
     def ended(self) -> bool:
-        """True once the receiver has ended the push: no piece can be sent any more."""
+        """True once the receiver has ended the push, so that no more pieces can be sent."""
         ...
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Send a piece, at once or together with later ones; copies the payload. Waits while the receiver lags."""
+        """Send a piece immediately or in one message with later pieces. Copies the payload. Waits while the receiver is
+        slower than the sender."""
         ...
 
     async def flush(self) -> None:
-        """Send all pieces that wait for later ones."""
+        """Send all pieces that are waiting for a message to be filled."""
         ...
 
     async def finish(self) -> None:
-        """Send all waiting pieces, and notify the receiver that they were the last."""
+        """Send all waiting pieces, and notify the receiver that they were the last ones."""
         ...
 
     async def reply(self) -> kv_pb2.PushReply | None:
-        """Return the receiver's counts once the call has ended; None if it ended well without them. Raises the
-        receiver's error."""
+        """Return the receiver's counts once the call has ended; None if it ended without an error and without counts.
+        Raises the receiver's error."""
         ...
 
     def close(self) -> None:
-        """End the call, if it has not ended, and release all memory."""
+        """End the call if it is still running, and release all memory."""
         ...
 
 
 class StreamRoute:
-    """Pieces in the messages of a gRPC stream, whose flow control bounds what is encoded and not yet sent."""
+    """Sends pieces as messages of a gRPC stream, whose flow control limits the data that is encoded and
+    not yet sent."""
 
     is_shared = False
 
@@ -90,11 +94,11 @@ class StreamRoute:
         return self._call.done()
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Send a piece; waits while gRPC holds back."""
+        """Send a piece. Waits while gRPC's flow control does not accept more data."""
         await self._call.write((header, payload))
 
     async def flush(self) -> None:
-        """Do nothing: no piece waits for later ones."""
+        """Do nothing: every piece has already been sent."""
 
     async def finish(self) -> None:
         """End the stream of pieces."""
@@ -109,7 +113,7 @@ class StreamRoute:
             return None
 
     def close(self) -> None:
-        """End the call, if it has not ended."""
+        """End the call if it is still running."""
         self._call.cancel()
 
 
@@ -119,11 +123,11 @@ def make_pool(layout: KvLayout) -> CellPool:
 
 
 class SharedRoute:
-    """Pieces in cells of shared memory, and messages that name their places. Make one with `open`.
+    """Sends pieces in cells of shared memory, and messages that name the location of each piece. Make it with `open`.
 
-    A cell holds all pieces that fit, and is reused once the receiver has answered all of them. So the sender waits for
-    a lagging receiver when all cells are full. Each cell in use is being filled, is in `_full`, or is in `_asked`. If
-    no cell is free, an answer is due.
+    A cell holds several pieces, and is reused once the receiver has acknowledged all of them. So the sender waits for a
+    slow receiver when all cells are full. Each cell in use is either being filled, in `_full`, or in `_asked`. If no
+    cell is free, an answer has been requested.
     """
 
     is_shared = True
@@ -131,24 +135,25 @@ class SharedRoute:
     def __init__(
         self, call: _SharedCall, status: SentStatus, pool: CellPool, cells: SharedCells, on_end: Callable[[], None]
     ) -> None:
-        """Take over a call whose receiver has mapped the cells. The cells are from the pool."""
+        """Take over a call whose receiver has mapped the memory of `cells`. The cells come from `pool`."""
         self._call = call
         self._status = status
         self._pool = pool
         self._cells = cells
         self._on_end = on_end
         self._cell: int | None = None
-        """The cell that is being filled, by offset."""
+        """Offset of the cell that is being filled; None if there is none."""
         self._num_used = 0
-        """Bytes of the current cell that are used."""
+        """Number of bytes of the current cell that are used."""
         self._full: list[int] = []
-        """Cells that are full, and whose answer was not requested yet."""
+        """Offsets of full cells for which no answer has been requested yet."""
         self._filled: list[kv_pb2.SharedPiece] = []
         """Pieces of the next message."""
         self._num_unasked = 0
-        """Pieces that were sent since the last message that asks for an answer."""
+        """Number of pieces that were sent since the last message that requested an answer."""
         self._asked: deque[tuple[int, list[int]]] = deque()
-        """For each due answer, its number of pieces and the cells that it frees."""
+        """Requested answers: for each, the number of pieces that it acknowledges and the offsets of the cells that it
+        frees."""
         self._answered = asyncio.Event()
         self._turns = Turns()
         self._total: kv_pb2.PushReply | None = None
@@ -157,8 +162,8 @@ class SharedRoute:
 
     @classmethod
     async def open(cls, channel: grpc.aio.Channel, pool: CellPool, on_end: Callable[[], None]) -> Self | None:
-        """Agree with the receiver on shared memory of the pool. Return None when the pool has none, or the receiver
-        cannot map it. Raises the receiver's error."""
+        """Open the call and let the receiver map shared memory from the pool. Return None when the pool has no memory,
+        or the receiver cannot map it. Raises the receiver's error."""
         cells = pool.take()
         if cells is None:
             return None
@@ -181,7 +186,7 @@ class SharedRoute:
         return self._reading.done()
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Copy the payload into a cell, and send the message once it has enough pieces. Waits while no cell is free."""
+        """Copy the payload into a cell. Send the message once it has enough pieces. Waits while no cell is free."""
         offset = await self._place(payload.nbytes)
         self._cells.write(offset, payload)
         self._filled.append(kv_pb2.SharedPiece(header=header, offset=offset, num_bytes=payload.nbytes))
@@ -193,7 +198,7 @@ class SharedRoute:
             await self._turns.take(payload.nbytes)
 
     async def flush(self) -> None:
-        """Send a message with the pieces that were put into cells since the last message, if any."""
+        """Send a message with the pieces that were copied into cells since the last message, if there are any."""
         if not self._filled:
             return
         message = kv_pb2.SharedPieces(pieces=self._filled, answer=len(self._full) >= CELLS_PER_ANSWER)
@@ -218,7 +223,8 @@ class SharedRoute:
         return self._total
 
     def close(self) -> None:
-        """End the call, and release the shared memory. The pool keeps it for the next push if the receiver is done."""
+        """End the call, and return the shared memory to the pool. The pool reuses it for a later push if the receiver
+        does not read it any more."""
         self._call.cancel()
         self._reading.cancel()
         if self._total is not None:
@@ -227,7 +233,7 @@ class SharedRoute:
             self._cells.close()
 
     async def _place(self, num_bytes: int) -> int:
-        """Return the offset, in a cell, for a payload; waits while no cell is free."""
+        """Return the offset in a cell at which a payload of this size can be written. Waits while no cell is free."""
         self._require_open()
         if self._cell is not None and not self._has_room(num_bytes):
             self._close_cell()
@@ -257,7 +263,7 @@ class SharedRoute:
             raise asyncio.InvalidStateError("the receiver has ended the push")
 
     async def _read(self) -> None:
-        """Read the receiver's answers until the call ends; each answer frees the cells that it is for."""
+        """Read the receiver's answers until the call ends. Each answer frees the cells whose pieces it acknowledges."""
         try:
             while isinstance(answer := await self._call.read(), kv_pb2.SharedAnswer):
                 if answer.HasField("total"):
@@ -275,9 +281,9 @@ class SharedRoute:
 
 
 async def _is_mapped(call: _SharedCall, status: SentStatus, name: kv_pb2.SharedMemory) -> bool:
-    """Name the memory to the receiver, and return whether it has mapped it: False also for a receiver of an earlier
-    version that does not know the method."""
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call has ended: reading says why
+    """Send the name of the memory to the receiver, and return whether it has mapped the memory. Returns False also for
+    a receiver of an earlier version, which does not know the method."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has ended: the reason is read below
         await call.write(kv_pb2.SharedPieces(memory=name))
     try:
         answer = await call.read()
@@ -295,6 +301,6 @@ def _raise_unless_ok(status: grpc.aio.AioRpcError, raised: grpc.aio.AioRpcError)
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:
-    """Read a task's exception, so that asyncio does not log it as lost when the task is no longer awaited."""
+    """Read a task's exception, so that asyncio does not log an exception that was never read."""
     if not task.cancelled():
         task.exception()

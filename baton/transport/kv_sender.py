@@ -1,4 +1,5 @@
-"""Sends KV to a slot: pushes fed by another thread, one piece at a time, over a route (`baton.transport.kv_routes`).
+"""Sends KV to a slot. Another thread offers the pieces of a push, which are sent one at a time over a route
+(`baton.transport.kv_routes`).
 
 Used by `prefill_workers.servicer`; calls `baton.transport.kv_receiver` on a generation group. Everything runs on the
 process's asyncio loop, except the methods of PushSession that are marked thread-safe: the engine's thread calls those.
@@ -25,7 +26,7 @@ from baton.v1 import kv_pb2
 logger = logging.getLogger(__name__)
 
 OpenRoute = Callable[[Callable[[], None]], Awaitable[Route]]
-"""A function that opens a push's route, which calls the given function when the receiver ends the push."""
+"""Function that opens a push's route. The route calls the given callback when the receiver ends the push."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,16 @@ class PushSummary:
     """Counts and times of one finished push."""
 
     num_bytes: int
-    """Payload bytes sent, duplicates included; the receiver counted the same number."""
+    """Number of payload bytes sent, including duplicates. The receiver has counted the same number."""
     num_pieces: int
     first_unix_ns: int
     """Time at which the first piece was offered, in unix nanoseconds."""
     last_unix_ns: int
     """Time at which the receiver had acknowledged the last piece, in unix nanoseconds."""
     num_duplicates: int = 0
-    """Pieces that the receiver already had."""
+    """Number of pieces that the receiver already had."""
     num_bytes_shared: int = 0
-    """Payload bytes that went through shared memory: all, or none."""
+    """Number of payload bytes that were sent through shared memory: all of them, or 0."""
 
 
 def open_push(
@@ -53,10 +54,11 @@ def open_push(
     clock: Clock | None = None,
     pool: CellPool | None = None,
 ) -> "PushSession":
-    """Start a push into a lease; the caller ends it with `finish`, `fail` or `cancel`. Must be called on the loop.
+    """Start a push into a lease. The caller ends the push with `finish`, `fail` or `cancel`. Must be called on the
+    loop.
 
-    Pieces go through memory of `pool`, if one is given and the receiver is a process of this node and user, else over
-    gRPC.
+    Pieces are sent through shared memory of `pool`, if it is given and the receiver is a process of the same node and
+    user. Otherwise they are sent over gRPC.
     """
 
     async def open_route(on_end: Callable[[], None]) -> Route:
@@ -69,9 +71,9 @@ def open_push(
 class PushSession:
     """One push of pieces into one lease.
 
-    Offered memory is read when the piece is sent, and must not change until the session has ended. The route bounds the
-    data that is copied and not yet received. The loop owns all state; other threads append to `_offers`, and
-    set `_finished` and `_wake_due`, each of which is one atomic step.
+    Offered memory is read when the piece is sent, and must not change until the session has ended. The route limits the
+    data that is copied and not yet received. All state belongs to the loop, with these exceptions: other threads append
+    to `_offers` and set `_finished` and `_wake_due`. Each of these operations is atomic.
     """
 
     def __init__(self, open_route: OpenRoute, ref: LeaseRef, layout: KvLayout, clock: Clock) -> None:
@@ -95,8 +97,8 @@ class PushSession:
     def offer(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Queue the rows of `tokens` in `layer` for sending. Thread-safe; never blocks and copies nothing.
 
-        `data` (contiguous) must not change until the session has ended. After the end the piece is dropped, and
-        `result` raises the reason.
+        `data` (contiguous) must not change until the session has ended. If the session has already ended, the piece is
+        dropped, and `result` raises the reason.
         """
         assert data.nbytes == len(tokens) * self._layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
         assert not self._finished or self._ended, "offer after finish"
@@ -108,22 +110,23 @@ class PushSession:
         self._wake_up()
 
     def finish(self) -> None:
-        """End the push after the pieces offered so far, which are the last. Thread-safe; idempotent."""
+        """End the push after all pieces that were offered so far. Thread-safe; idempotent."""
         self._finished = True
         self._wake_up()
 
     def fail(self, error: BaseException) -> None:
-        """End the push at once, so that `result` raises `error`, unless it has ended. Thread-safe."""
+        """End the push immediately: `result` raises `error`. Does nothing if the push has ended. Thread-safe."""
         self._on_loop(lambda: self._stop(error))
 
     def cancel(self) -> None:
-        """End the push at once: `result` raises RequestCancelledError, unless it has ended. Thread-safe."""
+        """End the push immediately, so that `result` raises RequestCancelledError. Does nothing if the push has ended.
+        Thread-safe."""
         self.fail(RequestCancelledError(f"the push to slot {self._ref.slot} was cancelled"))
 
     async def result(self) -> PushSummary:
         """Wait until the receiver has acknowledged all pieces.
 
-        Raises the receiver's error, or the error that ended the session. Cancelling the wait leaves the session
+        Raises the receiver's error, or the error that ended the session. If the wait is cancelled, the session keeps
         running. May be called again.
         """
         return await asyncio.shield(self._result)
@@ -147,7 +150,7 @@ class PushSession:
             self._task.cancel()
 
     async def _run(self, open_route: OpenRoute) -> None:
-        """Run the push to its end, as the session's task; then close the route and drop all offered memory."""
+        """Run the push to its end in the session's task. Then close the route and drop all offered memory."""
         route: Route | None = None
         try:
             route = await open_route(self._wake.set)
@@ -223,7 +226,7 @@ class PushSession:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Return the error without the tracebacks of it and its causes: their frames would keep offered memory alive."""
+    """Return the error without its traceback and those of its causes: their frames would keep offered memory alive."""
     each: BaseException | None = error
     while each is not None:
         each.__traceback__ = None

@@ -15,11 +15,11 @@ from baton.v1 import common_pb2
 
 
 class History(NamedTuple):
-    """A request's tokens so far and its sampling parameters, from which a worker rebuilds the sampler's state."""
+    """Tokens of a request so far and its sampling parameters, from which a worker rebuilds the sampler's state."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
-    """Tokens that the request's stream already has; empty at the first attempt."""
+    """Output tokens that the request's stream already has; empty at the first attempt."""
     params: SamplingParams
 
 
@@ -58,10 +58,10 @@ def history_from_proto(message: common_pb2.History) -> History:
 
 
 def kernels_to_proto(choice: KernelChoice) -> common_pb2.KernelChoice:
-    """Return a choice among kernels as a message."""
+    """Return a choice of kernels as a message."""
     return common_pb2.KernelChoice(**vars(choice))
 
 
 def kernels_from_proto(message: common_pb2.KernelChoice) -> KernelChoice:
-    """Return the choice among kernels that a worker reports."""
+    """Return the choice of kernels that a worker's message describes."""
     return read(KernelChoice, message, torch_rows=message.torch_rows if message.HasField("torch_rows") else None)

@@ -1,6 +1,7 @@
-"""Remembers Reserves by their numbers, so that a caller whose answer was lost can undo its Reserve.
+"""Remembers Reserve calls by their numbers, so that a caller that did not receive the answer can undo its call. A
+Reserve call grants a lease, which is a claim on a slot for KV.
 
-An aborted Reserve leaves no lease, also if it is being granted during the abort or arrives after it. A Reserve that
+After an abort the Reserve has no lease, even if it was still running during the abort or arrives later. A Reserve that
 arrives twice gets one lease. Used by `baton.transport.kv_receiver`, for `orchestrator.dispatch.lease_reaper`. On the
 loop.
 """
@@ -14,28 +15,28 @@ from baton.process.clock import Clock
 from baton.types import Lease, LeaseRef, ReserveNumber
 
 REMEMBER_S = 60.0
-"""Seconds that a number is remembered: longer than a Reserve can be on its way, as its caller gives up sooner."""
+"""Seconds for which a number is remembered: longer than the caller of a Reserve waits for it."""
 MAX_REMEMBERED = 16_384
 """Largest number of remembered Reserves; beyond it the oldest are forgotten first."""
 
 
 @dataclass
 class _Reserve:
-    """The state of one numbered Reserve."""
+    """State of one Reserve call."""
 
     until_s: float
     lease: Lease | None = None
-    """The lease that the Reserve was granted; None while it is being granted, and after an error or an abort."""
+    """Lease that was granted; None while the call is running, and after an error or an abort."""
     is_aborted: bool = False
 
 
 class ReserveBook:
-    """The latest Reserves of one receiver, by number. Owned by that receiver's servicer; used on its loop."""
+    """Latest Reserve calls of one receiver, by number. Owned by the receiver's servicer and used on its loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._known: OrderedDict[ReserveNumber, _Reserve] = OrderedDict()
-        """Remembered Reserves, in the order in which they are forgotten."""
+        """Remembered Reserve calls, oldest first."""
 
     async def grant(
         self, number: ReserveNumber, reserve: Callable[[], Awaitable[Lease]], end: Callable[[LeaseRef], None]
@@ -43,7 +44,7 @@ class ReserveBook:
         """Return the lease that `reserve` makes, or the lease that was granted to the same number before.
 
         Raises the errors of `reserve`, LeaseError for a number that was aborted, and UnavailableError while the same
-        number is being granted. A lease that is made after its number was aborted is passed to `end`.
+        number is being granted. If the number is aborted while `reserve` is running, the new lease is passed to `end`.
         """
         former = self._known.get(number)
         if former is not None and former.is_aborted:
@@ -66,7 +67,8 @@ class ReserveBook:
         return lease
 
     def abort(self, number: ReserveNumber) -> LeaseRef | None:
-        """Refuse the Reserve of this number from now on; return the lease that it was granted, if any."""
+        """Mark the number as aborted, so that its Reserve is refused from now on. Return the lease that was granted to
+        it, if any."""
         reserving = self._known.pop(number, None)
         aborted = self._note(number)
         aborted.is_aborted = True
@@ -76,7 +78,8 @@ class ReserveBook:
         return None if reserving.lease is None else reserving.lease.ref
 
     def _note(self, number: ReserveNumber) -> _Reserve:
-        """Remember a number as the latest, and forget numbers that are too old or too many."""
+        """Remember a number as the latest one. Remove numbers that are too old, and the oldest ones if there are too
+        many."""
         now_s = self._clock.now_s()
         while self._known and next(iter(self._known.values())).until_s <= now_s:
             self._known.popitem(last=False)

@@ -1,10 +1,11 @@
-"""Memory shared by the two processes of a push on one node: the sender writes payloads into it, the receiver maps it.
+"""Memory that the sender and the receiver of a push share if they run on one node: the sender writes payloads into it,
+and the receiver maps it.
 
-It is a file without a name (memfd_create): it is in no folder, and it is freed when the last process that has it open
-or mapped ends, in any way. Its size is sealed, so reading mapped memory cannot fail. gRPC does not pass descriptors, so
-the receiver opens /proc/PID/fd/N, which the kernel allows only processes of the same user, and recognises the file by
-the random key at its beginning. On another node, in a container with its own process ids, or as another user the
-receiver finds no such file, and the push does without shared memory.
+The memory is a file without a name (memfd_create). It is in no folder, and it is freed when all processes that have it
+open or mapped have ended. Its size is sealed (it can no longer change), so reading mapped memory cannot fail. gRPC does
+not pass descriptors, so the receiver opens /proc/PID/fd/N, which the kernel allows only processes of the same user, and
+recognises the file by the random key at its beginning. On another node, in a container with its own process ids, or as
+another user the receiver finds no such file, and the push uses gRPC only.
 
 Used by `baton.transport.kv_routes` (CellPool) and `baton.transport.kv_receiver` (map_memory), on their processes'
 loops.
@@ -29,19 +30,20 @@ NAME = "baton-kv"
 """Name by which /proc/PID/maps and /proc/PID/fd show shared memory: memfd:baton-kv."""
 KEY_BYTES = 16
 TURN_BYTES = 2**19
-"""Bytes that one call may copy before it yields to the loop's other calls."""
+"""Number of bytes that one call may copy before it yields to the event loop's other calls."""
 MAX_MAPPED_BYTES = 2**30
-"""Most bytes that a receiver maps for one push, which bounds the memory that a sender can make it page in."""
+"""Maximum number of bytes that a receiver maps for one push. It limits the memory that a sender can make the receiver
+page in."""
 _FIRST_CELL = mmap.PAGESIZE
-"""Offset of the first cell: the key has a page of its own."""
+"""Offset of the first cell. The first page holds only the key."""
 _MODE = 0o600
 
 
 class SharedCells:
-    """Cells of equal size in new shared memory: each holds its owner's payloads from `take` to `give_back`.
+    """Newly allocated shared memory, divided into cells of equal size. A cell is in use from `take` to `give_back`.
 
-    The cell that was returned last is taken first: it is likely to be in a cache, and a push whose receiver keeps up
-    touches few pages. Owner: the sender's route, on its loop.
+    The cell that was returned last is reused first, because it is likely to be in a CPU cache. So a push with a fast
+    receiver uses few pages. Owned by the sender's route, and used on its loop.
     """
 
     def __init__(self, num_cells: int, cell_bytes: int) -> None:
@@ -61,47 +63,50 @@ class SharedCells:
             raise
         self._mapped[:KEY_BYTES] = key
         self.name = kv_pb2.SharedMemory(pid=os.getpid(), descriptor=self._descriptor, num_bytes=num_bytes, key=key)
-        """Message by which the receiver finds this memory."""
+        """Message from which the receiver finds this memory."""
         self.cell_bytes = cell_bytes
         self._all = [_FIRST_CELL + number * cell_bytes for number in reversed(range(num_cells))]
         self._free = list(self._all)
 
     def take(self) -> int | None:
-        """Claim a cell and return its offset; None when all are in use."""
+        """Mark a free cell as in use and return its offset; None when all cells are in use."""
         return self._free.pop() if self._free else None
 
     def give_back(self, offset: int) -> None:
-        """End the claim on a cell, whose payloads the receiver has read."""
+        """Mark a cell as free, once the receiver has read its payloads."""
         self._free.append(offset)
 
     def write(self, offset: int, payload: memoryview) -> None:
-        """Copy a payload to `offset`, in a cell that is taken."""
+        """Copy a payload to `offset`, which must be in a cell in use."""
         self._mapped[offset : offset + payload.nbytes] = payload
 
     def reset(self) -> None:
-        """End all claims, once no receiver reads any more. Cells are then taken in the order of new memory again."""
+        """Mark all cells as free, once no receiver reads them any more. They are then used in the same order as in new
+        memory."""
         self._free = list(self._all)
 
     def close(self) -> None:
-        """Release the memory; a receiver that has mapped it may still read it. Call once."""
+        """Release the memory. A receiver that has mapped it may still read it. Call once."""
         self._mapped.close()
         os.close(self._descriptor)
 
 
 class CellPool:
-    """Shared memory of one sender for pushes of one layout, reused by later pushes, which saves faulting in new pages.
+    """Shared memory of one sender for pushes of one KV layout. Later pushes reuse it, which avoids page faults in new
+    memory.
 
     Owned by the process's servicer; used on its loop.
     """
 
     def __init__(self, num_cells: int, cell_bytes: int, most_kept: int = 2) -> None:
-        """`most_kept`: number of SharedCells, of `num_cells` cells each, that are kept while no push uses them."""
+        """`num_cells` and `cell_bytes` are the number and size of the cells of each SharedCells. `most_kept` is the
+        maximum number of SharedCells that are kept while no push uses them."""
         self._num_cells, self._cell_bytes, self._most_kept = num_cells, cell_bytes, most_kept
         self._kept: list[SharedCells] = []
 
     def take(self) -> SharedCells | None:
-        """Return memory that no push uses. Return None if it cannot be allocated, with the reason in the log. The
-        caller passes it to `give_back`, or closes it."""
+        """Return shared memory that no push uses. Return None, and log the reason, if it cannot be allocated. The
+        caller passes the memory to `give_back`, or closes it."""
         if self._kept:
             return self._kept.pop()
         try:
@@ -111,28 +116,28 @@ class CellPool:
             return None
 
     def give_back(self, cells: SharedCells) -> None:
-        """Keep memory for the next push, once its receiver does not read it any more."""
+        """Keep the memory for a later push. Its receiver must not read it any more."""
         cells.reset()
         self._kept.append(cells)
         while len(self._kept) > self._most_kept:
             self._kept.pop(0).close()
 
     def close(self) -> None:
-        """Release all memory that is kept. Memory that is returned later is not kept. Idempotent."""
+        """Release all memory in the pool. Memory that is returned later is released immediately. Idempotent."""
         self._most_kept = 0
         while self._kept:
             self._kept.pop().close()
 
 
 class Turns:
-    """Yields to the loop's other calls while one call copies the payloads of a long message."""
+    """Yields to the event loop's other calls while one call copies the payloads of a long message."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        """Bytes that were copied since the last yield."""
+        """Number of bytes that were copied since the last yield."""
 
     async def take(self, num_bytes: int) -> None:
-        """Count copied bytes, and yield to other calls after each TURN_BYTES."""
+        """Count copied bytes. Yield to other calls after every TURN_BYTES bytes."""
         self._num_bytes += num_bytes
         if self._num_bytes >= TURN_BYTES:
             self._num_bytes = 0
@@ -140,10 +145,11 @@ class Turns:
 
 
 def map_memory(name: kv_pb2.SharedMemory) -> mmap.mmap | None:
-    """Map a sender's memory for reading, until the last view of it is gone; None if `name` does not lead to one.
+    """Map a sender's memory for reading. It stays mapped until the last view of it is freed. Return None if `name` does
+    not identify such memory.
 
-    The message is not trusted. Only a file is mapped that belongs to this process's user, is accessible to no other
-    user, has no name, has a sealed size, and begins with the key.
+    The message is not trusted. A file is mapped only if it belongs to this process's user, is not accessible to other
+    users, has no name, has a sealed size, and begins with the key.
     """
     path = Path("/proc", str(name.pid), "fd", str(name.descriptor))
     try:

@@ -1,8 +1,9 @@
-"""Carries errors across gRPC on asyncio servers and calls; `baton.rpc_status` has the table of errors and statuses.
+"""Transfers errors over gRPC between asyncio servers and callers. `baton.rpc_status` has the table of errors and
+statuses.
 
-Servers made by `baton.transport.channel.make_server` carry StatusInterceptor, so that a servicer's method simply
-raises; callers wrap a call in `translate_rpc_errors` and catch the same class that was raised on the other side. On the
-loop.
+Servers made by `baton.transport.channel.make_server` use StatusInterceptor, so a servicer's method can simply raise an
+error. Callers wrap a call in `translate_rpc_errors`, and catch the same class of error that the method raised. Used on
+the asyncio loop.
 """
 
 import asyncio
@@ -26,22 +27,24 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Check = Callable[[str, Iterable[tuple[str, str | bytes]]], None]
-"""A function of a call's full method name and metadata, which raises to refuse the call."""
+"""Function of a call's full method name and metadata. It raises an error to refuse the call."""
 
 logger = logging.getLogger(__name__)
 
 
 _ABORT_S = 5.0
-"""Seconds that a handler waits until its status is sent: a caller that does not read delays it."""
+"""Seconds for which a handler waits until its status is sent. A caller that does not read its messages delays the
+status."""
 FAILED_WRITE = "Internal error from Core"
-"""Details of the status that grpc.aio makes of a failed write."""
+"""Details of the status that grpc.aio sets for a failed write."""
 
 
 class SentStatus:
-    """Keeps the status that the other side sent to a call with a request stream. Make it before the call's first write.
+    """Keeps the status that the server sent to a call with a request stream. Create it before the first write of the
+    call.
 
     A write that fails because the call is ending makes grpc.aio set INTERNAL, before or after the status that was sent,
-    and the later of the two is raised (grpc issue 36066). This object keeps the first.
+    and grpc.aio raises the one that was set last (grpc issue 36066). This object keeps the one that was set first.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -49,7 +52,7 @@ class SentStatus:
         call.add_done_callback(lambda _: self._keep(call))
 
     def of(self, raised: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """Return the true status of a call that raised the error `raised`; its code may be OK."""
+        """Return the server's status of a call that raised the error `raised`. The status code may be OK."""
         return raised if self._first is None or self._first.details() == FAILED_WRITE else self._first
 
     def _keep(self, call: grpc.aio.Call) -> None:
@@ -58,7 +61,7 @@ class SentStatus:
 
 
 def _present(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that never has to wait."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -74,7 +77,8 @@ VERSIONED = (
     "/baton.v1.Orchestrator/GetClusterState",
     "/baton.v1.Orchestrator/GetRequests",
 )
-"""Prefixes of methods whose messages may change with a version: their callers must run a compatible version."""
+"""Prefixes of methods whose messages may change with a version. Callers of these methods must run a compatible version.
+"""
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
@@ -91,11 +95,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the handler of one call: the method's, with exceptions turned into statuses, or one that refuses the
-        call."""
+        """Return the handler of one call: the servicer's method with exceptions converted to statuses, or a handler
+        that refuses the call."""
         handler = await continuation(details)
         if handler is None:
-            return None  # no such method: grpc answers UNIMPLEMENTED
+            return None  # the method does not exist: grpc answers UNIMPLEMENTED
         try:
             self._require_welcome(details)
         except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
@@ -115,8 +119,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: Exception, name: str) -> Any:
-    """Return a handler that ends a call of any kind with this error. It takes a stream of requests, so that grpc does
-    not read a request before it runs."""
+    """Return a handler that ends any call with this error. It is declared to receive a stream of requests, so that grpc
+    does not read a request before the handler runs."""
 
     async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
         await _abort(context, error, name)
