@@ -1,1 +1,2 @@
-"""Turns text into token ids and back: tokenizer, chat template, incremental detokenizer, stop strings (never torch)."""
+"""Converts text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings. Never imports
+torch."""

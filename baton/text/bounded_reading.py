@@ -1,4 +1,5 @@
-"""Reads long requests in threads, with a bound on the bytes that are being read. Belongs to one loop.
+"""Reads (parses and tokenizes) long requests in threads, with a limit on the total bytes that are being read. Used on
+one event loop.
 
 Both front ends read requests through it: tokenizing a text takes many times its bytes of memory.
 """
@@ -16,31 +17,31 @@ from baton.process.memory import free_bytes
 T = TypeVar("T")
 
 _MEMORY_OF_BYTE = 160
-"""Bytes of memory that one byte of text takes while it is tokenized, measured on text that takes much."""
+"""Bytes of memory needed to tokenize one byte of text, measured on text that needs much memory."""
 _MEMORY_SHARE = 0.25
-"""Part of the free memory that reading may take."""
+"""Fraction of the free memory that reading may use."""
 _RETRY_S = 0.1
-"""Retry delay of a refused request, in seconds: ten thousand tokens are read in about that time."""
+"""Seconds after which a refused request should be retried: about the time in which ten thousand tokens are read."""
 
 
 class BoundedReading:
-    """Bytes of requests that threads of the loop's pool are reading."""
+    """Limits the bytes of requests that threads of the event loop's pool are reading."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        """`max_bytes` bounds the bytes that are being read at a time; None: a bound from the free memory
-        (`reading_bytes`). A longer request is read only while no other is being read."""
+        """`max_bytes` is the maximum number of bytes that are being read at a time; None: a limit derived from the free
+        memory (`reading_bytes`). A longer request is read only while no other is being read."""
         self._max_bytes = reading_bytes(free_bytes()) if max_bytes is None else max_bytes
         self._num_bytes = 0
 
     async def run(self, num_bytes: int, read: Callable[[], T]) -> T:
-        """Return the result of `read`, called in a thread. Raises the errors of `read`, and ResourceExhaustedError at
-        once when too many bytes are being read."""
+        """Call `read` in a thread and return its result. Raises the errors of `read`. Raises ResourceExhaustedError
+        immediately when too many bytes are being read."""
         self._take(num_bytes)
         given_up = threading.Event()
         reading = asyncio.get_running_loop().run_in_executor(None, _unless, given_up, read)
         reading.add_done_callback(partial(self._give_back, num_bytes))
         try:
-            await asyncio.wait((reading,))  # a cancelled wait leaves the read running, and counted until it ends
+            await asyncio.wait((reading,))  # if the wait is cancelled, the read runs and counts until it ends
             return reading.result()
         finally:
             given_up.set()
@@ -58,11 +59,12 @@ class BoundedReading:
     def _give_back(self, num_bytes: int, reading: asyncio.Future[Any]) -> None:
         self._num_bytes -= num_bytes
         if not reading.cancelled():
-            reading.exception()  # else asyncio logs an error whose call has gone
+            reading.exception()  # else asyncio logs the error of a call that was cancelled
 
 
 def reading_bytes(num_bytes_free: int) -> int:
-    """Return the number of bytes of requests that a process with `num_bytes_free` of free memory may read at a time."""
+    """Return the maximum number of request bytes that a process may read at a time. `num_bytes_free` is its free
+    memory."""
     return min(MAX_READING_BYTES, int(_MEMORY_SHARE * num_bytes_free) // _MEMORY_OF_BYTE)
 
 

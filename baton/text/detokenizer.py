@@ -1,12 +1,13 @@
-"""Turns a stream's token ids into text, one at a time, and returns only text that later tokens cannot change.
+"""Converts a stream's token ids to text, one at a time. Returns only text that later tokens cannot change.
 
 Used by `baton.text.stream`, on the generation engine's thread, with one Detokenizer per stream. A Detokenizer's state
 depends on the token ids alone.
 
 A character may be split over tokens: the text of an unfinished character ends in U+FFFD until the next token completes
-it. So trailing U+FFFD are held back. The text of a token may depend on the token before it (a leading space is dropped
-at the start of a text). So new tokens are decoded together with the tokens that made the last returned text, at first
-with the prompt's last tokens, and the difference is the new text. Nothing else of the tokenizer's decoder is relied on.
+it. So trailing U+FFFD are held back. The text of a token may also depend on the token before it: a leading space is
+dropped at the start of a text. So new tokens are decoded together with the tokens before them: those of the last
+returned text, or at first the prompt's last tokens. The text that this adds is the new text. These are the only
+assumptions about the tokenizer's decoder.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +16,15 @@ from itertools import islice
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Number of last pending tokens that `_cut` keeps. An unfinished character has fewer tokens, so only broken characters
-are split. A whole character has at most this number, so this number of a prompt's tokens spells its last character."""
+"""Number of last pending tokens that `_cut` keeps. An unfinished character has fewer tokens, so `_cut` splits only
+broken characters. A complete character has at most this number of tokens, so this number of a prompt's tokens contains
+its last character."""
 
 
 def text_after(
     decode: Callable[[Sequence[int]], str], context_ids: Sequence[int], context: str, ids: Sequence[int]
 ) -> str:
-    """Return the text of `ids` where they follow `context_ids`, whose text is `context`."""
+    """Return the text of `ids` after `context_ids`. `context` is the text of `context_ids`."""
     text = decode([*context_ids, *ids])
     if text.startswith(context):
         return text[len(context) :]
@@ -30,8 +32,8 @@ def text_after(
 
 
 class Detokenizer:
-    """Incremental `decode`: the texts of all calls of `push`, followed by that of `flush`, are the text that the pushed
-    ids have after the prompt. Without a prompt, that is `decode(ids)`.
+    """Incremental `decode`. The texts returned by all calls of `push`, followed by the text returned by `flush`, are
+    the text of the pushed ids after the prompt. Without a prompt, this text equals `decode(ids)`.
 
     There is one exception. If a run of byte tokens is not valid UTF-8 as a whole, byte-fallback decoders turn all of it
     into U+FFFD, even its valid characters. Valid characters of such a run that a `push` has already returned stay in
@@ -45,20 +47,21 @@ class Detokenizer:
         is_silent: Callable[[int], bool],
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        """`decode` makes text of token ids and skips the ids for which `is_silent` returns True. `prompt_ids` are the
-        tokens before the first pushed one; empty: the pushed tokens begin a text."""
+        """`decode` converts token ids to text and skips the ids for which `is_silent` returns True. `prompt_ids` are
+        the tokens before the first pushed token; if empty, the pushed tokens begin a text."""
         self._decode = decode
         self._is_silent = is_silent
         self._context_ids: list[int] = []
         self._context = ""
-        """The text of `_context_ids`: the prompt's last characters, or whole ones that have been returned."""
+        """Text of `_context_ids`: the prompt's last characters, or complete characters that have been returned."""
         self._pending_ids: list[int] = []
         self._num_sent = 0
-        """Number of characters of the pending ids' text that have been returned."""
+        """Number of characters that have been returned of the text of the pending ids."""
         self._keep(self._last_character(prompt_ids), [])
 
     def push(self, token_id: int) -> str:
-        """Take the next token and return the text that became certain with it, "" if none did."""
+        """Add the next token. Return the text that later tokens cannot change any more, or "" if no text
+        became final."""
         if self._is_silent(token_id):
             return ""
         self._pending_ids.append(token_id)
@@ -72,14 +75,15 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the text still held back, at the end of the stream. A token pushed afterwards starts a new text."""
+        """Return the text that is still held back, at the end of the stream. A token pushed afterwards starts a new
+        text."""
         text = self._pending_text()[self._num_sent :]
         self._keep([], [])
         return text
 
     def _last_character(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return the fewest last tokens of a prompt whose text is whole. A context that begins inside a character would
-        spoil the byte tokens of the characters after it."""
+        """Return the shortest sequence of a prompt's last tokens whose text consists of complete characters. If the
+        context began inside a character, the byte tokens of the next characters would be decoded wrongly."""
         audible = (token_id for token_id in reversed(prompt_ids) if not self._is_silent(token_id))
         tail = list(islice(audible, _TAIL_TOKENS))[::-1]
         tails = (tail[-length:] for length in range(1, len(tail) + 1))
@@ -98,8 +102,8 @@ class Detokenizer:
         self._num_sent = 0
 
     def _cut(self, fresh: str) -> str:
-        """Return the first pending tokens' text and forget them, which bounds the work on a long run of broken UTF-8. A
-        broken character that is cut moves one U+FFFD from the returned text to the kept."""
+        """Remove the first pending tokens and return their text, which limits the work for a long run of broken UTF-8.
+        If this splits a broken character, one U+FFFD of the returned text belongs to the text that is kept."""
         tail_ids = self._pending_ids[-_TAIL_TOKENS:]
         num_head = len(fresh) - len(self._decode(tail_ids))
         text = self._send(fresh, num_head)

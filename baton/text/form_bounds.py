@@ -1,4 +1,5 @@
-"""Bounds on forms that are checked before compiling, for constructs of few bytes that cost much time or stack."""
+"""Limits of forms that are checked before compiling. A form describes a structured output: a JSON schema, a regex or a
+grammar. Some short constructs of forms would need much time or stack to compile."""
 
 import json
 import re
@@ -14,7 +15,7 @@ _FIELD = "sampling.structured_output"
 
 
 def check_bounds(form: StructuredOutput) -> None:
-    """Raise InvalidArgumentError for a form that exceeds a bound, naming both."""
+    """Raise InvalidArgumentError if a form exceeds a limit. The error names the limit and the form's value."""
     if form.grammar is not None:
         num_rules = len(_RULE.findall(form.grammar))
         if num_rules > MAX_RULES:
@@ -29,7 +30,8 @@ def check_bounds(form: StructuredOutput) -> None:
 
 def _check_schema(schema: Any) -> None:
     targets = dict[str, list[str]]()
-    """References in each definition, by its pointer; references outside of definitions have the empty pointer."""
+    """References in each definition, by the definition's pointer. References outside of definitions have the empty
+    pointer."""
     for pointer, part in _parts(schema):
         multiple = part.get("multipleOf")
         if isinstance(multiple, int | float) and not -MAX_MULTIPLE <= multiple <= MAX_MULTIPLE:
@@ -45,7 +47,8 @@ def _check_schema(schema: Any) -> None:
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all objects of a schema, each with the pointer of its definition; the pointer is empty outside of them."""
+    """Yield all objects of a schema, each with the pointer of the definition that contains it. The pointer is empty for
+    objects outside of definitions."""
     waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:
         pointer, value = waiting.pop()
@@ -61,7 +64,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _longest(targets: dict[str, list[str]]) -> int:
-    """Return the length of the longest chain of references; a circle counts once."""
+    """Return the length of the longest chain of references. A circle of references counts once."""
     lengths, path = dict[str, int](), ["", *targets]
     entered = set[str]()
     while path:

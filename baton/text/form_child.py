@@ -1,9 +1,10 @@
-"""The child process that checks forms by compiling them. `baton.text.form_prover` starts it, and survives its crash.
+"""Child process that checks forms of structured outputs by compiling them. `baton.text.form_prover` starts it, and
+continues if it crashes.
 
-The time, memory and stack of compiling a form cannot be predicted from its size. Here each form has limits of all
-three; a form that exceeds one ends this process, and no other. `python -m baton.text.form_child FD` reads JSON messages
-from a socket: first the model's tokenizer, its end tokens and the limit of time, then one form after another, each
-answered before the next is read.
+The time, memory and stack of compiling a form cannot be predicted from its size. In this process each form has limits
+on all three. A form that exceeds a limit ends only this process. `python -m baton.text.form_child FD` reads JSON
+messages from a socket: first the model's tokenizer, its end-of-sequence tokens and the time limit, then one form after
+another. Each form is answered before the next one is read.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from baton.text.form_bounds import check_bounds
 from baton.text.grammars import Grammars
 
 _ARENA_MAX = -8
-"""Parameter of glibc's `mallopt`: number of arenas, each of which takes 64 MiB of addresses."""
+"""Parameter of glibc's `mallopt` for the number of arenas. Each arena takes 64 MiB of address space."""
 _NICE = 5
 """Niceness of the process: streams on the same cores have priority."""
 
@@ -40,7 +41,7 @@ class _Allocated(ctypes.Structure):
 
 
 def main(fd: int) -> None:
-    """Answer until the other side closes the socket."""
+    """Answer messages until the other side closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent
     os.nice(_NICE)
     _use_one_arena()
@@ -67,7 +68,8 @@ def main(fd: int) -> None:
 
 
 def _answer(answer: dict[str, Any], grammars: Grammars, fields: dict[str, Any], outputs: list[list[int]]) -> None:
-    """Compile a form, and take the tokens of each output that the request claims to have begun with it."""
+    """Compile a form, and check that each resumed output of the request consists of tokens that the form allows. Write
+    the result into `answer`."""
     allocated = _allocated_bytes()
     before = allocated()
     try:
@@ -80,12 +82,12 @@ def _answer(answer: dict[str, Any], grammars: Grammars, fields: dict[str, Any], 
     except InvalidArgumentError as error:
         answer["error"] = str(error)
     except MemoryError:
-        os.abort()  # as where the compiler has no memory
+        os.abort()  # as when the compiler has no memory
 
 
 def _use_one_arena() -> None:
-    """Make all threads allocate in one arena. With an arena for each thread the addresses would reach the limit of
-    memory after some tens of forms, regardless of their size."""
+    """Make all threads allocate in one arena. With an arena for each thread, the address space would reach the memory
+    limit after some tens of forms, regardless of their size."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_ARENA_MAX, 1)
@@ -99,7 +101,8 @@ def _limit_memory() -> None:
 
 
 def _allocated_bytes() -> Callable[[], int]:
-    """Return a function that returns the bytes that the process has allocated; exact only with glibc."""
+    """Return a function that returns the number of bytes that the process has allocated. It is exact
+    only with glibc."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
         return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,8 +1,9 @@
-"""Proves in child processes that forms can be compiled. A form that crashes its child is refused, without other effect.
+"""Checks in child processes that the forms of structured outputs can be compiled. A form that crashes its child process
+is refused, and does not affect other requests.
 
 The orchestrator has one prover for all requests; workers compile proven forms (`baton.text.grammars`). Answers are
-cached, also refusals. One form of each owner is compiled at a time, so that no tenant occupies all children. Used on
-one asyncio loop.
+cached, including refusals. Only one form of each owner is compiled at a time, so that no tenant occupies all child
+processes. Used on one asyncio loop.
 """
 
 import asyncio
@@ -23,24 +24,24 @@ from baton.limits import FORM_CPU_S, FORM_MEMORY_BYTES, FORM_STACK_BYTES, MAX_PR
 from baton.sampling_params import StructuredOutput
 
 MAX_CHILDREN = 2
-"""Number of child processes; they start when they are needed."""
+"""Maximum number of child processes. They are started when they are needed."""
 MAX_KEPT_BYTES = 32 * 2**20
-"""Bytes of forms whose answers are kept; the least recently requested are dropped first."""
+"""Total bytes of forms whose answers are cached. The least recently requested forms are dropped first."""
 _RETRY_S = 1.0
 _PATIENCE_S = 60.0
-"""Seconds after which a child that has not answered is ended: its processor time ends earlier, unless it was stopped.
-"""
+"""Seconds after which a child process that has not answered is killed. Its limit of processor time ends it earlier,
+unless the process is stopped."""
 _MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
-"""Signals by which a form ends a child. Other signals have other causes than the form."""
+"""Signals that mean that a form has ended its child process. Other signals are not caused by the form."""
 
 _Outputs = tuple[tuple[int, ...], ...]
-"""Tokens of each choice of a request that is resumed."""
+"""Tokens of each choice of a resumed request."""
 
 logger = logging.getLogger(__name__)
 
 
 class _ChildEndedError(Exception):
-    """A child ended while it compiled."""
+    """Raised when a child process ends while it compiles."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"a child that compiles forms ended with {status}")
@@ -59,24 +60,26 @@ class _Child:
         self._is_ready = False
 
     def ready(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float) -> None:
-        """Send the model's tokenizer to the child, unless that was done. Blocks. Raises _ChildEndedError."""
+        """Send the model's tokenizer to the child process, unless it was already sent. Blocks. Raises
+        _ChildEndedError."""
         if not self._is_ready:
             self._ask((load_json(), list(eos_token_ids), cpu_s))
             self._is_ready = True
 
     def compile(self, form: StructuredOutput, begun: _Outputs) -> int | str:
-        """Return the bytes of the compiled form, or the reason for refusing it. Blocks. Raises _ChildEndedError."""
+        """Return the number of bytes of the compiled form, or the reason for refusing it. Blocks. Raises
+        _ChildEndedError."""
         fields = {name: value for name, value in asdict(form).items() if value and name != "compiled_bytes"}
         answer = json.loads(self._ask((fields, begun)))
         found: int | str = answer["error"] if "error" in answer else answer["bytes"]
         return found
 
     def end(self) -> None:
-        """End the process; the thread that waits for its answer gets _ChildEndedError. Any thread."""
+        """Kill the process. A thread that waits for its answer gets _ChildEndedError. May be called on any thread."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """Kill the process and release its resources. Idempotent."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -95,38 +98,39 @@ class _Child:
 
 
 class FormProver:
-    """Checks whether forms can be compiled for one model. The owner calls `close`."""
+    """Checks whether forms can be compiled for one model. The owner must call `close`."""
 
     def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float = FORM_CPU_S) -> None:
-        """`load_json` returns the model's tokenizer as in tokenizer.json; it is called at the first form, in a thread.
-        `cpu_s`: most processor seconds of a form."""
+        """`load_json` returns the model's tokenizer in the format of tokenizer.json; it is called for the first form,
+        in a thread. `cpu_s` is the maximum number of processor seconds for a form."""
         self._load_json, self._cpu_s = load_json, cpu_s
         self._eos_token_ids = tuple(eos_token_ids)
         self._threads = ThreadPoolExecutor(MAX_CHILDREN, "form-prover")
         self._children: list[_Child] = []
-        """Children that no thread uses."""
+        """Child processes that no thread uses."""
         self._busy = set[_Child]()
         self._is_closed = False
         self._kept: OrderedDict[StructuredOutput, int | str] = OrderedDict()
         self._num_kept_bytes = 0
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Held while a form of an owner is compiled."""
+        """Lock of each owner, held while one of the owner's forms is compiled."""
         self._proofs = dict[object, asyncio.Task[int | str]]()
-        """Running proofs, by form and outputs: equal requests share one."""
+        """Running checks, by form and outputs. Equal requests share one check."""
 
     async def prove(
         self, form: StructuredOutput, outputs: Sequence[Sequence[int]] = (), owner: str = ""
     ) -> StructuredOutput:
-        """Return the form with its compiled bytes. `outputs` are tokens that choices of a resumed request claim.
+        """Check a form, and return it with the number of bytes that it takes when compiled. `outputs` are the tokens
+        that the choices of a resumed request already have, according to its client.
 
-        Raises InvalidArgumentError for a form that cannot be compiled within the limits, and for outputs that are not
-        of the form. Raises ResourceExhaustedError when too many proofs are running.
+        Raises InvalidArgumentError for a form that cannot be compiled within the limits, and for outputs that the form
+        does not allow. Raises ResourceExhaustedError when too many checks are running.
         """
         begun = tuple(map(tuple, outputs)) if any(outputs) else ()
         answer = None if begun else self._kept.get(form)
         if answer is None:
             proof = self._proofs.get((form, begun)) or self._begin(form, begun, owner)
-            answer = await asyncio.shield(proof)  # a client that leaves does not end what others wait for
+            answer = await asyncio.shield(proof)  # if a client cancels, others may still wait for the proof
         else:
             self._kept.move_to_end(form)
         if isinstance(answer, str):
@@ -134,7 +138,7 @@ class FormProver:
         return replace(form, compiled_bytes=answer)
 
     async def close(self) -> None:
-        """End the children, and with them the proofs that run. Idempotent."""
+        """End the child processes, and with them all running checks. Idempotent."""
         self._is_closed = True
         for child in list(self._busy):
             child.end()
@@ -144,7 +148,7 @@ class FormProver:
             self._children.pop().close()
 
     def _begin(self, form: StructuredOutput, begun: _Outputs, owner: str) -> asyncio.Task[int | str]:
-        """Start a proof and return its task. Raises ResourceExhaustedError when too many run."""
+        """Start a check and return its task. Raises ResourceExhaustedError when too many checks are running."""
         if len(self._proofs) >= MAX_PROOFS:
             raise ResourceExhaustedError(
                 f"{len(self._proofs)} forms of structured output are being compiled: try again in {_RETRY_S:g} s",
@@ -165,7 +169,7 @@ class FormProver:
         return answer
 
     def _compile(self, form: StructuredOutput, begun: _Outputs) -> tuple[int | str, bool]:
-        """Return a child's answer, and whether the answer would be the same again. Called in a thread."""
+        """Return a child's answer, and whether the same form would get the same answer again. Called in a thread."""
         for _ in range(2):
             if self._is_closed:
                 raise UnavailableError("this server no longer compiles forms: use another one")
@@ -203,6 +207,6 @@ class FormProver:
 
 
 def _size(form: StructuredOutput) -> int:
-    """Return the bytes that a kept form counts as: those of its text, and a fixed number for the rest."""
+    """Return the number of bytes that a cached form counts as: the bytes of its text, plus a constant."""
     texts = [form.json or "", form.regex or "", form.grammar or "", *form.choice]
     return 1024 + 4 * sum(map(len, texts))

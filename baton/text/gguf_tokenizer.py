@@ -33,7 +33,8 @@ _SPECIAL_TOKENS = {
 }
 
 Fields = dict[str, Any]
-"""A GGUF file's metadata whose keys start with `tokenizer.`, by the rest of the key: `ggml.tokens`, `chat_template`."""
+"""Metadata of a GGUF file whose keys start with `tokenizer.`. The names do not include this prefix: `ggml.tokens`,
+`chat_template`."""
 
 
 def write_tokenizer(gguf_path: Path, folder: Path) -> None:

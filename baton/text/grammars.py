@@ -1,7 +1,8 @@
-"""Grammars of constrained requests: compiled once, kept in a bounded cache, and followed by matchers.
+"""Grammars of constrained requests: compiled once and kept in a bounded cache. Matchers follow a grammar along an
+output. A form is the description of a structured output in a request; its compiled form is a grammar.
 
-The orchestrator has proven that a request's form can be compiled (`baton.text.form_prover`), in a child process, which
-uses this module as well. Workers compile the form again and `prepare` the masks of each choice
+The orchestrator has already checked that a request's form can be compiled (`baton.text.form_prover`), in a child
+process, which also uses this module. Workers compile the form again and `prepare` the masks of each choice
 (`baton.text.token_masks`): prefill ranks for the first token, generation engines for all tokens. The library is
 llguidance, whose stack grows with a form's depth. Nothing is loaded before the first constrained request.
 """
@@ -24,60 +25,61 @@ from baton.text.json_schemas import schema_grammar
 from baton.text.token_masks import ChoiceMasks, Matcher
 
 _LEAST_BYTES = 64 * 2**10
-"""Least bytes that a grammar counts as; also the bytes of a grammar that was not measured."""
+"""Minimum number of bytes that a grammar counts as. A grammar that was not measured also counts as this number."""
 _STACKS = Lock()
-"""Held while the stack size of new threads, a setting of the whole process, is changed."""
+"""Lock that is held while the stack size of new threads is changed, which is a setting of the whole process."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def _limits() -> LLParserLimits:
-    """Return limits within which a mask takes tens of milliseconds at worst; a form that exceeds them is refused."""
+    """Return limits with which a mask takes at most tens of milliseconds. A form that exceeds them is refused."""
     return LLParserLimits(
         max_items_in_row=10_000, initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False
     )
 
 
 class Grammar:
-    """A compiled form. Read-only once made; any thread may use it."""
+    """Compiled form. Read-only; any thread may use it."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        """Bytes that the grammar counts as."""
+        """Number of bytes that the grammar counts as in the cache."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = Lock()
-        """Held while the matcher is copied: only one thread may copy it at a time."""
+        """Lock that is held while the matcher is copied, because only one thread may copy it at a time."""
 
     def matcher(self) -> Matcher:
-        """Return a new Matcher at the beginning of an output."""
+        """Return a new Matcher, positioned at the beginning of an output."""
         with self._lock:
             return Matcher(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
 
 class Grammars:
-    """The grammars of one model. Any thread may use it; `close` it where `prepare` was called."""
+    """Grammars of one model. Any thread may use it. Call `close` on the thread that called `prepare`."""
 
     def __init__(
         self, load_json: Callable[[], str], eos_token_ids: Sequence[int], *, max_bytes: int = MAX_COMPILED_BYTES
     ) -> None:
-        """`load_json` returns the model's tokenizer as in tokenizer.json; it is called once, at the first use."""
+        """`load_json` returns the model's tokenizer in the format of tokenizer.json. It is called once, when the first
+        form is compiled."""
         self._load_json = load_json
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._loading = Lock()
-        """Held while the tokenizer is loaded, which takes long."""
+        """Lock that is held while the tokenizer is loaded, which takes long."""
         self._tokenizer: LLTokenizer | None = None
         self._lock = Lock()
-        """Guards the fields below; held for microseconds only, because engines' threads wait for it."""
+        """Guards the fields below. It is held only for microseconds, because engines' threads wait for it."""
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
 
     @classmethod
     def of_folder(cls, folder: Path, eos_token_ids: Sequence[int]) -> Self:
-        """Return the grammars of a model whose tokenizer is loaded from its folder at the first use."""
+        """Return the grammars of a model. Its tokenizer is loaded from `folder` when the first form is compiled."""
 
         def load_json() -> str:
             from baton.text.tokenizer import (
@@ -89,9 +91,9 @@ class Grammars:
         return cls(load_json, eos_token_ids)
 
     def compile(self, form: StructuredOutput) -> Grammar:
-        """Return the form's grammar, from the cache if possible. Blocks for milliseconds, at the first use for half a
-        second. Raises InvalidArgumentError for a form that cannot be compiled, naming the place in a schema, and for a
-        model whose outputs cannot be constrained."""
+        """Return the form's grammar, from the cache if possible. Blocks for milliseconds, and for half a second at the
+        first use. Raises InvalidArgumentError for a form that cannot be compiled, with the location of the fault in a
+        schema, and for a model whose outputs cannot be constrained."""
         with self._lock:
             grammar = self._compiled.get(form)
             if grammar is not None:
@@ -111,16 +113,16 @@ class Grammars:
     def prepare(
         self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int = 1
     ) -> "Future[list[ChoiceMasks]]":
-        """Return a future of the masks of each choice, which is done once the next token's mask is computed.
-        `output_ids` are the tokens that each choice has already. Does not block. The future raises InvalidArgumentError
-        where `compile` raises it, and for tokens that are not of the form."""
+        """Return a future of the masks of each choice. It is done once the mask of each choice's next token is
+        computed. `output_ids` are the tokens that each choice already has. Does not block. The future raises the errors
+        of `compile`, and InvalidArgumentError for tokens that the form does not allow."""
         with self._lock:
             self._compiling = self._compiling or _deep_thread("grammar-compiler")
             self._masking = self._masking or _deep_thread("token-masks")
             return self._compiling.submit(self._prepare, form, tuple(output_ids), num_choices, self._masking)
 
     def close(self) -> None:
-        """End the threads. No choice's masks may be used any more. Idempotent."""
+        """End the threads. The masks of all choices must not be used any more. Idempotent."""
         with self._lock:
             threads = [each for each in (self._compiling, self._masking) if each is not None]
             self._compiling = self._masking = None
@@ -138,7 +140,7 @@ class Grammars:
         return [ChoiceMasks(matcher, len(output_ids), mask, thread) for matcher in matchers]
 
     def load(self) -> LLTokenizer:
-        """Return the library's tokenizer. Blocks, the first time for half a second. Raises InvalidArgumentError for a
+        """Return llguidance's tokenizer. Blocks; the first call takes half a second. Raises InvalidArgumentError for a
         model whose outputs cannot be constrained."""
         if not self._eos_token_ids:
             raise InvalidArgumentError(
@@ -152,7 +154,7 @@ class Grammars:
 
 
 def _deep_thread(name: str) -> ThreadPoolExecutor:
-    """Return an executor of one thread, started with the stack that forms need."""
+    """Return an executor of one thread, which has the stack size that deep forms need."""
     executor = ThreadPoolExecutor(1, name)
     with _STACKS:
         before = threading.stack_size(FORM_STACK_BYTES)
@@ -181,8 +183,8 @@ def _compile(form: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _trial_error(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> str:
-    """Return why one of the output's first two masks cannot be computed (the form is too complex, for example); empty
-    if both can be. The matcher cannot be used afterwards."""
+    """Return the reason why one of the first two masks of an output cannot be computed, for example because the form is
+    too complex. Empty if both can be computed. The matcher cannot be used afterwards."""
     for _ in range(2):
         mask = bytearray(matcher.compute_logit_bias())
         if matcher.is_error():
@@ -197,7 +199,7 @@ def _trial_error(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> str:
 
 
 def _source(form: StructuredOutput) -> str:
-    """Return the form as llguidance reads it."""
+    """Return the form in the format that llguidance reads."""
     if form.json is not None or form.json_object:
         return schema_grammar(_ANY_OBJECT if form.json is None else form.json)
     if form.regex is not None:

@@ -1,8 +1,8 @@
-"""Reads JSON schemas for `baton.text.grammars`, and names the place of an unsupported keyword in a schema.
+"""Converts JSON schemas for `baton.text.grammars`, and reports the location of an unsupported keyword in a schema.
 
 A schema is refused unless all of its keywords are enforced, so that every answer to an accepted schema is valid.
-Between the parts of a value an output may have one space, or a line break and up to 40 spaces. The bound ends the
-output of a model that would write spaces for ever.
+Between the tokens of a JSON value an output may have one space, or a line break and up to 40 spaces. This limit
+prevents a model from writing spaces for ever.
 """
 
 import json
@@ -16,8 +16,8 @@ from baton.errors import InvalidArgumentError
 
 _WHITESPACE = r"( |\n {0,40})?"
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-"""Keywords whose value has schemas by name. Definitions come first, so that a fault in one is reported there, and not
-where the definition is referred to."""
+"""Keywords whose value maps names to schemas. Definitions come first, so that a fault inside a definition is reported
+there, and not where the definition is referenced."""
 _LISTS = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains")
 _SAYS_NOTHING: dict[str, tuple[object, ...]] = {
@@ -29,18 +29,19 @@ _SAYS_NOTHING: dict[str, tuple[object, ...]] = {
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
 }
-"""Keywords that are not supported, with the values by which they allow everything."""
+"""Unsupported keywords, each with the values with which it allows everything. With these values the keyword is
+accepted."""
 _LITERALS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-"""JSON types of literals, by their types in Python."""
+"""JSON type of each Python type of literals."""
 _LOCATING_S = 0.2
-"""Processor seconds for locating a fault; after them the place found so far is reported."""
+"""Maximum number of processor seconds for locating a fault. After them, the best location found so far is reported."""
 
 Schema = dict[str, Any]
 
 
 def schema_grammar(text: str) -> str:
     """Return a schema as a grammar for llguidance. Raises InvalidArgumentError for a text that is not a schema, and for
-    unsupported keywords, whose place it names by a JSON pointer."""
+    unsupported keywords; the error contains their location as a JSON pointer."""
     schema = _parse(text)
     reason = _fault(schema)
     if reason:
@@ -79,8 +80,8 @@ def _grammar(schema: Schema) -> str:
 
 
 def _simplified(schema: Schema) -> Schema:
-    """Return a schema that allows the same values, without keywords that allow everything. A `oneOf` whose parts
-    exclude each other becomes an `anyOf`."""
+    """Return a schema that allows the same values, without keywords that allow everything. A `oneOf` whose alternatives
+    exclude each other is replaced by an `anyOf`."""
     found: Schema = {}
     for name, value in schema.items():
         if value in _SAYS_NOTHING.get(name, ()):
@@ -98,7 +99,8 @@ def _simplified(schema: Schema) -> Schema:
 
 
 def _exclude_each_other(schemas: Sequence[object]) -> bool:
-    """Return whether no value can satisfy two of the schemas, by their constants, enumerations and types alone."""
+    """Return whether no value can satisfy two of the schemas, judging only by their constants,
+    enumerations and types."""
     values, types = list[tuple[str, object]](), list[str]()
     for each in schemas:
         schema = each if isinstance(each, dict) else {}
@@ -110,7 +112,7 @@ def _exclude_each_other(schemas: Sequence[object]) -> bool:
 
 
 def _values(schema: Schema) -> set[tuple[str, object]]:
-    """Return the values that a schema enumerates, each with its type; an empty set if one is not a literal."""
+    """Return the values that a schema enumerates, each with its type; an empty set if one of them is not a literal."""
     named = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(named, list) or not all(type(each) in _LITERALS for each in named):
         return set()
@@ -118,7 +120,7 @@ def _values(schema: Schema) -> set[tuple[str, object]]:
 
 
 def _types(schema: Schema) -> set[str]:
-    """Return the types that a schema allows: all types, unless it lists some."""
+    """Return the types that a schema allows. A schema that lists no types allows all types."""
     named = schema.get("type")
     listed = named if isinstance(named, list) else [named]
     if not all(isinstance(each, str) for each in listed):
@@ -127,12 +129,12 @@ def _types(schema: Schema) -> set[str]:
 
 
 def _type_of(literal: object) -> str:
-    """Return the JSON type of a literal; a number without a fraction is an integer."""
+    """Return the JSON type of a literal. A number without a fraction is an integer."""
     return "integer" if isinstance(literal, float) and literal.is_integer() else _LITERALS[type(literal)]
 
 
 def _fault(schema: Schema) -> str:
-    """Return in one line why a schema cannot be followed; empty if it can."""
+    """Return the reason, in one line, why a schema is not supported; empty if it is supported."""
     try:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(_grammar(schema))
     except (ValueError, RecursionError) as error:
@@ -141,7 +143,7 @@ def _fault(schema: Schema) -> str:
 
 
 def _locate(schema: Schema, reason: str) -> tuple[str, str]:
-    """Return the JSON pointer of the smallest part of a faulty schema that has the same fault, and the fault."""
+    """Return the JSON pointer of the smallest subschema that has the same fault as the whole schema, and the fault."""
     shared = {name: schema[name] for name in _MAPS[:2] if name in schema}
     pointer, part, end_s = "#", schema, time.thread_time() + _LOCATING_S
     while True:
@@ -156,7 +158,7 @@ def _locate(schema: Schema, reason: str) -> tuple[str, str]:
 
 
 def _children(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield the direct subschemas of a schema, each with its place."""
+    """Yield the direct subschemas of a schema, each with its JSON pointer."""
     for name in _MAPS:
         children = schema.get(name)
         if isinstance(children, dict):

@@ -3,10 +3,10 @@
 Used by `baton.text.stream`, after the detokenizer, in the process that samples the tokens, so that generation stops at
 the token that completes a stop string.
 
-The match that is complete first wins. If several are complete at the same character, the one that starts first (the
-longest) wins. Text that may become part of a match is held back, so that no part of a match is emitted, regardless of
-how the text is cut into pieces. Each stop string is matched by Knuth, Morris and Pratt's automaton (1977): a character
-costs amortized constant time per stop string, and the longest partial match is the text to hold back.
+The match that is completed first is used. If several are completed by the same character, the longest one is used. Text
+that may become part of a match is held back, so that no part of a match is emitted, regardless of how the text is cut
+into pieces. Each stop string is matched by Knuth, Morris and Pratt's automaton (1977): a character costs amortized
+constant time per stop string, and the longest partial match is the text to hold back.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from baton.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class StopResult:
-    """The text that one pushed piece releases, and whether the stream has stopped."""
+    """Text that is released by one pushed piece, and whether the stream has stopped."""
 
     text: str
     stopped: bool
@@ -28,14 +28,15 @@ class StopStrings:
     """Stop strings with their matching tables. Immutable: all choices of a request share one object, in any thread."""
 
     def __init__(self, stop: Sequence[str], min_tokens: int = 0, *, is_included: bool = False) -> None:
-        """`stop` holds non-empty strings. Building the tables takes 2 ms for a request's longest list. A stop string
-        that is complete within the text of the first `min_tokens` tokens does not end the stream. `is_included`: the
-        text ends after the stop string instead of before it, and no text is held back."""
+        """`stop` holds non-empty strings. Building the tables takes 2 ms for the longest list that a request may have.
+        A stop string that is completed within the text of the first `min_tokens` tokens does not end the stream. With
+        `is_included`, the text ends after the stop string instead of before it, and no text is held back."""
         assert all(stop), "empty stop string"
         self.min_tokens = min_tokens
         self.is_included = is_included
         self.tables = tuple((pattern, _borders(pattern)) for pattern in dict.fromkeys(stop))
-        """Pairs of a distinct stop string and, for each of its prefixes, the length of that prefix's longest border."""
+        """Tuples of a distinct stop string and the border lengths of its prefixes. A border is a proper prefix that is
+        also a suffix; for each prefix, the length of the longest border is stored."""
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self:
@@ -44,7 +45,8 @@ class StopStrings:
 
 
 class _Matcher:
-    """Tracks the longest proper prefix of `pattern` with which the text fed so far ends; it has `length` characters."""
+    """Matcher of one stop string. `length` is the length of the longest proper prefix of `pattern` that is a suffix of
+    the text so far."""
 
     def __init__(self, pattern: str, borders: Sequence[int]) -> None:
         self.pattern = pattern
@@ -52,7 +54,7 @@ class _Matcher:
         self._borders = borders
 
     def feed(self, char: str) -> bool:
-        """Take one character; return whether the whole pattern ends here."""
+        """Add one character. Return whether the pattern is complete with this character."""
         while self.length and self.pattern[self.length] != char:
             self.length = self._borders[self.length - 1]
         if self.pattern[self.length] == char:
@@ -77,18 +79,19 @@ def _borders(pattern: str) -> tuple[int, ...]:
 
 
 class StopChecker:
-    """Cuts one stream's text at its first stop string. Its state depends on the text, not on how it is cut."""
+    """Cuts one stream's text at its first stop string. Its state depends on the text only, not on how the text is
+    divided into pieces."""
 
     def __init__(self, stop: StopStrings) -> None:
-        """`stop` holds the stream's stop strings. With none, no text is ever held back."""
+        """`stop` holds the stream's stop strings. If it has none, no text is held back."""
         self._matchers = [_Matcher(pattern, borders) for pattern, borders in stop.tables]
         self._is_included = stop.is_included
         self._held = ""
         self._stopped = False
 
     def push(self, text: str, *, may_stop: bool = True) -> StopResult:
-        """Take the next text and return the text that may be shown. After the stop, all text is dropped. Without
-        `may_stop`, a stop string that this text completes is ordinary text."""
+        """Add the next text and return the text that may be emitted. After the stop, all text is dropped. Without
+        `may_stop`, a stop string that is completed by this text is treated as ordinary text."""
         if self._stopped:
             return StopResult("", True)
         if not self._matchers:
@@ -105,6 +108,7 @@ class StopChecker:
         return StopResult(buffer[:num_certain], False)
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the stream; "" after a stop. Do not call `push` afterwards."""
+        """Return the text that is still held back, at the end of the stream; "" after a stop. Do not call `push`
+        afterwards."""
         held, self._held = self._held, ""
         return held

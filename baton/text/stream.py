@@ -11,7 +11,8 @@ from baton.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns one stream's token ids into the text that its client may see. Owned by the engine's sequence."""
+    """Converts one stream's token ids to the text that its client may see. Owned by the stream's sequence in the
+    engine."""
 
     def __init__(self, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int]) -> None:
         """`stop` holds the strings that end the stream. `prompt_ids` are the tokens that the stream continues."""
@@ -24,19 +25,21 @@ class TextStream:
     def rebuild(
         cls, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int], output_ids: Sequence[int]
     ) -> Self:
-        """Return a stream in its state after `output_ids`, so that it continues as the original stream would have."""
+        """Return a stream in the state that it has after `output_ids`, so that it continues like the
+        original stream."""
         stream = cls(tokenizer, stop, prompt_ids)
         for token_id in output_ids:
             stream.push(token_id)
         return stream
 
     def push(self, token_id: int) -> StopResult:
-        """Take the next token; return the text that became certain, and whether a stop string is complete."""
+        """Add the next token. Return the text that became final, and whether a stop string is complete."""
         self._num_tokens += 1
         return self._check(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the stream; "" if a stop string ended it. Call once."""
+        """Return the text that is still held back, at the end of the stream; "" if a stop string ended
+        it. Call once."""
         return self._check(self._detokenizer.flush()).text + self._checker.flush()
 
     def _check(self, text: str) -> StopResult:

@@ -1,9 +1,10 @@
-"""Bounds the number of tokens of a text from below without tokenizing it, so that too long prompts are refused early.
+"""Computes a lower bound on the number of tokens of a text without tokenizing it, so that prompts that are too long are
+refused early.
 
 Used by `baton.text.tokenizer`, for `orchestrator.api.checks`. Every byte of a text belongs to a token, unless the
 tokenizer drops or rewrites some of the text, and no token stands for more bytes than the vocabulary's longest token. So
-the number of a text's tokens is at least its number of bytes divided by that of the longest token. For a tokenizer that
-is not known to keep every byte the bound is 0, which refuses nothing. Pure; any thread.
+the number of tokens of a text is at least the number of its bytes divided by the number of bytes of the longest token.
+For a tokenizer that may drop bytes, the bound is 0, with which no prompt is refused. Pure; any thread.
 """
 
 import json
@@ -15,26 +16,26 @@ from tokenizers import Tokenizer as Core
 from tokenizers import models
 
 _NFC_SHRINKS = 9
-"""Largest factor by which normalization to NFC shortens a text in UTF-8 bytes: a character is up to 3 times as long as
-its decomposition (U+1FEF), which is up to 3 times as long as the composed character (U+0390). ASCII text keeps its
+"""Maximum factor by which normalization to NFC shortens a text in UTF-8 bytes. A character can be 3 times as long as
+its decomposition (U+1FEF), and a decomposition 3 times as long as the composed character (U+0390). ASCII text keeps its
 length."""
 _WHITESPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
 _MORE_WHITESPACE = "\u2028\u2029\u202f\u205f\u3000"
 _KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts")
-"""Pre-tokenizers that cut a text and drop nothing of it, unless they are configured to remove the separators."""
+"""Pre-tokenizers that split a text without dropping any of it, unless they are configured to remove the separators."""
 
 
 @dataclass(frozen=True)
 class TokenBound:
-    """A lower bound on token counts, for one tokenizer that drops nothing of a text except certain single bytes."""
+    """Lower bound on token counts, for one tokenizer that drops only certain single bytes of a text."""
 
     longest_bytes: int
-    """Largest number of bytes of text that one token stands for."""
+    """Maximum number of bytes of text that one token represents."""
     silent: bytes
-    """Byte values that may belong to no token: the vocabulary lacks them, or they are whitespace next to a special
-    token that absorbs it."""
+    """Byte values that may belong to no token, because the vocabulary lacks them, or because they are whitespace that a
+    neighbouring special token absorbs."""
     shrinks: int
-    """Largest factor by which the tokenizer's normalization shortens a text that is not ASCII; 1 if it does not."""
+    """Maximum factor by which the tokenizer's normalization shortens a text that is not ASCII; 1 if it does not."""
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`."""
@@ -68,7 +69,8 @@ def token_bound(core: Core) -> TokenBound | None:
 
 
 def _parts(component: Any, of_sequence: str) -> Iterator[Mapping[str, Any]]:
-    """Yield a normalizer's or pre-tokenizer's description as in tokenizer.json; for a sequence of them, each part's."""
+    """Yield the descriptions of normalizers or pre-tokenizers in the format of tokenizer.json: the description itself,
+    or each member's if it is a sequence."""
     if component is None:
         return
     pending = [json.loads(component.__getstate__())]
@@ -81,7 +83,7 @@ def _parts(component: Any, of_sequence: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrinks(normalizers: Iterator[Mapping[str, Any]]) -> int | None:
-    """Return the largest factor by which the normalizers shorten a text, or None if they may drop some of it."""
+    """Return the maximum factor by which the normalizers shorten a text, or None if they may drop some of it."""
     shrinks = 1
     for each in normalizers:
         match each:
@@ -101,7 +103,7 @@ def _keeps_all(cut: Mapping[str, Any]) -> bool:
 
 
 def _byte_chars() -> list[str]:
-    """Return for each byte value the character that byte-level vocabularies write for it."""
+    """Return, for each byte value, the character that represents it in byte-level vocabularies."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]

@@ -1,10 +1,11 @@
-"""The tokens that may come next in one constrained output, computed ahead of their use on a thread of their own.
+"""Masks of the tokens that may come next in one constrained output. A separate thread computes them before they are
+needed.
 
 `baton.text.grammars` makes a TokenMasks for each choice of a request. Its owner is the engine's thread, which appends
-the choice's tokens and requests a mask when it samples the next one. Each appended token starts the computation of the
-mask after it, which runs during the step's forward pass. The engine's thread waits only for a mask that is not ready by
-then. Drafted tokens are appended as well: dropping them moves a pointer back, and appending them again finds their
-masks computed.
+the choice's tokens and requests a mask when it samples the next one. Appending a token starts the computation of the
+mask for the token after it, which runs during the step's forward pass. The engine's thread waits only if the mask is
+not ready afterwards. Drafted tokens are appended as well. Dropping them only moves a pointer back, and if they are
+appended again, their masks are already computed.
 """
 
 from collections.abc import Sequence
@@ -17,29 +18,30 @@ from numpy.typing import NDArray
 from baton.errors import InvalidArgumentError
 
 Mask = NDArray[np.float32]
-"""Upper bound of each token's logit, by token id: infinity, or minus infinity for a token that may not come next.
-Tokens beyond the array's end may not come next either. Applying it by a minimum takes a tenth of the time that a bool
-mask takes."""
+"""Upper bound of each token's logit, by token id: infinity for an allowed token, minus infinity for a forbidden one.
+Tokens beyond the end of the array are forbidden. Applying the mask with a minimum takes a tenth of the time of a bool
+mask."""
 _CEILINGS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 _CEILINGS_OF_BYTE = _CEILINGS.astype(np.float32)
-"""The ceilings of eight tokens, by the byte of their bits."""
+"""Upper bounds of the logits of eight tokens, for each value of the byte that has one bit per token."""
 
 
 class Matcher:
-    """A grammar's position in one output. Used by one thread at a time."""
+    """Position of a grammar in one output. Used by one thread at a time."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """Take over `matcher`, which has consumed no token; the caller does not use it any more."""
+        """Take ownership of `matcher`, which must not have consumed any token. The caller must not use it any more."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._num_tokens = 0
         self._end: int | None = None
-        """Number of tokens before the end-of-sequence token; None before it. The library's matcher is given neither
-        that token nor later ones: it does not count an end that it has foreseen, and so could not undo it."""
+        """Number of tokens before the end-of-sequence token; None if the output does not have it. Neither that token
+        nor later ones are passed to the library's matcher. The library does not count an end that it has foreseen, and
+        could not undo it."""
 
     def go_to(self, num_tokens: int) -> None:
-        """Undo the tokens after the first `num_tokens`."""
+        """Undo all tokens after the first `num_tokens`."""
         num_consumed = self._num_tokens if self._end is None else self._end
         if num_tokens < num_consumed:
             self._matcher.rollback(num_consumed - num_tokens)
@@ -48,7 +50,7 @@ class Matcher:
         self._num_tokens = num_tokens
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Take the output's next tokens. Raises InvalidArgumentError for one that the grammar does not allow."""
+        """Append the output's next tokens. Raises InvalidArgumentError for a token that the grammar does not allow."""
         for token_id in token_ids:
             if self._end is None and not self._take(token_id):
                 raise InvalidArgumentError(
@@ -58,7 +60,8 @@ class Matcher:
             self._num_tokens += 1
 
     def mask(self) -> Mask:
-        """Return the mask of the next token. Raises InvalidArgumentError when the grammar exceeds a limit here."""
+        """Return the mask of the next token. Raises InvalidArgumentError when the grammar exceeds a limit at this
+        position."""
         if self._end is not None:
             ended = np.full(self._vocab_size, -np.inf, dtype=np.float32)
             ended[list(self._eos_token_ids)] = np.inf
@@ -73,10 +76,10 @@ class Matcher:
         return _CEILINGS_OF_BYTE.take(bits, axis=0).reshape(-1)[: self._vocab_size]
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens the grammar allows next, in this order, up to the first that it refuses."""
+        """Return the number of leading tokens that the grammar allows next, one after the other."""
         if self._end is not None or not token_ids:
             return 0
-        if token_ids[0] in self._eos_token_ids:  # the library does not validate it where it has foreseen the end
+        if token_ids[0] in self._eos_token_ids:  # the library does not validate it if it has foreseen the end
             return int(self._matcher.is_accepting())
         return self._matcher.validate_tokens(list(token_ids))
 
@@ -89,11 +92,11 @@ class Matcher:
 
 
 class ChoiceMasks:
-    """The masks of one choice after each of its latest tokens. Owned by the thread that appends."""
+    """Masks of one choice, after each of its latest tokens. Owned by the thread that appends tokens."""
 
     def __init__(self, matcher: Matcher, num_tokens: int, mask: Mask, thread: Executor) -> None:
-        """`matcher` has consumed the choice's first `num_tokens` tokens, and `mask` is the mask after them. `thread`
-        has one thread, which alone uses the matcher from now on."""
+        """`matcher` has consumed the choice's first `num_tokens` tokens, and `mask` is the mask of the token after
+        them. `thread` is an executor with one thread. From now on only this thread uses the matcher."""
         self._matcher = matcher
         self._thread = thread
         ready: Future[Mask] = Future()
@@ -101,19 +104,19 @@ class ChoiceMasks:
         self._start = num_tokens
         """Number of tokens before those in `_token_ids`."""
         self._token_ids: list[int] = []
-        """Tokens whose masks are kept; tokens after the pointer were dropped or foreseen."""
+        """Tokens whose masks are kept. Tokens after the pointer (`_place`) were dropped, or are foreseen drafts."""
         self._masks = [ready]
-        """The mask before the first of `_token_ids`, and the masks after each of them."""
+        """Mask of the first of `_token_ids`, followed by the mask after each of them."""
         self._place = 0
-        """The pointer: number of `_token_ids` that the choice has."""
+        """Pointer: the number of `_token_ids` that belong to the choice now."""
 
     def allowed(self) -> Mask:
-        """Return the mask of the next token; waits until it is computed. Raises InvalidArgumentError if the grammar
-        does not allow one of the appended tokens, and where the grammar exceeds a limit."""
+        """Return the mask of the next token. Waits until it is computed. Raises InvalidArgumentError if the grammar
+        does not allow one of the appended tokens, or exceeds a limit."""
         return self._masks[self._place].result()
 
     def append(self, token_id: int) -> None:
-        """Note the next token, and start to compute the mask after it unless that was done."""
+        """Append the next token. Start to compute the mask after it, unless this was started before."""
         if self._token_ids[self._place : self._place + 1] != [token_id]:
             del self._token_ids[self._place :], self._masks[self._place + 1 :]
             num_before = self._start + self._place
@@ -122,13 +125,14 @@ class ChoiceMasks:
         self._place += 1
 
     def drop(self, num_tokens: int) -> None:
-        """Undo `append` of the last `num_tokens` tokens, all appended since the last `settle`. Their masks are kept."""
+        """Undo `append` of the last `num_tokens` tokens, which must have been appended since the last `settle`. Their
+        masks are kept."""
         assert num_tokens <= self._place, (num_tokens, self._place)
         self._place -= num_tokens
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these drafted tokens are allowed next, in this order, up to the first that is refused.
-        Start to compute the masks after the allowed ones. Waits for masks that were started before."""
+        """Return the number of leading drafts that are allowed next, one after the other. Start to compute the masks
+        after the allowed drafts. Waits for masks whose computation was started before."""
         num_known = 0
         for known, token_id in zip(self._token_ids[self._place :], token_ids, strict=False):
             if known != token_id:
@@ -145,8 +149,9 @@ class ChoiceMasks:
         return num_known + num_new
 
     def settle(self, num_drafts: int) -> None:
-        """Wait for the mask of the next token, and for the masks after the next `num_drafts` drafts, which were
-        foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no longer be dropped."""
+        """Wait for the mask of the next token, and for the masks after each of the next `num_drafts` drafts. These
+        drafts must have been foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no
+        longer be dropped."""
         del self._token_ids[: self._place], self._masks[: self._place]
         self._start += self._place
         self._place = 0

@@ -1,10 +1,10 @@
 """Loads a model's own tokenizer and chat template from a Hugging Face folder, without torch.
 
-Used by `orchestrator.api.checks`, which turns prompts and chats into token ids, and by `generate_workers.engine`, which
-turns token ids back into text through `Tokenizer.detokenizer`.
+Used by `orchestrator.api.checks`, which converts prompts and chats to token ids, and by `generate_workers.engine`,
+which converts token ids to text with `Tokenizer.detokenizer`.
 
 A Tokenizer is read-only after `load`, so any thread may use it. Encoding does not block other threads.
-`transformers.AutoTokenizer` would import torch; `TokenizersBackend`, which it chooses in the end, does not.
+`transformers.AutoTokenizer` would import torch. `TokenizersBackend`, the class that it would choose, does not.
 """
 
 import hashlib
@@ -28,31 +28,31 @@ from baton.text.detokenizer import Detokenizer, text_after
 from baton.text.token_bounds import token_bound
 
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that templates raise, on purpose or not, for values that they do not support."""
+"""Errors that templates raise, intentionally or not, for values that they do not support."""
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation: each message has a `role` and a `content`, and may have the fields of tool calls."""
+"""Conversation: each message has a `role` and a `content`, and may have the fields of tool calls."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _MESSAGE_FIELDS = ("role", "content")
 _TOOL_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-"""Further fields that a message may have: calls of tools, their answers, and the model's reasoning."""
+"""Further fields that a message may have: tool calls, results of tool calls, and the model's reasoning."""
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _OWN_OPTIONS = frozenset(signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
-"""Names that a template's options may not have: parameters of the function that renders it."""
+"""Names that cannot be used for a template's options, because they are parameters of the function that renders it."""
 
 
 class Ending(Enum):
-    """How the prompt of a conversation ends."""
+    """Kind of text with which the prompt of a conversation ends."""
 
     TURN = auto()
-    """With the beginning of the assistant's turn."""
+    """The prompt ends with the beginning of the assistant's turn."""
     MESSAGE = auto()
-    """With the end of the last message."""
+    """The prompt ends with the end of the last message."""
     OPEN = auto()
-    """Within the last message, after its text: the model continues it."""
+    """The prompt ends inside the last message, after its text, so that the model continues it."""
 
 
 class Tokenizer:
-    """Turns text into token ids and back, for one model. Make one with `load`."""
+    """Converts text to token ids and back, for one model. Make it with `load`."""
 
     def __init__(self, backend: TokenizersBackend, folder: Path, *, control_tokens_in_text: bool = False) -> None:
         self._hf = backend
@@ -63,16 +63,17 @@ class Tokenizer:
         added = self._core.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control = None if control_tokens_in_text else ControlTokens(added.values(), str(backend.chat_template))
-        """None: control tokens that texts of chats spell out are encoded as control tokens."""
+        """Control tokens to mark in chats. None: the characters of a control token in a chat's text are encoded as that
+        control token."""
         self._guard = next((token.content for token in added.values() if _is_guard(self._core, token)), "")
         self._vocab_size = 1 + max(self._core.get_vocab(with_added_tokens=True).values())
         self._bound = token_bound(self._core)
 
     @classmethod
     def load(cls, folder: Path, *, control_tokens_in_text: bool = False) -> Self:
-        """Read tokenizer.json, tokenizer_config.json and the chat template, without network or code from the folder.
-        `control_tokens_in_text`: control tokens that texts of a chat spell out are encoded as control tokens.
-        Blocks for a second at the first call. Raises ModelError for missing or bad files."""
+        """Read tokenizer.json, tokenizer_config.json and the chat template, without using the network or running code
+        from the folder. With `control_tokens_in_text`, the characters of a control token in a chat's text are encoded
+        as that control token. The first call blocks for a second. Raises ModelError for missing or invalid files."""
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
         try:
@@ -85,7 +86,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Return the largest token id plus one. The model's own vocabulary may be padded beyond this number."""
+        """Return the largest token id plus one. The model's own vocabulary may be padded to a larger number."""
         return self._vocab_size
 
     @property
@@ -94,19 +95,22 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def chat_template(self, *, for_tools: bool = False) -> str:
-        """Return the chat template, or the one that the model has for chats with tools; empty when there is none."""
+        """Return the chat template, or with `for_tools` the template for chats with tools. Empty when the model has
+        none."""
         if not self.has_chat_template:
             return ""
         return str(self._hf.get_chat_template(tools=[{}] if for_tools else None))
 
     def silent_tokens(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the texts that are one special token each, by token id: `decode` gives them no text."""
+        """Return the texts that are encoded as a single special token, by token id. `decode` returns no text for these
+        tokens."""
         ids = {self._core.token_to_id(text): text for text in texts}
         return {token_id: text for token_id, text in ids.items() if token_id in self._special_ids}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return sixteen hex digits that are equal for two tokenizers iff they and their chat templates are equal."""
+        """Return sixteen hex digits. They are equal for two tokenizers if and only if the tokenizers and their chat
+        templates are equal."""
         content = f"{self._core.to_str()}/{self._hf.chat_template}"
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
@@ -116,23 +120,23 @@ class Tokenizer:
         return text
 
     def has_tokens_of(self, other: "Tokenizer") -> bool:
-        """Return whether both tokenizers have the same tokens, added ones included, under the same ids."""
+        """Return whether both tokenizers have the same tokens, including added ones, with the same ids."""
         mine, theirs = (each._core.get_vocab(with_added_tokens=True) for each in (self, other))
         return bool(mine == theirs)
 
     def min_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens of `text`, within milliseconds for megabytes. Returns 0 for a
-        tokenizer that is not known to keep every byte of a text (`baton.text.token_bounds`)."""
+        """Return a lower bound on the number of tokens of `text`. Takes milliseconds for megabytes of text. Returns 0
+        for a tokenizer that may drop bytes of a text (`baton.text.token_bounds`)."""
         return max(self._bound.min_tokens(text), min_parts(text)) if self._bound is not None else 0
 
     def encode(self, text: str) -> list[int]:
-        """Return a prompt's token ids. They begin with a beginning-of-sequence token iff the tokenizer's own
-        post-processor adds one. Special tokens spelled out in the text become special tokens. Raises
+        """Return a prompt's token ids. They begin with a beginning-of-sequence token if the tokenizer's own
+        post-processor adds one. The characters of a special token in the text are encoded as that special token. Raises
         InvalidArgumentError for text that is not Unicode."""
         return self._encode(text, "prompt", add_special_tokens=True)
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Return a conversation's token ids: renders it with `render_chat`, then encodes it with `encode_rendered`."""
+        """Return a conversation's token ids. Renders it with `render_chat`, then encodes it with `encode_rendered`."""
         return self.encode_rendered(self.render_chat(messages))
 
     def render_chat(
@@ -145,9 +149,10 @@ class Tokenizer:
         """Return a conversation as text in the model's chat template, with the given `ending`.
 
         `tools` are functions that the model may call, as OpenAI's API describes them. `options` are further variables
-        of the template, such as enable_thinking. The template writes all special tokens itself; special tokens that the
-        arguments spell out are marked, so that `encode_rendered` encodes them as text. Raises InvalidArgumentError for
-        bad messages or options and for a model without a template, and ModelError for a broken template.
+        of the template, such as enable_thinking. The template itself writes all special tokens. If the arguments
+        contain the characters of a special token, these are marked, so that `encode_rendered` encodes them as text.
+        Raises InvalidArgumentError for bad messages or options and for a model without a template, and ModelError for a
+        broken template.
         """
         _check_messages(messages, self._control)
         if own := _OWN_OPTIONS & options.keys():
@@ -164,7 +169,8 @@ class Tokenizer:
         return self._render([dict(message) for message in messages], given, {**options, **how})
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a rendered conversation, with no special token added. Raises InvalidArgumentError."""
+        """Return the token ids of a rendered conversation, without adding special tokens. Raises
+        InvalidArgumentError."""
         first, *others = [text] if self._control is None else cut(text)
         ids = self._encode(first, "messages", add_special_tokens=False)
         if others:
@@ -177,22 +183,23 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Return the text of token ids. Unknown ids add no text. Special tokens add none unless `with_special`. Broken
-        UTF-8 becomes U+FFFD."""
+        """Return the text of token ids. Unknown ids have no text. Special tokens have no text unless `with_special`.
+        Broken UTF-8 becomes U+FFFD."""
         return self._core.decode(ids, skip_special_tokens=not with_special)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text that one token has within a text, with the leading space that `decode` drops at the start of
-        a text. Special tokens and unknown ids have none; a part of a character is U+FFFD."""
+        """Return the text of one token in the middle of a text. It includes the leading space that `decode` drops at
+        the start of a text. Special tokens and unknown ids have no text. A part of a character is U+FFFD."""
         return text_after(self.decode, *self._within, [token_id])
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """Return a new Detokenizer, which decodes the tokens of one stream, those after `prompt_ids`, incrementally."""
+        """Return a new Detokenizer, which incrementally decodes the tokens of one stream, beginning
+        after `prompt_ids`."""
         return Detokenizer(self.decode, self._is_silent, prompt_ids)
 
     @cached_property
     def _within(self) -> tuple[list[int], str]:
-        """Token ids of a letter, and their text: tokens after them are within a text."""
+        """Token ids of a letter, and their text. Tokens that follow them are decoded as in the middle of a text."""
         ids = self._encode("a", "text", add_special_tokens=False)
         return ids, self.decode(ids)
 
@@ -231,7 +238,7 @@ class Tokenizer:
 
 
 def _is_guard(core: Core, token: AddedToken) -> bool:
-    """Return whether text after the token is encoded as in the middle of a text, after the token's one id."""
+    """Return whether the token is encoded as a single id, and text after it is encoded as in the middle of a text."""
     if not token.special or token.lstrip or token.rstrip or token.single_word or token.normalized:
         return False
     return core.encode(token.content + "a", add_special_tokens=False).ids[:1] == [core.token_to_id(token.content)]
