@@ -1,1 +1,2 @@
-"""Decisions by calculation: costs, partitions, calibrations (layer 1: stdlib and numpy; never torch, grpc, ray)."""
+"""Decisions by calculation: costs, partitions and calibrations. Layer 1: uses only the standard library and numpy,
+never torch, grpc or ray."""

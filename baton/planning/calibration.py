@@ -9,8 +9,9 @@
    "cost": {"linear_s": ..., "pair_s": ..., "fixed_s": ..., "issue_s": ..., "head_s": ..., "copy_s": ...},
    "link": {"latency_s": ..., "bandwidth": ...}, "push": null, or as link}
 
-A file without points and rows holds costs that were derived from the hardware's nominal rates. The fingerprint names
-the model and hardware that a table of partitions was made for. Pure, except that load and save block on the disk.
+A file without points and rows holds costs that were derived from the nominal rates of the hardware. The fingerprint
+identifies the model and hardware for which a table of partitions was made. Pure, except that `load` and `save` block on
+the disk.
 """
 
 import dataclasses
@@ -38,25 +39,25 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost model, the model and hardware that it is for, and the measurements that it was fitted to."""
+    """Cost model with the model and hardware that it describes, and the measurements to which it was fitted."""
 
     model: str
     """Name of the model."""
     hardware: str
-    """Description that identifies the kind of rank and link: processor, threads or GPU, interconnect."""
+    """Description that identifies the kind of rank and link: processor, threads or GPU, and interconnect."""
     kernel: Kernel
-    """Kernel of the measurements: the (query, key) pairs that a lone rank computed."""
+    """Query-key pairs that the attention kernel of a single rank computed in the measurements."""
     shape: ModelShape
     prefill_points: Points
-    """(tokens, seconds) of whole prompts on one rank alone."""
+    """Measurements of whole prompts on one rank alone: (tokens, seconds)."""
     link_points: Points
-    """(bytes, seconds) of single messages between neighbours."""
+    """Measurements of single messages between neighbouring ranks: (bytes, seconds)."""
     cost: CostModel
     rank_rows: tuple[RankRow, ...] = ()
-    """Chunks that ranks of chains computed while all ranks were busy, with their seconds."""
+    """Chunks that ranks of chains computed while all ranks were busy, with the measured seconds."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError that names the field of a number that cannot have been measured."""
+        """Raise ConfigError, naming the field, if a number cannot be the result of a measurement."""
         rows = [(row.tokens, row.before, row.seconds) for row in self.rank_rows]
         measured = {"prefill_points": self.prefill_points, "link_points": self.link_points, "rank_rows": rows}
         for name, points in measured.items():
@@ -68,12 +69,13 @@ class Calibration:
 
     @property
     def is_measured(self) -> bool:
-        """True if the costs were fitted to times of this model on this hardware; False if they are nominal."""
+        """True if the costs were fitted to measurements of this model on this hardware; False if they are nominal."""
         return bool(self.prefill_points or self.rank_rows)
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits, equal for the same model, shape, hardware and kernel, regardless of measurements."""
+        """Sixteen hex digits. They are equal for the same model, shape, hardware and kernel, regardless of the
+        measurements."""
         key = json.dumps([self.model, self.hardware, self.kernel.value, self.shape.identity], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
@@ -81,13 +83,13 @@ class Calibration:
 def calibrate_chain(
     origin: Calibration, rank_rows: Sequence[RankRow], link_points: Points, request_s: float
 ) -> tuple[Calibration, float]:
-    """Fit a cost model to measurements of a chain in service. Return the calibration, and the largest residual of the
-    rows as a fraction.
+    """Fit a cost model to measurements of a chain that serves requests. Return the calibration, and the largest
+    relative residual of `rank_rows`.
 
-    `origin` names the model and hardware. `request_s` is the seconds that a request took in addition to its chain; it
-    becomes head_s. The link of `origin` is kept without `link_points` (a chain of one rank). Its bandwidth is kept if
-    larger messages took no longer, as on an idle fast link. Raises InvalidArgumentError for too few rows, or times that
-    do not grow.
+    `origin` names the model and hardware. `request_s` is the time in seconds that a request took in addition to its
+    chain; it is stored as head_s. If `link_points` is empty (a chain of one rank), the link of `origin` is kept. Its
+    bandwidth is also kept if larger messages did not take longer, as on an idle fast link. Raises InvalidArgumentError
+    if there are too few rows, or if times do not increase with the number of tokens.
     """
     former = origin.cost
     fit = fit_ranks(rank_rows, former, BATON)
@@ -109,7 +111,8 @@ def calibrate_chain(
 
 
 def nominal(model: str, hardware: str, shape: ModelShape, rates: Hardware) -> Calibration:
-    """Return the calibration that is assumed before any measurement: FLOPs and bytes at nominal rates."""
+    """Return the calibration that is assumed before any measurement, from the model's FLOPs and bytes and the nominal
+    rates of the hardware."""
     return Calibration(model, hardware, Kernel.CAUSAL, shape, (), (), derive(shape, rates))
 
 
@@ -119,7 +122,7 @@ def save(calibration: Calibration, path: Path) -> None:
 
 
 def dumps(calibration: Calibration) -> str:
-    """Return the text of the calibration's file."""
+    """Return the calibration as the text of a file."""
     cost = calibration.cost
     fields = {
         "model": calibration.model,
@@ -138,12 +141,14 @@ def dumps(calibration: Calibration) -> str:
 
 
 def load(path: Path) -> Calibration:
-    """Read a calibration from a file that `save` wrote. Raises ConfigError that names file, field and remedy."""
+    """Read a calibration from a file that `save` wrote. Raises ConfigError, which names the file, the field and the
+    remedy."""
     return loads(json_file.read(path, KIND), str(path))
 
 
 def loads(text: str, where: str) -> Calibration:
-    """Read a calibration from text that `dumps` made. Raises ConfigError with `where`, field and remedy."""
+    """Read a calibration from a text that `dumps` returned. Raises ConfigError, which contains `where`, the field and
+    the remedy."""
     with json_file.naming(where):
         data = json_file.parse(text, KIND, SCHEMA)
         calibration = _calibration(data)
@@ -175,8 +180,8 @@ def _calibration(data: dict[str, Any]) -> Calibration:
 
 
 def measured_link(points: Points, former: LinkModel) -> LinkModel:
-    """Return the link fitted to `points`, measured as (bytes, seconds) of messages. Keeps the bandwidth of `former` if
-    larger messages took no longer."""
+    """Return the link fitted to `points`, measured (bytes, seconds) of single messages. If larger messages did not take
+    longer, the bandwidth of `former` is kept."""
     try:
         return fit_link(points)
     except InvalidArgumentError:  # all sizes are equal, or larger ones took no longer: only the latency can be fitted
@@ -185,7 +190,7 @@ def measured_link(points: Points, former: LinkModel) -> LinkModel:
 
 
 def _link_fields(link: LinkModel) -> dict[str, float | None]:
-    """Return the link's fields for JSON, which has no infinity: an infinite bandwidth is null."""
+    """Return the link's fields for JSON. JSON has no infinity, so an infinite bandwidth is stored as null."""
     return {"latency_s": link.latency_s, "bandwidth": None if link.bandwidth == float("inf") else link.bandwidth}
 
 
@@ -204,7 +209,7 @@ def _points(data: dict[str, Any], name: str) -> Points:
 
 
 def _rows(data: dict[str, Any]) -> tuple[RankRow, ...]:
-    """Return the rank rows of a file; empty for a file of measurements of lone ranks."""
+    """Return the rank rows of a file; empty if the file has only measurements of single ranks."""
     try:
         return tuple(
             RankRow(int(tokens), int(before), bool(last), float(seconds))

@@ -1,5 +1,5 @@
-"""Rates of accelerators that bound a generation step, as their makers state them; a measured machine has the same form.
-Pure. Rates that prefill ranks reach in practice are in `baton.planning.hardware`."""
+"""Nominal rates of accelerators, which limit the speed of a generation step. The rates of a measured machine have the
+same form. Pure. The rates that prefill ranks reach in practice are in `baton.planning.hardware`."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class Chip:
-    """The rates that bound a generation step on one accelerator or machine; by default as in a roofline."""
+    """Rates of one accelerator or machine that limit the speed of a generation step. The default values of the fields
+    describe a roofline model."""
 
     flops: float
     """FLOP/s of matrices; a multiply-add counts as two."""
@@ -19,9 +20,10 @@ class Chip:
     kv_bandwidth: float | None = None
     """Bytes of KV that attention reads a second; None: the memory's bandwidth."""
     overlap: float = 1.0
-    """Overlap of reading and computing a matrix, as a fraction of the shorter of the two: 1 all, 0 nothing."""
+    """Fraction of the shorter one of reading and computing a matrix that overlaps with the longer one. 1: complete
+    overlap, 0: none."""
     layer_s: float = 0.0
-    """Fixed seconds of each layer, added for any batch: calls, small operations."""
+    """Fixed seconds of each layer, added for any batch: function calls and small operations."""
 
     def __str__(self) -> str:
         """Return the rates as readable text in one line."""
@@ -50,11 +52,12 @@ CHIPS = {
     "h100": Chip(flops=9.894e14, memory_bandwidth=3.35e12, memory_bytes=80e9),
     "h200": Chip(flops=9.894e14, memory_bandwidth=4.8e12, memory_bytes=141e9),
 }
-"""Accelerators by name, dense bf16: A100 80 GB, H100 and H200 SXM by data sheet; v5e by "How To Scale Your Model"."""
+"""Accelerators by name, with rates in dense bf16. A100 80 GB, H100 and H200 SXM: from data sheets. v5e: from "How To
+Scale Your Model"."""
 
 
 def chip_of(name: str) -> Chip:
-    """Return the accelerator of that name, in any case. Raises ConfigError for an unknown name."""
+    """Return the accelerator with a name, ignoring case. Raises ConfigError for an unknown name."""
     if name.lower() not in CHIPS:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(CHIPS)}, or here for this machine")
     return CHIPS[name.lower()]

@@ -1,4 +1,4 @@
-"""Check that predictions of two calibrations or step times are close, before one replaces the other. Pure."""
+"""Checks that the predictions of two calibrations or step times are close, before one replaces the other. Pure."""
 
 from collections.abc import Iterable
 
@@ -18,13 +18,14 @@ NOMINAL_FACTOR = 100.0
 _CHAINS = ((256,), (4096,), (2048, 2048))
 """Chunks of the chains whose predicted time to first token is compared."""
 _STEPS = ((1, 256), (1, 4096), (16, 1024))
-"""(sequences, tokens a sequence) of the generation steps whose predicted time is compared."""
+"""Generation steps whose predicted time is compared: (sequences, tokens of a sequence)."""
 _DRAFTS = 4
-"""Drafts of each sequence: the same steps with drafts are compared as well."""
+"""Number of drafts of each sequence in the steps that are compared with drafts."""
 
 
 def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
-    """Raise InvalidArgumentError if a prediction by `given` differs from that by `own` by more than a fixed factor."""
+    """Raise InvalidArgumentError if a prediction by `given` differs from the prediction by `own` by more than the
+    permitted factor. `what` names `given` in the error."""
     most = MEASURED_FACTOR if own.is_measured else NOMINAL_FACTOR
     for what_takes, new_s, old_s in zip(_names(given), _seconds(given), _seconds(own), strict=True):
         if not old_s / most <= new_s <= old_s * most:

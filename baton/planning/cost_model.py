@@ -17,12 +17,12 @@ from enum import Enum
 from baton.errors import ConfigError
 
 COSTS = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
-"""Names of the fields of a CostModel that are seconds."""
+"""Names of the fields of CostModel whose unit is seconds."""
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A full-duplex connection from one rank to the next: latency and bandwidth."""
+    """Full-duplex connection from one rank to the next: latency and bandwidth."""
 
     latency_s: float = 0.0
     """Seconds that a message takes in addition to the transfer of its bytes."""
@@ -39,7 +39,7 @@ class LinkModel:
         return self.latency_s + num_bytes / self.bandwidth
 
     def times(self, factor: float) -> "LinkModel":
-        """Return a link on which everything takes `factor` times as long."""
+        """Return a link on which every message takes `factor` times as long."""
         return LinkModel(self.latency_s * factor, self.bandwidth / factor)
 
 
@@ -52,16 +52,18 @@ class CostModel:
     pair_s: float
     kv_bytes: int
     project_share: float = 0.25
-    """Fraction of the linear time that comes before a chunk's KV can leave: query, key and value projections."""
+    """Fraction of a layer's linear time (the query, key and value projections) that must pass before a chunk's KV can
+    be sent."""
     fixed_s: float = 0.0
     issue_s: float = 0.0
     head_s: float = 0.0
-    """Seconds for the last token's logits; if measured in service, all seconds of a request outside its chain."""
+    """Seconds to compute the last token's logits. If measured while serving, all seconds of a request in addition to
+    its chain."""
     copy_s: float = 0.0
-    """Seconds to copy one token's KV, for protocols that need it contiguous. Baton's protocol does not."""
+    """Seconds to copy one token's KV in one layer, for protocols that need contiguous KV. Baton's protocol does not."""
     link: LinkModel = field(default_factory=LinkModel)
     push: LinkModel | None = None
-    """Each rank's own connection to the generation group; None: the time to push KV is left out."""
+    """Link from each rank to the generation group. None: the time to push KV is not predicted."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
@@ -74,23 +76,24 @@ class CostModel:
             raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
 
     def times(self, factor: float) -> "CostModel":
-        """Return costs with all times multiplied by `factor`, links included: the best partition stays the same."""
+        """Return costs with all times multiplied by `factor`, including those of links. The best partition does not
+        change."""
         slower = {name: factor * getattr(self, name) for name in COSTS}
         push = None if self.push is None else self.push.times(factor)
         return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
 
 
 class Kernel(Enum):
-    """Part of a rank's rectangle of (query, key) pairs that attention computes."""
+    """Query-key pairs that attention computes, among the rectangle of a rank's queries and all keys before its end."""
 
     DENSE = "dense"
     """The whole rectangle, masked afterwards, as in the KV-Runahead paper."""
     CAUSAL = "causal"
-    """The rectangle without the upper half of the rank's own square, as in Baton."""
+    """The rectangle without the upper half of the square of the rank's own queries and keys, as in Baton."""
 
     @property
     def own_part(self) -> float:
-        """Fraction of a rank's own square of pairs that is computed."""
+        """Fraction that is computed of the square of a rank's own queries and keys."""
         return 1.0 if self is Kernel.DENSE else 0.5
 
 
@@ -98,11 +101,12 @@ class Receive(Enum):
     """Time at which a rank receives the earlier tokens' KV of a layer."""
 
     BLOCKING = "blocking"
-    """Received before the rank begins that layer; the message is sent only then (the KV-Runahead paper's table 5)."""
+    """The KV is received before the rank begins the layer, and only then sent (table 5 of the KV-Runahead paper)."""
     OVERLAPPED = "overlapped"
-    """Receive posted early; the KV is needed after projecting (section 4.3 of the KV-Runahead paper)."""
+    """The receive is posted early. The KV is needed after the projections (section 4.3 of the KV-Runahead paper)."""
     LOCAL_FIRST = "local_first"
-    """Receive posted early; the KV is needed after projecting and attending to the rank's own chunk, as in Baton."""
+    """The receive is posted early. The KV is needed after the projections and the attention to the rank's own chunk, as
+    in Baton."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +116,10 @@ class Protocol:
     kernel: Kernel
     receive: Receive
     cut_through: bool = False
-    """True: each rank's chunk is a message, passed on when it arrives. False: a layer's KV is one message."""
+    """True: each rank's chunk is a message, which the next rank passes on when it arrives. False: all KV of a layer is
+    one message."""
     skip_last: bool = True
-    """True: the last layer computes only KV and the last token's output."""
+    """True: of the last layer, only the KV and the last token's output are computed."""
     num_copies: int = 0
     """Number of times that a rank rewrites a layer's KV before it sends it."""
 
@@ -124,9 +129,9 @@ PAPER = Protocol(Kernel.DENSE, Receive.BLOCKING, skip_last=False, num_copies=2)
 PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
 """Protocol of section 4.3 of the KV-Runahead paper: receives overlap with the projections."""
 BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)
-"""Protocol of `prefill_workers`; their relay's pieces are finer than the chunks assumed here."""
+"""Protocol of `prefill_workers`. Their relay sends smaller pieces than the chunks assumed here."""
 STORE_AND_FORWARD = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
-"""Baton's protocol with a relay that waits for a whole layer."""
+"""Baton's protocol with a relay that sends KV on only after it has received the whole layer."""
 
 PROTOCOLS = {
     "paper": PAPER,

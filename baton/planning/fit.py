@@ -1,6 +1,7 @@
 """Fits a cost model's numbers to measurements: least squares without negative coefficients.
 
-Points are weighted by 1 / seconds, so that an error of 5 % counts the same for a short prompt and a long one. Pure.
+Points are weighted by 1 / seconds, so that a relative error of 5 % has the same weight for short and long prompts.
+Pure.
 """
 
 import itertools
@@ -24,11 +25,11 @@ class RankRow:
     tokens: int
     """Tokens of the rank's chunk."""
     before: int
-    """Keys before the chunk: cached ones, and those of earlier ranks."""
+    """Number of keys before the chunk: cached keys, and keys of earlier ranks."""
     is_last: bool
-    """True if the rank was its chain's last; other ranks end once their last KV can be sent."""
+    """True if the rank was the last of its chain. Other ranks end as soon as their last KV can be sent."""
     seconds: float
-    """Seconds that the rank computed, without its waits."""
+    """Seconds that the rank computed, without waiting."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,12 @@ class PrefillFit:
     pair_s: float
     fixed_s: float
     residual: float
-    """Largest deviation of a point from the fit, as a fraction of its seconds."""
+    """Largest relative deviation of a point from the fit."""
 
 
 def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
-    """Fit prefill costs to (tokens, seconds) of whole prompts on one rank. Raises InvalidArgumentError for too few."""
+    """Fit prefill costs to measurements (tokens, seconds) of whole prompts on one rank. Raises InvalidArgumentError for
+    too few points."""
     tokens, seconds = _points("points", "token counts", points)
     pairs = tokens**2 * kernel.own_part
     columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
@@ -53,15 +55,15 @@ def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: 
 
 
 def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
-    """Fit prefill costs to chunks of chains whose ranks were all busy. Of `known`, only num_layers and project_share
-    are used. Raises InvalidArgumentError for too few rows."""
+    """Fit prefill costs to chunks of chains whose ranks were all busy. Only num_layers and project_share of `known` are
+    used. Raises InvalidArgumentError for too few rows."""
     _points("rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows])
     chunks = np.array([[row.tokens] for row in rows], dtype=np.float64)
     before = np.array([[row.before] for row in rows], dtype=np.float64)
     is_last = np.array([[row.is_last] for row in rows])
 
     def column(linear_s: float, pair_s: float, fixed_s: float) -> NDArray[np.float64]:
-        """Return the seconds of all rows if these were the costs."""
+        """Return the predicted seconds of all rows with these costs."""
         cost = CostModel(known.num_layers, linear_s, pair_s, 0, known.project_share, fixed_s=fixed_s)
         return rank_seconds(work_of(chunks, cost, protocol, before), is_last, cost, protocol)[:, 0]
 
@@ -72,8 +74,8 @@ def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> 
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> LinkModel:
-    """Fit a link to (bytes, seconds) of single messages, which take latency_s + bytes / bandwidth. Raises
-    InvalidArgumentError for too few points, or times that do not grow."""
+    """Fit a link to measurements (bytes, seconds) of single messages, which take latency_s + bytes / bandwidth. Raises
+    InvalidArgumentError if there are too few points, or if times do not increase with the number of bytes."""
     num_bytes, seconds = _points("points", "sizes", points)
     (latency_s, byte_s), _ = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
     if not byte_s > 0:
@@ -82,9 +84,9 @@ def fit_link(points: Sequence[tuple[float, float]]) -> LinkModel:
 
 
 def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[WorkCost, float]:
-    """Fit the cost of steps to their works and seconds, all above 0. Return the cost, and the largest deviation of a
-    step from it, as a fraction of the step's seconds. The cost of pairs stays that of `known` if no step compared more
-    than one query a key."""
+    """Fit the cost of steps to pairs of a step's work and its seconds, all above 0. Return the cost, and the largest
+    relative deviation of a step from it. If no step compared more than one query with a key, the pair cost of `known`
+    is kept."""
     columns = np.array([work.columns for work, _ in steps], np.float64)
     num_told = 4 if columns[:, 3].any() else 3
     costs, residual = fit_relative(columns[:, :num_told], np.array([seconds for _, seconds in steps]))
@@ -102,9 +104,9 @@ def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tupl
 
 
 def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
-    """Fit non-negative coefficients of the columns `[N, a few]` to the seconds `[N]`. Return them and the largest
-    deviation, as a fraction of the point's seconds. The best coefficients solve plain least squares on the columns with
-    coefficients above zero. With few unknowns, all subsets of columns can be tried."""
+    """Fit non-negative coefficients of the columns `[N, few]` to the seconds `[N]`, and return them with the largest
+    relative deviation. In the best fit, the positive coefficients solve an ordinary least-squares problem on their
+    columns. There are few columns, so all subsets are tried."""
     scaled = columns / seconds[:, None]
     scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
     num_columns = columns.shape[1]

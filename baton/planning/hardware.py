@@ -1,4 +1,4 @@
-"""Rates that kinds of rank reach, and a model's costs derived from its FLOPs and bytes. Pure."""
+"""Rates that kinds of rank reach in practice, and a model's costs derived from its FLOPs and bytes. Pure."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from baton.planning.model_shape import ModelShape
 from baton.planning.work_cost import WorkCost
 
 _MIXED_TOKENS = 16
-"""Number of tokens of a step over which the additional bytes of experts are spread evenly."""
+"""Number of tokens of a step over which the bytes of additional experts are spread evenly."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The rates that a kind of rank reaches in practice, not on paper."""
+    """Rates that a kind of rank reaches in practice, not those of data sheets."""
 
     linear_flops: float
     """FLOP/s of the layers' matrices."""
@@ -23,9 +23,10 @@ class Hardware:
     """FLOP/s of the attention kernel."""
     link: LinkModel
     scores_per_s: float = math.inf
-    """Attention scores (one for each query, key and head) a second, for a kernel that is bound by storing them."""
+    """Number of attention scores per second (one score for each query, key and head), for a kernel whose speed is
+    limited by storing them."""
     memory_bandwidth: float = math.inf
-    """Bytes a second of memory copies."""
+    """Bytes per second of memory copies."""
     fixed_s: float = 0.0
     issue_s: float = 0.0
 
@@ -53,8 +54,8 @@ def derive(shape: ModelShape, hardware: Hardware) -> CostModel:
 
 def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -> WorkCost:
     """Derive the cost of a generation step from a model's FLOPs and bytes at the hardware's rates. `weight_bytes`:
-    bytes of all weights that a step of one token reads. In a mixture of experts each further token adds the bytes of
-    the additional experts that it touches, on average over the first `_MIXED_TOKENS`."""
+    bytes of all weights that a step of one token reads. In a mixture of experts, each further token adds the bytes of
+    the additional experts that it uses, averaged over the first `_MIXED_TOKENS` tokens."""
     further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
     further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)
     return WorkCost(
@@ -83,11 +84,11 @@ HARDWARE = {
     "cpu-core": Hardware(2.1e11, 1.65e11, LinkModel(1e-4, 2e9), memory_bandwidth=1e10),
     "cpu-core-fp32": Hardware(1e11, 7.5e10, LinkModel(1e-4, 2e9), memory_bandwidth=1e10),
 }
-"""Kinds of rank by name, for estimates; a service measures its own (`baton.planning.calibration`)."""
+"""Kinds of rank by name, for estimates. A running cluster measures its own rates (`baton.planning.calibration`)."""
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return the kind of rank of that name. Raises ConfigError for an unknown name."""
+    """Return the kind of rank with a name. Raises ConfigError for an unknown name."""
     if name not in HARDWARE:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
     return HARDWARE[name]
@@ -95,16 +96,16 @@ def hardware_of(name: str) -> Hardware:
 
 @dataclass(frozen=True)
 class CoreRates:
-    """The rates that one core of a kind of processor reaches with one dtype."""
+    """Rates that one core of a kind of processor reaches with one dtype."""
 
     linear_flops: float
     """FLOP/s of a layer's matrices over a chunk of prompt."""
     pair_flops: float
     """FLOP/s of the attention kernel."""
     memory_bandwidth: float
-    """Bytes a second that one core reads."""
+    """Bytes per second that one core reads."""
     shared_bandwidth: float
-    """Bytes a second that all cores read together."""
+    """Bytes per second that all cores read together."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -119,8 +120,8 @@ class CoreRates:
 
 
 def cpu_rank(num_threads: int, dtype_bytes: int, core: CoreRates | None = None) -> Hardware:
-    """Return the rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32. The rates
-    follow from those of `core`, measured with that dtype; without it they are estimates."""
+    """Return the rates of a CPU rank with `num_threads` cores. `dtype_bytes` is 2 for bf16, 4 for fp32. The rates are
+    derived from those of `core`, measured with that dtype; without `core` they are estimates."""
     assumed = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
     if core is None:
         rates = {name: getattr(assumed, name) * num_threads for name in ("linear_flops", "pair_flops")}

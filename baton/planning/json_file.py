@@ -1,4 +1,5 @@
-"""JSON files with a schema number: errors name file, field and remedy, and a file is written whole or not at all."""
+"""JSON files with a schema number. Errors name the file, the field and the remedy. A file is written completely or not
+at all."""
 
 import contextlib
 import json
@@ -13,7 +14,7 @@ from baton.process.whole_files import whole
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Put `where` before the text of a ConfigError that the block raises."""
+    """Prepend `where` to the text of a ConfigError that the block raises."""
     try:
         yield
     except ConfigError as error:
@@ -31,7 +32,8 @@ def read(path: Path, kind: str) -> str:
 
 
 def parse(text: str, kind: str, schema: int) -> dict[str, Any]:
-    """Parse a file's text and return its object. Raises ConfigError for no JSON, or another kind or schema."""
+    """Parse a file's text and return its object. Raises ConfigError if the text is not JSON, or has another kind or
+    schema."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -58,7 +60,7 @@ def write(path: Path, text: str) -> None:
 
 
 def number(data: dict[str, Any], name: str) -> float:
-    """Return a field that is a finite number. Raises ConfigError when the field is missing or anything else."""
+    """Return the field `name` as a number. Raises ConfigError when it is missing or is not a finite number."""
     value = data.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{name} = {value!r} is not a number: give one")
@@ -66,7 +68,7 @@ def number(data: dict[str, Any], name: str) -> float:
 
 
 def text(data: dict[str, Any], name: str) -> str:
-    """Return a field that is a non-empty text. Raises ConfigError when the field is missing or anything else."""
+    """Return the field `name` as a text. Raises ConfigError when it is missing or is not a non-empty text."""
     value = data.get(name)
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{name} = {value!r} is not a text: give a name")
@@ -74,7 +76,7 @@ def text(data: dict[str, Any], name: str) -> str:
 
 
 def section(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a field that is a nested object. Raises ConfigError when the field is missing or anything else."""
+    """Return the field `name` as an object. Raises ConfigError when it is missing or is not an object."""
     value = data.get(name)
     if not isinstance(value, dict):
         raise ConfigError(f"{name} = {value!r} is not an object: give its fields")

@@ -1,4 +1,5 @@
-"""Shapes of models: the layers, heads and widths on which the time of a prefill depends; shapes of well-known models.
+"""Shapes of models: the numbers of layers, heads and widths on which the time of a prefill depends. Includes the shapes
+of well-known models.
 
 Used by the cost model and by `baton simulate`. Pure.
 """
@@ -28,9 +29,10 @@ class ModelShape:
     dtype_bytes: int = 2
     """Bytes of one element of weights and KV."""
     num_experts: int = 1
-    """Feed-forward parts of each layer; above 1 in a mixture of experts, whose routers do not count."""
+    """Number of feed-forward parts of each layer. Above 1 in a mixture of experts; the weights of its routers are
+    ignored."""
     num_active_experts: int = 1
-    """Feed-forward parts that a token passes through in each layer."""
+    """Number of feed-forward parts that a token passes through in each layer."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -49,14 +51,14 @@ class ModelShape:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Fields that identify this shape. Fields of experts are left out for a model without experts, so that
-        fingerprints of files from before these fields existed stay valid."""
+        """Fields that identify this shape. For a model without experts, the fields of experts are left out. So
+        fingerprints in files from before these fields existed remain valid."""
         fields = dataclasses.asdict(self)
         return fields if self.num_experts > 1 else {name: fields[name] for name in fields if "experts" not in name}
 
     @property
     def ffn_weights(self) -> int:
-        """Weights of a layer's feed-forward part; of one expert, in a mixture."""
+        """Number of weights in a layer's feed-forward part; in a mixture of experts, in one expert."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
@@ -66,30 +68,32 @@ class ModelShape:
 
     @property
     def projection_weights(self) -> int:
-        """Weights of a layer's query, key and value matrices, whose work precedes sending the layer's KV."""
+        """Number of weights in a layer's query, key and value matrices. These products must be computed before the
+        layer's KV can be sent."""
         return self.hidden * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the matrices of one layer that a token is multiplied with: all except those of other experts."""
+        """Number of weights in the matrices of one layer with which a token is multiplied. Experts that the token does
+        not use are not counted."""
         attention = self.projection_weights + self.hidden * self.head_dim * self.num_heads
         return attention + self.num_active_experts * self.ffn_weights
 
     @property
     def step_weights(self) -> int:
-        """Weights of all layers and of the output head with which a step multiplies each token."""
+        """Number of weights in all layers and the output head with which a step multiplies each token."""
         return self.num_layers * self.layer_weights + self.vocab * self.hidden
 
     def read_weights(self, num_tokens: int) -> float:
-        """Return the number of weights that a step of `num_tokens` tokens reads. In a mixture, experts that the step
-        touches count: on average, with experts drawn evenly and independently for each token."""
+        """Return the number of weights that a step of `num_tokens` tokens reads. In a mixture of experts, the mean for
+        tokens whose experts are drawn uniformly and independently."""
         touched = self.num_experts * (1 - (1 - self.num_active_experts / self.num_experts) ** num_tokens)
         further = max(touched - self.num_active_experts, 0.0)
         return self.step_weights + self.num_layers * further * self.ffn_weights
 
     @property
     def project_share(self) -> float:
-        """Fraction of a layer's linear work that comes before its KV can be sent."""
+        """Fraction of a layer's linear work that must be done before its KV can be sent."""
         return self.projection_weights / self.layer_weights
 
     @property
@@ -99,7 +103,7 @@ class ModelShape:
 
     @property
     def pair_flops(self) -> int:
-        """FLOPs of one (query, key) pair in one layer, all heads: a score and a weighted value."""
+        """FLOPs of one query-key pair in one layer, over all heads: a score and a weighted value."""
         return 4 * self.num_heads * self.head_dim
 
     @property
@@ -126,11 +130,11 @@ SHAPES = {
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, ffn=14336, vocab=128256),
     "smollm2-135m": ModelShape(30, 576, 9, 3, 64, ffn=1536, vocab=49152),
 }
-"""Published shapes by name; the -gqa8 and -mqa variants are those of the KV-Runahead paper's table 2."""
+"""Published shapes by name. The -gqa8 and -mqa variants are from table 2 of the KV-Runahead paper."""
 
 
 TIED = frozenset({"falcon-1b", "falcon-7b", "smollm2-135m"})
-"""Models among SHAPES whose output head shares its weights with the embedding."""
+"""Names of the models in SHAPES whose output head and embedding share their weights."""
 
 
 def shape_of(name: str) -> ModelShape:
@@ -141,7 +145,8 @@ def shape_of(name: str) -> ModelShape:
 
 
 def shape_from(fields: dict[str, Any], where: str) -> ModelShape:
-    """Build a shape from its fields by name. Raises ConfigError, with `where`, for missing or unknown fields."""
+    """Make a shape from its fields by name. Raises ConfigError, which contains `where`, for missing or
+    unknown fields."""
     known = {field.name: field for field in dataclasses.fields(ModelShape)}
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     if unknown := sorted(set(fields) - set(known)):

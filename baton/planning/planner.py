@@ -1,12 +1,15 @@
-"""Predictions for every request: division of a prompt among a chain's ranks, times of chains and of generation steps.
+"""Predictions for every request: how a prompt is divided among a chain's ranks, and the times of chains and of
+generation steps.
 
-All predictions in service come from the planner: for the division and width of a chain, the order of jobs, and the
-bound after which a chain counts as stalled. A measured calibration is used unchanged. Nominal costs are scaled by the
-times of finished jobs (`baton.planning.pace`), starting at the first job after each start of the orchestrator.
+A running cluster takes all predictions from the planner: for the division and width of a chain, for the order of jobs,
+and for the time after which a chain counts as stalled. A measured calibration is used unchanged. Nominal costs are
+scaled by the times of finished jobs (`baton.planning.pace`), starting at the first job after each start of the
+orchestrator.
 
-Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2) over knots that are searched when the planner is made; see
-docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a call takes 0.1 to 0.2 ms for few ranks. Making a
-planner takes some tenths of a second for 4 ranks and some seconds for 8, so it is done in a thread.
+Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2): they are interpolated between knots, which are partitions
+that are searched when the planner is made; see docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a
+call takes 0.1 to 0.2 ms for few ranks. Making a planner takes some tenths of a second for 4 ranks and some seconds for
+8, so it is done in a thread.
 """
 
 import math
@@ -29,30 +32,33 @@ from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
 _SEARCHED_RANKS = 8
-"""Widest chain that has knots: a search of that width takes a second. For wider chains a few shapes are compared by
-their predicted times."""
+"""Maximum width of a chain for which knots are searched; at this width a search takes a second. For wider chains a few
+partitions are compared by their predicted times."""
 _CLOSE_RANKS = 4
-"""Widest chain with knots a factor of 2 apart, between which 1 or 2 % are lost; wider ones have a factor of 4."""
+"""Maximum width of a chain whose knots are a factor of 2 apart in length, which loses 1 or 2 % of speed between them.
+For wider chains the factor is 4."""
 _LEAST_KNOT = 16
 _BELIEVED_S = 0.5
-"""Predicted seconds of computing above which a first job is a better estimate of the machine than nominal rates."""
+"""Seconds of predicted computing. A first job above it is a better estimate of the machine than the nominal rates."""
 _FETCH_S = 0.004
-"""Nominal fixed seconds of a fetch of cached KV, without latency and bytes: two calls, a connection, and files."""
+"""Nominal fixed seconds of a fetch of cached KV, without the link's latency and bytes: two calls, a connection, and
+files."""
 
 
 @dataclass(frozen=True)
 class PredictionBasis:
-    """Calibration, costs and knots behind predictions. Immutable: the planner replaces it as a whole."""
+    """Calibration, costs and knots from which predictions are made. Immutable: the planner replaces the
+    whole object."""
 
     calibration: Calibration
     cost: CostModel
-    """Costs of the calibration, scaled by the ranks' pace unless they were measured."""
+    """Costs of the calibration. If they were not measured, they are scaled by the ranks' pace."""
     knots: PartitionTable
 
 
 class ChainPlanner:
-    """Plans chains of up to `max_ranks` ranks by one calibration's costs. Any thread may request predictions. Only one
-    thread may change their basis (`adopt`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
+    """Plans chains of up to `max_ranks` ranks with the costs of one calibration. Any thread may request predictions.
+    Only one thread may change their basis (`adopt`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
 
     def __init__(
         self,
@@ -64,16 +70,16 @@ class ChainPlanner:
         local: LocalPrefill | None = None,
         table: PartitionTable | None = None,
     ) -> None:
-        """Search knots for prompts of up to `max_tokens`, unless `table` has those of an equal planner; longer prompts
-        are divided in the same proportions. Without `steps`, `step_s` raises ConfigError. Without `steps` or `local`,
-        `local_s` returns None. Raises InvalidArgumentError for less than one rank or token."""
+        """Search knots for prompts of up to `max_tokens`, unless `table` contains the knots of an equal planner. Longer
+        prompts are divided in the same proportions. Without `steps`, `step_s` raises ConfigError. Without `steps` or
+        `local`, `local_s` returns None. Raises InvalidArgumentError if `max_ranks` or `max_tokens` is below 1."""
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
         self.max_ranks = max_ranks
         self.max_tokens = max_tokens
         self.local = local
-        """Configuration of generation groups' own prefill; None if unknown."""
+        """Configuration of local prefill by generation groups; None if unknown."""
         self.steps = steps
         """Times of generation steps, by sequences and tokens; None if unknown."""
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
@@ -85,17 +91,17 @@ class ChainPlanner:
 
     @property
     def calibration(self) -> Calibration:
-        """The calibration in force now, measured or nominal."""
+        """Calibration that is in use now, measured or nominal."""
         return self._basis.calibration
 
     @property
     def table(self) -> PartitionTable:
-        """The knots that were searched."""
+        """Knots that were searched."""
         return self._basis.knots
 
     @property
     def cost(self) -> CostModel:
-        """The costs that predictions are made of, scaled by the ranks' pace unless measured."""
+        """Costs from which predictions are made. If they were not measured, they are scaled by the ranks' pace."""
         return self._basis.cost
 
     def use_steps(self, steps: StepTimes) -> None:
@@ -103,8 +109,9 @@ class ChainPlanner:
         self.steps = steps
 
     def search(self, calibration: Calibration) -> PredictionBasis:
-        """Search the knots for another calibration and return the basis for `adopt`; changes nothing. Blocks during the
-        search. Knots range from few tokens to `max_tokens`, by a constant factor from one to the next."""
+        """Search the knots for another calibration and return the basis for `adopt`. Does not change the planner.
+        Blocks during the search. The lengths of knots go from few tokens to `max_tokens`, with a constant factor
+        between neighbours."""
         contexts = {}
         for width in range(2, self._num_searched + 1):
             least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
@@ -114,14 +121,14 @@ class ChainPlanner:
         return PredictionBasis(calibration, calibration.cost, build_table(calibration.cost, BATON, contexts))
 
     def adopt(self, basis: PredictionBasis) -> None:
-        """Predict by the result of `search` from now on, and forget observations. Running calls keep the former
-        basis."""
+        """Use a result of `search` for predictions from now on, and drop all observations. Calls that are running keep
+        using the former basis."""
         self._basis = basis
         self._forget()
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
-        """Record the times that the ranks of `group` took for a finished job. Nominal costs are scaled by them from now
-        on; if costs were measured, only the prediction for pushing KV changes."""
+        """Record the times that the ranks of `group` took for a finished job. Nominal costs are scaled by these times
+        from now on. If costs were measured, only the prediction for pushing KV changes."""
         basis = self._basis
         if not ranks:
             return
@@ -139,13 +146,13 @@ class ChainPlanner:
         self._basis = replace(basis, cost=replace(cost, fixed_s=fixed_s))
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are
-        cached. With fewer tokens than ranks, returns one range a token.
+        """Return consecutive, non-empty ranges that cover `tokens`, one for each rank in rank order. `tokens.start`
+        tokens are cached. With fewer tokens than ranks, return one range for each token.
 
-        Knots are searched without a cached prefix; after a prefix, the best chunks are more even. So after a prefix,
-        and where knots are far apart, the predicted times of the knots' proportions and of chunks of equal work are
-        compared, and the faster chunks returned. Raises InvalidArgumentError for no tokens, and for a number of ranks
-        that is not in 1 to `max_ranks`.
+        Knots are searched without a cached prefix. After a cached prefix, the best chunks are more equal. So after a
+        prefix, and where knots are far apart, two partitions are compared by their predicted times: the proportions of
+        the knots, and chunks of equal work. The faster one is returned. Raises InvalidArgumentError for no tokens, and
+        for a number of ranks that is not in 1 to `max_ranks`.
         """
         check_partition_request(tokens, num_ranks)
         if num_ranks > self.max_ranks:
@@ -161,25 +168,25 @@ class ChainPlanner:
         return as_ranges([int(chunk) for chunk in shapes[times.argmin()]], tokens.start)
 
     def ttft_s(self, chunks: Sequence[TokenRange]) -> float:
-        """Return the seconds to the first token on an idle chain of one rank a chunk."""
+        """Return the seconds to the first token on an idle chain that has one rank for each chunk."""
         lengths, cached = _lengths(chunks)
         return float(chain_ttft(lengths, self.cost, BATON, cached=cached))
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        """Return the seconds that each rank computes its layers, without waits and a request's other costs."""
+        """Return the seconds that each rank computes its layers, without waits and other costs of a request."""
         return self._rank_s(chunks, self.cost)
 
     def step_s(self, batch: float, context: float) -> float:
         """Return the seconds of a generation step of `batch` sequences with a mean of `context` tokens. Raises
-        ConfigError when the planner has no step times, InvalidArgumentError for less than one sequence."""
+        ConfigError when the planner has no step times, and InvalidArgumentError if `batch` is below 1."""
         if self.steps is None:
             raise ConfigError("this planner knows no step times: give it some, nominal ones at least")
         return self.steps.step_s(batch, context)
 
     def push_s(self, num_tokens: int, prefill_s: float) -> float:
-        """Return the seconds from the end of a chain that computes for `prefill_s` until the KV of its `num_tokens` has
-        arrived: the last layer's KV, and all KV that could not be sent before. Uses the nominal bandwidth, scaled by
-        observed pushes; 0 when the costs already include the push."""
+        """Return the seconds from the end of a chain until all KV of its `num_tokens` tokens has arrived. The chain
+        computes for `prefill_s`. At its end, the last layer's KV and all KV that could not be sent before are still
+        missing. Uses the nominal bandwidth, scaled by observed pushes. 0 when the costs already include the push."""
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
@@ -187,7 +194,7 @@ class ChainPlanner:
 
     def alone_s(self, tokens: TokenRange) -> float | None:
         """Return the seconds in which a generation group without running sequences prefills `tokens` by itself, with
-        the earlier tokens cached, not scaled by `local_factor`. None without `local`."""
+        the earlier tokens cached. The result is not scaled by `local_factor`. None without `local`."""
         if self.local is None:
             return None
         return sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
@@ -195,10 +202,10 @@ class ChainPlanner:
     def local_s(
         self, tokens: TokenRange, num_rows: float, context: float, alone_s: float | None = None
     ) -> tuple[float, float] | None:
-        """Return the seconds in which a generation group computes to prefill `tokens` by itself, with the earlier
-        tokens cached, and the seconds in which it meanwhile decodes `num_rows` sequences of `context` tokens. Both are
-        scaled by `local_factor`. None without `local` or step times. `alone_s`: result of the method `alone_s` for the
-        same tokens, if already known; calculating it takes most of this call."""
+        """Return two durations in seconds for a generation group that prefills `tokens` by itself, with the earlier
+        tokens cached: the computing of the prefill, and the decode steps of `num_rows` sequences of `context` tokens
+        during that time. Both are scaled by `local_factor`. None without `local` or step times. `alone_s`: result of
+        the method `alone_s` for the same tokens, if already known; calculating it takes most of this call."""
         prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
         if self.local is None or self.steps is None or prefill_s is None:
             return None
@@ -208,22 +215,23 @@ class ChainPlanner:
 
     @property
     def local_factor(self) -> float:
-        """Factor that scales `local_s`: learnt by `observe_local`; before its first call that of prefill ranks."""
+        """Factor that scales `local_s`. It is learnt by `observe_local`. Before the first call of that method, the
+        factor of prefill ranks is used."""
         return self._known_local_pace.factor
 
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
-        """Record that a generation group prefilled in `observed_s`; `predicted_s` is the unscaled sum of the two parts
-        of `local_s`."""
+        """Record that a generation group prefilled a prompt in `observed_s`. `predicted_s` is the unscaled sum of the
+        two results of `local_s`."""
         self._local_pace.note(observed_s, predicted_s)
 
     def pass_over_local(self) -> None:
-        """Record that a chain is predicted to be faster than a generation group. While this continues, observations of
-        generation groups are forgotten one by one."""
+        """Record that a chain is predicted to be faster than a generation group. If this continues, observations of
+        generation groups are dropped one by one."""
         self._local_pace.pass_over()
 
     def fetch_s(self, num_tokens: int, *, is_far: bool) -> float:
-        """Return the seconds of fetching the cached KV of `num_tokens` from the prefix store of another node, or of the
-        same node if not `is_far`: by the link's nominal bandwidth and latency, scaled by observed fetches."""
+        """Return the seconds to fetch the cached KV of `num_tokens` tokens from the prefix store of another node, or of
+        the same node if not `is_far`. Uses the link's nominal bandwidth and latency, scaled by observed fetches."""
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._fetch_pace.factor * self._nominal_fetch_s(num_bytes, is_far=is_far)
 
@@ -232,8 +240,8 @@ class ChainPlanner:
         self._fetch_pace.note(observed_s, self._nominal_fetch_s(num_bytes, is_far=is_far))
 
     def pass_over_fetch(self) -> None:
-        """Record that computing is predicted to be faster than a fetch that was possible. While this continues,
-        observations of fetches are forgotten one by one."""
+        """Record that computing is predicted to be faster than a possible fetch. If this continues, observations of
+        fetches are dropped one by one."""
         self._fetch_pace.pass_over()
 
     @property
@@ -241,7 +249,7 @@ class ChainPlanner:
         return self._local_pace if len(self._local_pace) else self._pace
 
     def _forget(self) -> None:
-        """Begin without observations."""
+        """Drop all observations and start without any."""
         self._pace, self._local_pace = Pace(_BELIEVED_S), Pace(_BELIEVED_S)
         self._push_pace, self._fetch_pace = Pace(), Pace()
 
@@ -250,13 +258,13 @@ class ChainPlanner:
         return _FETCH_S + (2 * link.latency_s if is_far else 0.0) + num_bytes / link.bandwidth
 
     def _push_s(self, num_bytes: int, prefill_s: float) -> float:
-        """Return the seconds of pushing KV beyond what overlaps with computing, by nominal rates."""
+        """Return the seconds of pushing KV that do not overlap with computing, by nominal rates."""
         link = self._basis.calibration.cost.link
         last_s = num_bytes / self.cost.num_layers / link.bandwidth
         return link.latency_s + max(last_s, num_bytes / link.bandwidth - prefill_s)
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
-        """Return the seconds of the longest single part of a layer on any rank: its computation, or a message on a
+        """Return the seconds of the longest single operation of a layer on any rank: its computation, or a message on a
         link. A chain that makes no progress for much longer has stalled."""
         lengths, cached = _lengths(chunks)
         cost = self.cost
@@ -271,7 +279,7 @@ class ChainPlanner:
         return tuple(float(each) for each in rank_seconds(work, is_last, cost, BATON)[0])
 
     def _shapes(self, tokens: TokenRange, width: int, basis: PredictionBasis) -> list[tuple[int, ...]]:
-        """Return the partitions to compare for a case without a knot."""
+        """Return the partitions to compare when no knot is close."""
         num_tokens, cost = len(tokens), basis.cost
         balanced = analytic_seed(num_tokens, width, cost, BATON.kernel, cached=tokens.start)
         if width > self._num_searched:

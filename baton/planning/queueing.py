@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from baton.errors import InvalidArgumentError
 
 _MANY_SERVERS = 500
-"""Number of servers above which Erlang's formula is replaced by its limit, which is within some percent there."""
+"""Number of servers above which Erlang's formula is replaced by its limit, which differs from it by a few percent."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Wait:
         return self.probability * math.exp(-seconds * self.probability / self.mean_s)
 
     def percentile(self, percent: float) -> float:
-        """Return the seconds that `percent` of the requests do not exceed."""
+        """Return the number of seconds that the wait of `percent` of the requests does not exceed."""
         late = 1 - percent / 100
         if self.probability <= late or self.mean_s <= 0:
             return 0.0
@@ -48,7 +48,8 @@ NO_WAIT = Wait(0.0, 0.0)
 
 
 def erlang_c(num_servers: int, load: float) -> float:
-    """Return the probability that a request waits: Poisson arrivals, exponential services, `load` = lambda / mu.
+    """Return the probability that a request has to wait, for Poisson arrivals and exponential service times. `load` is
+    lambda / mu.
 
     Returns 1 for a load of at least `num_servers`. Raises InvalidArgumentError for no server or a negative load.
     """
@@ -75,8 +76,8 @@ def _erlang_c_of_many(num_servers: int, load: float) -> float:
 def wait_for_servers(
     num_servers: int, rate: float, service_s: float, *, service_scv: float = 1.0, gap_scv: float = 1.0
 ) -> Wait | None:
-    """Return the wait of requests that arrive at `rate` a second and take `service_s` each; None if the queue grows
-    without bound.
+    """Return the distribution of the wait of requests. `rate` requests arrive per second, and each takes `service_s`
+    seconds. None if the queue grows without bound.
 
     `service_scv` and `gap_scv` are the squared coefficients of variation of services and of gaps between arrivals.
     """
@@ -93,8 +94,8 @@ def wait_for_servers(
 def settled_rows(token_rate: float, step_s: Callable[[float], float], most: float) -> float | None:
     """Return the number of sequences at which a batch settles, if each sequence gets one token a step.
 
-    By Little's law it is `token_rate`, the tokens a second of all requests of the batch, times the seconds of a step
-    with this number of sequences, at least one: `step_s` returns them. None if it would exceed `most`.
+    By Little's law, the number n satisfies n = token_rate * step_s(max(n, 1)). `token_rate` is the number of tokens per
+    second of all requests of the batch, and `step_s` returns the seconds of a step. None if n would exceed `most`.
     """
     if token_rate <= 0:
         return 0.0

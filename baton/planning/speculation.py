@@ -23,32 +23,32 @@ MOST_DRAFTS = MAX_DRAFTS
 
 @dataclass(frozen=True)
 class Prospect:
-    """An option to draft for a decoding sequence, before a round."""
+    """One option to draft for a decoding sequence, before a round."""
 
     context: int
-    """Keys that the sequence attends to, its last token's own included."""
+    """Number of keys that the sequence attends to, including the last token's own key."""
     acceptance: float
-    """Probability that a draft is accepted when all before it were."""
+    """Probability that a draft is accepted if all drafts before it were accepted."""
     most_drafts: int
-    """Most drafts that the sequence can have."""
+    """Maximum number of drafts that the sequence can have."""
     draft_keys: int
-    """Keys that a draft step attends to; 0 if drafts take no step."""
+    """Number of keys that a draft step attends to; 0 if making drafts does not need a step."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Drafts of each sequence for a round, with the expected tokens and seconds."""
+    """Number of drafts of each sequence in a round, with the expected tokens and seconds."""
 
     num_drafts: tuple[int, ...]
-    """Drafts of each sequence, in the order of the sequences; all 0: a plain step."""
+    """Number of drafts of each sequence, in the order of the sequences. If all are 0, the round is a plain step."""
     offers: tuple[int, ...]
-    """Index of each sequence's chosen prospect among its prospects; 0 for a sequence without drafts."""
+    """Index of the prospect that was chosen for each sequence, among its prospects; 0 for a sequence without drafts."""
     num_tokens: float
-    """Expected tokens of all sequences."""
+    """Expected number of tokens of all sequences."""
     draft_s: float
     """Predicted seconds of the draft steps."""
     verify_s: float
-    """Predicted seconds of the step that verifies."""
+    """Predicted seconds of the step that verifies the drafts."""
 
     @property
     def rate(self) -> float:
@@ -62,14 +62,14 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
 
 
 def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
-    """Return the round with the most expected tokens a second; of equal rounds the one with fewer draft steps. Each of
-    `rows`, the sequences, has one or more prospects with equal `context`, of which one is chosen. `draft_cost`: cost of
-    draft steps, if another model runs them; None: that of other steps.
+    """Return the round with the most expected tokens per second; among equal rounds, the one with fewer draft steps.
+    `rows` holds the prospects of each sequence: one or more with equal `context`, of which one is chosen. `draft_cost`
+    is the cost of draft steps if another model runs them; None: the same as `cost`.
 
-    For a given number of draft steps, each further draft of a sequence adds expected tokens, fewer with every draft,
-    and a fixed time. At a rate of r tokens a second a draft pays while it adds more than r times its seconds. A
-    sequence takes the prospect that adds most beyond that. The best rate is found by repeating this with the rate
-    reached before (Dinkelbach, 1967).
+    For a given number of draft steps, each further draft of a sequence adds a fixed time and expected tokens, whose
+    number decreases with every draft. At a rate of r tokens per second, a draft is worthwhile if it adds more tokens
+    than r times its seconds. For each sequence, the prospect with the largest surplus is chosen. The best rate is found
+    by repeating this with the rate that the last repetition reached (Dinkelbach, 1967).
     """
     drafting = draft_cost or cost
     num_keys = sum(offers[0].context for offers in rows)
@@ -96,7 +96,7 @@ def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: W
 
 @dataclass(frozen=True)
 class _Priced:
-    """A prospect, and the seconds that each of its drafts adds to its draft step, and to the step that verifies."""
+    """Prospect with the seconds that each of its drafts adds to a draft step and to the step that verifies."""
 
     prospect: Prospect
     draft_s: float
@@ -109,7 +109,8 @@ class _Priced:
         return cls(prospect, draft_s, cost.token_s + prospect.context * cost.pair_s)
 
     def best(self, num_steps: int, rate: float) -> tuple[float, int]:
-        """Return the most tokens that drafts add beyond `rate` times their seconds, and the number of these drafts."""
+        """Return the largest surplus of expected tokens over `rate` times the seconds of the drafts, and the number of
+        drafts that reaches it."""
         prospect, seconds = self.prospect, self.draft_s + self.verify_s
         most = min(prospect.most_drafts, num_steps) if prospect.draft_keys else prospect.most_drafts
         num = min(most, _num_paying(prospect.acceptance, rate * seconds))
@@ -117,7 +118,8 @@ class _Priced:
 
 
 def _most_gaining(offers: Sequence[_Priced], num_steps: int, rate: float) -> tuple[int, int]:
-    """Return the index of the prospect that adds most, the first of equals, and its number of drafts."""
+    """Return the index of the prospect with the largest surplus (the first one if several are equal), and its number of
+    drafts."""
     found = [each.best(num_steps, rate) for each in offers]
     place = max(range(len(found)), key=lambda at: found[at][0])
     num = found[place][1]
@@ -125,7 +127,7 @@ def _most_gaining(offers: Sequence[_Priced], num_steps: int, rate: float) -> tup
 
 
 def _num_paying(acceptance: float, least: float) -> int:
-    """Return the number of drafts that each add at least `least` expected tokens."""
+    """Return the number of leading drafts that each add at least `least` expected tokens."""
     if acceptance <= least:
         return 0
     return MOST_DRAFTS if acceptance >= 1 or least <= 0 else int(math.log(least) / math.log(acceptance))

@@ -10,20 +10,20 @@ from baton.planning.fit import fit_work
 from baton.planning.work_cost import StepWork, WorkCost
 
 _KEPT_STEPS = 4
-"""Latest steps kept of each kind."""
+"""Number of latest steps that are kept of each kind."""
 _KEPT_KINDS = 48
 _NEW_STEPS = 8
-"""Observed steps after which costs are fitted again."""
+"""Number of observed steps after which costs are fitted again."""
 _Kind = tuple[int, int, int, int]
 
 
 class StepCosts:
-    """Learns a WorkCost from steps that ran."""
+    """Learns a WorkCost from observed steps."""
 
     def __init__(self, cost: WorkCost) -> None:
-        """Begin with `cost`, measured or nominal."""
+        """Begin with `cost`, which is measured or nominal."""
         self.cost = cost
-        """The cost of steps as known now."""
+        """Current estimate of the cost of steps."""
         self._steps: dict[_Kind, deque[tuple[StepWork, float]]] = {}
         self._num_new = 0
 
@@ -34,7 +34,7 @@ class StepCosts:
         kind = _kind(work)
         latest = self._steps.pop(kind, None) or deque(maxlen=_KEPT_STEPS)
         latest.append((work, seconds))
-        self._steps[kind] = latest  # the latest kind is the last
+        self._steps[kind] = latest  # the kind of the latest step is moved to the end
         if len(self._steps) > _KEPT_KINDS:
             del self._steps[next(iter(self._steps))]
         self._num_new += 1
@@ -44,5 +44,5 @@ class StepCosts:
 
 
 def _kind(work: StepWork) -> _Kind:
-    """Return a key that is the same for steps of about the same work."""
+    """Return a key that is equal for steps with nearly the same amount of work."""
     return work.num_steps, work.num_tokens, (work.num_keys**2).bit_length(), round(work.num_pairs / work.num_keys)

@@ -51,7 +51,7 @@ class StepTimes:
     contexts: tuple[int, ...] = ()
     """Measured tokens a sequence, ascending; empty if nothing was measured."""
     seconds: tuple[tuple[float, ...], ...] = ()
-    """Measured seconds: one row for each of `batches`, in it one time for each of `contexts`."""
+    """Measured seconds: one tuple for each of `batches`, with one time for each of `contexts`."""
 
     def __post_init__(self) -> None:
         for name, axis in (("batches", self.batches), ("contexts", self.contexts)):
@@ -70,14 +70,14 @@ class StepTimes:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits, equal for the same model, shape and hardware, regardless of measurements."""
+        """Sixteen hex digits. They are equal for the same model, shape and hardware, regardless of the measurements."""
         key = json.dumps([KIND, self.model, self.hardware, self.shape.identity], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
     def step_s(self, batch: float, context: float) -> float:
-        """Return the seconds of a step of `batch` sequences with `context` tokens, their mean if they differ. More
-        sequences or tokens never give less. Raises InvalidArgumentError for less than one sequence, or a negative
-        context."""
+        """Return the seconds of a step of `batch` sequences with `context` tokens each (the mean if lengths differ).
+        The result never decreases with more sequences or tokens. Raises InvalidArgumentError if `batch` is below 1 or
+        `context` is negative."""
         if not 1 <= batch < float("inf") or not 0 <= context < float("inf"):
             raise InvalidArgumentError(f"a step of {batch} rows of {context} tokens: give one row or more")
         if not self.is_measured:
@@ -90,7 +90,7 @@ class StepTimes:
         return inside_s + self._beyond_s(batch, context)
 
     def _beyond_s(self, batch: float, context: float) -> float:
-        """Return the seconds that sequences and tokens beyond the grid add."""
+        """Return the seconds that are added for sequences and tokens beyond the measured grid."""
         rows = min(max(batch, self.batches[0]), self.batches[-1])
         tokens = min(max(context, self.contexts[0]), self.contexts[-1])
         outer = self.cost.plain_s(max(batch, rows), max(context, tokens))
@@ -98,7 +98,8 @@ class StepTimes:
 
     @cached_property
     def _rising(self) -> NDArray[np.float64]:
-        """The measured seconds, raised so that they never fall with batch or context: `[batches, contexts]`."""
+        """Measured seconds, raised where needed so that they never decrease with batch or context: `[batches,
+        contexts]`."""
         table = np.array(self.seconds, dtype=np.float64)
         rising: NDArray[np.float64] = np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
         return rising
@@ -111,12 +112,12 @@ def tabulate(
     seconds: Sequence[Sequence[float]],
     rounds: Sequence[tuple[StepWork, float]] = (),
 ) -> tuple[StepTimes, float]:
-    """Make a table of measured step times of the model and hardware that `origin` names. Return it, and the largest
-    deviation of a measured time from the fitted cost, as a fraction.
+    """Make a table of measured step times of the model and hardware that `origin` names. Return the table, and the
+    largest relative deviation of a measured time from the fitted cost.
 
-    `rounds`: works and seconds of rounds of drafts; without any, the cost of pairs is that of `origin`. Without rounds,
-    sequences beyond a single batch add nothing, and tokens beyond a single context add nothing. Raises ConfigError for
-    bad axes or times.
+    `rounds`: work and seconds of measured rounds with drafts. If it is empty, the cost of pairs is that of `origin`. In
+    that case, if only one batch size was measured, more sequences do not add time, and if only one context was
+    measured, more tokens do not. Raises ConfigError for bad axes or times.
     """
     table = tuple(map(tuple, seconds))
     made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)
@@ -137,7 +138,8 @@ def nominal_steps(
 
 
 def path_beside(calibration: Path, times: StepTimes) -> Path:
-    """Return the path of the step times' file: in the folder of the prefill calibration, named by their fingerprint."""
+    """Return the path of the step times' file: in the folder of the prefill calibration, with the fingerprint of
+    `times` in its name."""
     return calibration.with_name(f"{times.fingerprint}.json")
 
 
@@ -157,8 +159,9 @@ def load(path: Path) -> StepTimes:
 
 
 def load_kept(path: Path) -> StepTimes | None:
-    """Read the step times from a file that `path_beside` names; None when it does not exist. Raises ConfigError where
-    `load` does, and when the times are of another model or hardware than those in the file's name."""
+    """Read the step times from a path that `path_beside` returned; None when the file does not exist. Raises the errors
+    of `load`, and ConfigError when the times are of another model or hardware than the fingerprint in the file's name.
+    """
     if not path.exists():
         return None
     found = load(path)
@@ -197,7 +200,8 @@ def _rows(data: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
 
 
 def _place(axis: tuple[int, ...], value: float) -> tuple[int, float]:
-    """Return the index of the axis point below a value, and its fraction (0 to 1) of the distance to the next."""
+    """Return the index of the largest axis point that is not above a value, and the fraction (0 to 1) of the way to the
+    next axis point."""
     if len(axis) == 1:
         return 0, 0.0
     index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)

@@ -1,7 +1,8 @@
-"""Terms of the options to prefill a request: by a chain, which pushes the KV, or by its generation group itself.
+"""Predicted terms of the two options to prefill a request: by a chain of prefill ranks, which pushes the KV, or by the
+generation group itself.
 
-They are made of the planner's predictions, and compared when a request is placed (`orchestrator.placement.predictions`)
-and by `baton plan --explain` (`baton_lab.study.break_even`). Pure.
+The terms are computed from the planner's predictions. They are compared when a request is placed
+(`orchestrator.placement.predictions`) and by `baton plan --explain` (`baton_lab.study.break_even`). Pure.
 """
 
 from baton.planning.planner import ChainPlanner
@@ -9,7 +10,8 @@ from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 
 Batch = tuple[float, float]
-"""Running sequences of a generation group, a mean if they vary, and the mean number of tokens of a sequence."""
+"""Number of running sequences of a generation group (a mean if it varies), and the mean number of tokens
+of a sequence."""
 
 
 def chain_terms(
@@ -20,8 +22,8 @@ def chain_terms(
     *,
     is_elsewhere: bool,
 ) -> PlacementTerms:
-    """Return the terms of a chain that computes for `prefill_s` at once and pushes the KV of `num_pushed` tokens to a
-    group that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node."""
+    """Return the terms of a chain that begins at once, computes for `prefill_s`, and pushes the KV of `num_pushed`
+    tokens to a group that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node."""
     step_s = _step_s(planner, batch) if planner.steps is not None else 0.0
     return PlacementTerms(
         queue_s=0.0,
@@ -43,9 +45,9 @@ def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_e
 def local_terms(
     planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, alone_s: float | None = None
 ) -> PlacementTerms | None:
-    """Return the terms of a prefill of `tokens`, at once, by a generation group that runs `batch`; None when the
-    planner has no LocalPrefill or no step times. `alone_s`: result of the planner's `alone_s` for these tokens, if it
-    is already known."""
+    """Return the terms of a prefill of `tokens` that begins at once on a generation group that runs `batch`. None when
+    the planner has no LocalPrefill or no step times. `alone_s`: result of the planner's `alone_s` for these tokens, if
+    it is already known."""
     num_rows, context = batch
     found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context, alone_s)
     if found is None:
@@ -56,6 +58,7 @@ def local_terms(
 
 
 def _step_s(planner: ChainPlanner, batch: Batch) -> float:
-    """Return the mean seconds of a step of that batch. With less than one sequence, no step runs part of the time."""
+    """Return the mean seconds of a step of a batch. If the mean number of sequences is below one, the result is scaled
+    down, because no step runs part of the time."""
     num_rows, context = batch
     return min(num_rows, 1.0) * planner.step_s(max(num_rows, 1.0), context) if num_rows else 0.0

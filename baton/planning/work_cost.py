@@ -19,13 +19,13 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of one step, the sum of several steps, or the difference between steps."""
+    """Work of one step, of several steps in total, or of the difference between steps."""
 
     num_tokens: int
     num_keys: int
-    """Keys that are read, of all sequences."""
+    """Total number of keys of all sequences that are read."""
     num_pairs: int
-    """Pairs of query and key that are compared."""
+    """Number of query-key pairs that are compared."""
     num_steps: int = 1
 
     def __add__(self, other: "StepWork") -> "StepWork":
@@ -36,12 +36,13 @@ class StepWork:
 
     @classmethod
     def plain(cls, num_rows: int, num_keys: int) -> "StepWork":
-        """Return the work of a step that runs one token of each of `num_rows` sequences; `num_keys` is their sum."""
+        """Return the work of a step that runs one token of each of `num_rows` sequences. `num_keys` is the total number
+        of their keys."""
         return cls(num_rows, num_keys, num_keys)
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
-        """Return the factors of the four costs of a WorkCost, in the order of its fields."""
+        """Return the numbers by which the four costs of a WorkCost are multiplied, in the order of its fields."""
         return self.num_steps, self.num_tokens, self.num_keys, self.num_pairs - self.num_keys
 
 
@@ -53,14 +54,15 @@ class RowDrafts:
     """Drafts of one sequence in a round."""
 
     context: int
-    """Keys that its last token attends to."""
+    """Number of keys that the last token of the sequence attends to."""
     num_drafts: int
     draft_keys: int = 0
-    """Keys of the sequence that a draft step attends to; 0: drafts take no step."""
+    """Number of keys of the sequence that a draft step attends to; 0: making drafts does not need a step."""
 
 
 def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
-    """Return the work of the steps that make the drafts of some sequences, one draft of each sequence a step."""
+    """Return the work of the steps that make the drafts of some sequences. Each step makes one draft of
+    each sequence."""
     stepping = [row for row in rows if row.draft_keys and row.num_drafts]
     if not stepping:
         return NO_WORK
@@ -70,7 +72,7 @@ def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
 
 
 def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
-    """Return the work of the step that verifies the drafts of some sequences; without drafts it is a plain step."""
+    """Return the work of the step that verifies the drafts of some sequences. Without drafts it is a plain step."""
     num_tokens = sum(1 + row.num_drafts for row in rows)
     num_pairs = sum((1 + row.num_drafts) * row.context for row in rows)
     return StepWork(num_tokens, sum(row.context for row in rows), num_pairs)
@@ -78,16 +80,16 @@ def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
 
 @dataclass(frozen=True)
 class WorkCost:
-    """Seconds that a step takes. Raises ConfigError for a number below 0, or one that is not finite."""
+    """Cost of steps in seconds. Raises ConfigError if a number is negative or not finite."""
 
     step_s: float
-    """Fixed seconds of any step, for reading the weights and for calls."""
+    """Fixed seconds of any step, for reading the weights and for function calls."""
     token_s: float
-    """Seconds of multiplying a token with the matrices."""
+    """Seconds to multiply a token with the matrices."""
     key_s: float
-    """Seconds of reading a key and value, in all layers."""
+    """Seconds to read a key and its value in all layers."""
     pair_s: float
-    """Seconds of comparing a further query with a key that is read anyway, in all layers."""
+    """Seconds to compare a further query with a key that is read in any case, in all layers."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -100,5 +102,6 @@ class WorkCost:
         return steps * self.step_s + tokens * self.token_s + keys * self.key_s + pairs * self.pair_s
 
     def plain_s(self, num_rows: float, context: float) -> float:
-        """Return the predicted seconds of a step with one token of each of `num_rows` sequences of `context` tokens."""
+        """Return the predicted seconds of a step with one token of each of `num_rows` sequences, each of which has
+        `context` tokens."""
         return self.step_s + num_rows * (self.token_s + context * self.key_s)

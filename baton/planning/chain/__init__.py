@@ -1,1 +1,1 @@
-"""The chain of a prefill: the division of a prompt among ranks, and the times at which they finish."""
+"""Chain of a prefill: how a prompt is divided among ranks, and at which times the ranks finish."""

@@ -1,7 +1,7 @@
 """Division of a prompt among the ranks of a KV-Runahead chain (Cho, Rastegari, Naik, ICML 2024, section 4.2).
 
-A division is one consecutive, non-empty range of tokens a rank, in rank order; `tokens.start` tokens are cached. With
-fewer tokens than ranks it has one range a token. Pure.
+A division has one consecutive, non-empty range of tokens for each rank, in rank order. `tokens.start` tokens are
+cached. With fewer tokens than ranks, it has one range for each token. Pure.
 """
 
 import itertools
@@ -12,8 +12,8 @@ from baton.types import TokenRange
 
 
 def even_partition(tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-    """Divide `tokens` into chunks of equal length, with the remainder spread over the first ranks (KVR-E). Raises
-    InvalidArgumentError for no tokens or no ranks."""
+    """Divide `tokens` into chunks of equal length (KVR-E); the first ranks get one more token each if there is a
+    remainder. Raises InvalidArgumentError for no tokens or no ranks."""
     check_partition_request(tokens, num_ranks)
     width = min(num_ranks, len(tokens))
     base, extra = divmod(len(tokens), width)
@@ -21,13 +21,14 @@ def even_partition(tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]
 
 
 def as_ranges(chunks: Sequence[int], start: int) -> tuple[TokenRange, ...]:
-    """Return consecutive ranges of these lengths that begin at `start`."""
+    """Return consecutive ranges, the first of which begins at `start`, with the lengths in `chunks`."""
     edges = itertools.pairwise(itertools.accumulate(chunks, initial=start))
     return tuple(TokenRange(*edge) for edge in edges)
 
 
 def check_partition_request(tokens: TokenRange, num_ranks: int) -> None:
-    """Raise InvalidArgumentError for no tokens or no ranks, with one text for all functions that divide prompts."""
+    """Raise InvalidArgumentError for no tokens or no ranks. Used by all functions that divide prompts, so that their
+    messages are equal."""
     if not len(tokens):
         raise InvalidArgumentError(f"tokens = [{tokens.start}, {tokens.end}) is empty: at least one is to be computed")
     if num_ranks < 1:

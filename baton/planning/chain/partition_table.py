@@ -1,8 +1,8 @@
 """KVR-P: partitions predicted from a table of searched ones, fast enough to be used for every request.
 
-A table belongs to one cost model. For each number of ranks it holds knots: context lengths with the fractions of the
-prompt that each rank takes. Between two knots the fractions are interpolated linearly; outside they are those of the
-nearest knot (KV-Runahead, ICML 2024, section 4.2). Pure.
+A table is valid for one cost model. For each number of ranks it holds knots. A knot is a context length with the
+fraction of the prompt that each rank computes. Between two knots the fractions are interpolated linearly; outside of
+all knots the nearest one is used (KV-Runahead, ICML 2024, section 4.2). Pure.
 """
 
 import itertools
@@ -18,13 +18,13 @@ from baton.planning.cost_model import CostModel, Protocol
 from baton.types import TokenRange
 
 _KNOT_SLACK = 0.005
-"""Fraction by which a knot may be slower than the best partition, so that neighbouring knots resemble each other
-(`search`)."""
+"""Fraction by which a knot's partition may be slower than the best one. The slack makes the partitions of neighbouring
+knots similar (`search`)."""
 
 
 @dataclass(frozen=True)
 class Knot:
-    """The partition that was searched for one context length."""
+    """Partition that was found for one context length."""
 
     num_tokens: int
     fractions: tuple[float, ...]
@@ -48,9 +48,9 @@ class PartitionTable:
                 assert math.isclose(sum(knot.fractions), 1, rel_tol=1e-6), f"fractions of {knot} do not sum to 1"
 
     def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; fewer when there are fewer
-        tokens. Raises InvalidArgumentError for no tokens or no ranks, ConfigError when the table has no knots for this
-        number of ranks."""
+        """Return consecutive, non-empty ranges that cover `tokens`, one for each rank in rank order. With fewer tokens
+        than ranks, return one range for each token. Raises InvalidArgumentError for no tokens or no ranks, and
+        ConfigError when the table has no knots for this number of ranks."""
         check_partition_request(tokens, num_ranks)
         if len(tokens) <= num_ranks:
             return as_ranges([1] * len(tokens), tokens.start)
@@ -74,7 +74,8 @@ class PartitionTable:
 
 
 def build_table(cost: CostModel, protocol: Protocol, contexts: Mapping[int, Iterable[int]]) -> PartitionTable:
-    """Search a knot for each number of ranks above 1 and each of its context lengths that has a token for each rank."""
+    """Search the knots of a table. `contexts` holds context lengths for each number of ranks above 1. Lengths with
+    fewer tokens than ranks are skipped."""
 
     def knot(num_tokens: int, num_ranks: int) -> Knot:
         chunks = search(num_tokens, num_ranks, cost, protocol, slack=_KNOT_SLACK)

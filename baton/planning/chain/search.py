@@ -1,9 +1,10 @@
 """KVR-S: the partition with the least predicted time to first token.
 
 The search starts from an analytic seed (equal work on every rank, no communication) and from seeds for slow links. It
-improves each seed by moving tokens between ranks while that helps, which takes seconds where the paper's grid took
-hours. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A search takes tens of milliseconds, so results
-are kept in a table (`baton.planning.chain.partition_table`) instead of searching for each request.
+improves each seed by moving tokens between ranks while this reduces the time. This takes seconds, whereas the paper's
+grid search took hours. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A search takes tens of
+milliseconds. This is too long for each request, so results are kept in a table
+(`baton.planning.chain.partition_table`).
 """
 
 import itertools
@@ -19,10 +20,11 @@ from baton.planning.cost_model import CostModel, Kernel, Protocol
 Partitions = NDArray[np.float64]
 """Chunks of many partitions, `[N partitions, n ranks]`."""
 Evaluate = Callable[[Partitions], NDArray[np.float64]]
-"""Returns the seconds of each partition, `[N]`."""
+"""Function that returns the predicted seconds of each partition, `[N]`."""
 
 _COARSE_STEPS = 256
-"""Seeds are first improved in steps of at least 1 / this of the prompt; the best two then in steps of one token."""
+"""Seeds are first improved in steps of at least 1 / _COARSE_STEPS of the prompt, then the best two in steps of one
+token."""
 _SAME = 1e-9
 
 
@@ -38,9 +40,10 @@ def search(
 ) -> tuple[int, ...]:
     """Return the best chunks found, each of at least one token, in rank order. Deterministic.
 
-    `resolution`: boundaries are at multiples of this number of tokens, or a smaller one if the prompt is too short.
-    `slack`: among all chunks that take at most this fraction longer than the best, those nearest to balance are chosen.
-    The result for one length then resembles that for the next, also where some ranks hardly matter (a slow link).
+    `resolution`: boundaries between chunks are multiples of this number of tokens, or of a smaller number if the prompt
+    is too short. `slack`: among all chunks that take at most this fraction longer than the best, those nearest to
+    balance are chosen. The results for neighbouring lengths are then similar, even if the chunks of some ranks hardly
+    affect the time, as with a slow link.
     """
     if num_ranks == 1:
         return (num_tokens,)
@@ -69,8 +72,9 @@ def search(
 def analytic_seed(
     num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
 ) -> tuple[int, ...]:
-    """Return chunks that take every rank equally long, without communication. Bisects that time; each chunk is the root
-    of a quadratic. After s tokens, c tokens take a c + b c (s + w c), w = 1 if dense, 1/2 if causal."""
+    """Return chunks that take all ranks the same time, without communication. This time is found by bisection, and each
+    chunk is the root of a quadratic equation: after s earlier tokens, a chunk of c tokens takes linear_s * c + pair_s *
+    c * (s + w * c), with w = 1 for the dense kernel and 1/2 for the causal one."""
     weight, a, b = kernel.own_part, cost.linear_s, cost.pair_s
 
     def chunks_within(limit_s: float) -> list[float]:
@@ -91,8 +95,9 @@ def analytic_seed(
 
 
 def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
-    """Move tokens from one rank to another while the time falls; halve the step when no move helps. Return the chunks
-    and their seconds. Pairs of moves are tried too: often the slowest rank can shed tokens only to two others."""
+    """Move tokens from one rank to another while the time decreases. When no move helps, halve the step. Return the
+    chunks and their seconds. Pairs of moves are tried as well, because the slowest rank can often give tokens only to
+    two other ranks at once."""
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])
     moves = _moves(len(best))
@@ -110,8 +115,8 @@ def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tu
 
 
 def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
-    """Round chunks to whole numbers of at least one token that sum to `num_tokens`. Every boundary stays within one
-    token of the given one, unless a chunk would be empty. Needs at least as many tokens as chunks."""
+    """Round chunks to whole numbers of tokens, each at least 1, with the sum `num_tokens`. Every boundary moves by at
+    most one token, unless a chunk would be empty. `num_tokens` must be at least the number of chunks."""
     scale = num_tokens / sum(chunks)
     num_chunks = len(chunks)
     ends: list[int] = []
@@ -124,8 +129,8 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return seeds for slow links: each rank has 0.5, 2 or 4 times the tokens of the rank before, or the last rank has
-    nearly all tokens."""
+    """Return seeds for slow links: either each rank has 0.5, 2 or 4 times the tokens of the rank before it, or the last
+    rank has nearly all tokens."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)
     shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]
@@ -133,8 +138,8 @@ def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
 
 
 def _moves(num_ranks: int) -> Partitions:
-    """Return the moves to try, `[moves, ranks]`: single moves of a token from one rank to another, and shifts from all
-    other ranks to one rank, or the reverse. For up to 4 ranks, also pairs of single moves."""
+    """Return the moves to try, `[moves, ranks]`: moves of one token from one rank to another, and shifts from all other
+    ranks to one rank or the reverse. With up to 4 ranks, pairs of single moves are included."""
     unit = np.eye(num_ranks)
     single = [unit[to] - unit[source] for to, source in itertools.permutations(range(num_ranks), 2)]
     spread = []

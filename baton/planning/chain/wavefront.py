@@ -30,25 +30,27 @@ class LayerTimes:
     """Computing time of each rank in a layer, in seconds; arrays `[N partitions, n ranks]`."""
 
     project: Seconds
-    """Seconds of fixed_s and the projections, after which KV can be sent."""
+    """Seconds of fixed_s and the projections. After them the chunk's KV can be sent."""
     own: Seconds
-    """Seconds of attention to the rank's own chunk."""
+    """Seconds of attention to the keys of the rank's own chunk."""
     far: Seconds
-    """Seconds of attention to cached and earlier tokens, and of the rest of the layer."""
+    """Seconds of attention to the keys of cached and earlier tokens, and of the rest of the layer."""
     copy: Seconds
     """Seconds of rewriting KV before it is sent; 0 on the first rank."""
     last_own: Seconds
-    """Seconds of `own` in the last layer on the last rank, for all queries or for one; `last_far` is its `far`."""
+    """Seconds of `own` in the last layer on the last rank, where attention may be needed for the last query only.
+    `last_far` is the same for `far`."""
     last_far: Seconds
 
     @property
     def layer(self) -> Seconds:
-        """Seconds of one layer, other than the last."""
+        """Seconds of any layer except the last one."""
         return self.project + self.own + self.far + self.copy
 
 
 def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> LayerTimes:
-    """Return the work of `[N, n]` chunks after `cached` tokens: one number, or `[N, 1]`."""
+    """Return the layer times of `[N, n]` chunks. `cached` is the number of cached tokens: one number for all, or `[N,
+    1]`."""
     earlier = np.cumsum(chunks, axis=1) - chunks
     own_keys = chunks * protocol.kernel.own_part
     rest_s = (1 - cost.project_share) * cost.linear_s
@@ -68,8 +70,8 @@ def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, ca
 
 def rank_seconds(work: LayerTimes, is_last: NDArray[np.bool_], cost: CostModel, protocol: Protocol) -> Seconds:
     """Return the seconds that ranks compute in all layers, without waits and logits, in the shape of the arrays of
-    `work`. `is_last` (broadcast to that shape) marks the last ranks of chains. With `skip_last`, all other ranks end
-    when their last KV can be sent."""
+    `work`. `is_last` (broadcast to that shape) marks the last rank of each chain. With `protocol.skip_last`, all other
+    ranks end as soon as their last KV can be sent."""
     layer = np.maximum(work.layer, cost.issue_s)
     end = np.maximum(work.project + work.last_own + work.last_far + work.copy, cost.issue_s)
     left = work.project + work.copy if protocol.skip_last else layer
@@ -79,7 +81,7 @@ def rank_seconds(work: LayerTimes, is_last: NDArray[np.bool_], cost: CostModel, 
 def chain_ttft(
     chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
 ) -> Seconds:
-    """Return the seconds to the first token, for one partition `[n]` or many `[N, n]`: a 0-d array, or `[N]`. With
+    """Return the seconds to the first token, for one partition `[n]` (a 0-d array) or many `[N, n]` (`[N]`). With
     `cost.push`, the time ends when the token is sampled and all KV has reached the generation group."""
     chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
     work = work_of(chunks_Nn, cost, protocol, cached)
@@ -108,7 +110,8 @@ def chain_ttft(
 def _rank(
     rank: int, work: LayerTimes, arrived: list[Seconds], setting: tuple[CostModel, Protocol]
 ) -> tuple[Seconds, Seconds]:
-    """Return when a rank begins each layer, and when it has the earlier tokens' KV: `[N, L]` each."""
+    """Return the times at which a rank begins each layer, and at which it has the KV of the earlier tokens: `[N, L]`
+    each."""
     cost, protocol = setting
     layers = np.arange(cost.num_layers, dtype=np.float64)
     project, own, far, copy = (each[:, rank] for each in (work.project, work.own, work.far, work.copy))
@@ -129,7 +132,8 @@ def _rank(
 def _pass_on(
     arrived: list[Seconds], ready_NL: Seconds, chunks: NDArray[np.float64], setting: tuple[CostModel, Protocol]
 ) -> list[Seconds]:
-    """Return when a rank's KV reaches the next, by message. BLOCKING: [a message's seconds, when it could be sent]."""
+    """Return the times at which a rank's KV reaches the next rank, for each message. With BLOCKING, return the seconds
+    of a message and the time at which it could be sent."""
     cost, protocol = setting
     chunk_s = chunks * cost.kv_bytes / cost.link.bandwidth
     if protocol.receive is Receive.BLOCKING:
@@ -147,7 +151,7 @@ def _pass_on(
 
 
 def _finish(begin: Seconds, have: Seconds, work: LayerTimes, setting: tuple[CostModel, Protocol]) -> Seconds:
-    """Return when the last rank ends the last layer, `[N]`."""
+    """Return the time at which the last rank ends the last layer, `[N]`."""
     cost, protocol = setting
     project, own, far, copy = work.project[:, -1], work.last_own[:, -1], work.last_far[:, -1], work.copy[:, -1]
     whole = np.maximum(project + own + far + copy, cost.issue_s)
@@ -159,7 +163,7 @@ def _finish(begin: Seconds, have: Seconds, work: LayerTimes, setting: tuple[Cost
 
 
 def _scan(ready_NL: Seconds, own_s: Seconds, after_s: Seconds) -> Seconds:
-    """Solve y[l + 1] = max(y[l] + own_s, ready[l] + after_s), y[0] = 0, for l up to L - 1. Return y `[N, L]`."""
+    """Solve y[l + 1] = max(y[l] + own_s, ready[l] + after_s), with y[0] = 0, for l = 0 to L - 1. Return y, `[N, L]`."""
     steps = np.arange(ready_NL.shape[1], dtype=np.float64) * own_s[:, None]
     out = np.zeros_like(ready_NL)
     out[:, 1:] = ready_NL[:, :-1] + after_s[:, None] - steps[:, 1:]
@@ -167,6 +171,7 @@ def _scan(ready_NL: Seconds, own_s: Seconds, after_s: Seconds) -> Seconds:
 
 
 def _fifo(ready_NL: Seconds, message_s: Seconds) -> Seconds:
-    """Return when a link that sends one message a layer has sent each, without latency: `[N, L]`."""
+    """Return the times at which a link that sends one message per layer has sent each message, without the link's
+    latency: `[N, L]`."""
     steps = np.arange(ready_NL.shape[1], dtype=np.float64) * message_s[:, None]
     return np.maximum.accumulate(ready_NL - steps, axis=1) + steps + message_s[:, None]
