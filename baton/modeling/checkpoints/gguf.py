@@ -49,9 +49,9 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
     """Write config.json, generation_config.json and model.safetensors (bf16) into `folder`, which must exist.
 
-    `progress(done, total)` is called with the number of tensors done, from 0 to total. Files appear complete or not at
-    all, config.json last, so that a folder with config.json is complete. Raises ModelError, one line, for a file that
-    is truncated or not supported, and for a disk that cannot be written. Idempotent.
+    `progress(done, total)` is called with the number of converted tensors, from 0 to total. Files appear complete or
+    not at all, config.json last, so that a folder with config.json is complete. Raises ModelError, one line, for a file
+    that is truncated or not supported, and for a disk that cannot be written. Idempotent.
     """
     with _one_line_errors(path):
         reader = GGUFReader(path)
@@ -111,7 +111,7 @@ def _permuted_heads(keys: GgufKeys) -> dict[str, int]:
 
 
 def _bf16(path: Path, tensor: ReaderTensor, num_heads: int | None) -> Tensor:
-    """Return the tensor de-quantised in fp32, its rows in our order, rounded to bf16."""
+    """Return the tensor, de-quantised in fp32, with its rows in our order, rounded to bf16."""
     try:
         values: npt.NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:

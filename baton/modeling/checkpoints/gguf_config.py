@@ -1,7 +1,8 @@
 """Reads a GGUF file's keys as the fields of a Hugging Face config.json and generation_config.json.
 
-`gguf` writes them into the folder that it makes. Most keys start with the architecture's name. Llama 3's RoPE scaling
-is not named, but stored as one factor per frequency. It is recognised by comparison with those of released models.
+`gguf` writes the fields into the folder that it makes. Most keys start with the architecture's name. GGUF files do not
+name Llama 3's RoPE scaling, but store one factor per frequency. The scaling is recognised by comparing these factors
+with those of released models.
 """
 
 from collections.abc import Mapping

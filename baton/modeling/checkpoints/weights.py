@@ -56,7 +56,8 @@ def load_decoder(
 
 
 def _account(stored: WeightFormat, checkpoint: Checkpoint, dtype: str) -> str:
-    """Return a line that reports how a checkpoint's quantised weights were loaded, and what was not used."""
+    """Return a log line that reports how a checkpoint's quantised weights were loaded, and which of its tensors were
+    not used."""
     done = f"{checkpoint.num_dequantised} weights dequantised to {dtype}, for there are no kernels for this format"
     tensors = [f"{number} {kind}" for kind, number in sorted(checkpoint.num_unused.items())]
     unused = ", ".join([*stored.unused, *tensors])
