@@ -1,1 +1,1 @@
-"""Devices: where attention and linears run, the memory that they read, and the link to host memory."""
+"""Devices: where attention and linear layers run, the device's memory, and the link between it and host memory."""

@@ -30,15 +30,15 @@ def copy_bytes(to: Tensor, source: Tensor) -> None:
 
 
 class ThreadLink:
-    """A Link whose fetches run on a thread of its own while others compute. Stores run on the caller's thread."""
+    """Link whose fetches run on a separate thread while other threads compute. Stores run on the caller's thread."""
 
     def __init__(self, copy: CopyTensor = copy_bytes) -> None:
         """`copy` is the function that copies one tensor."""
         self._copy = copy
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        """Thread of each direction that was used, by name."""
+        """Threads by the name of their direction. A direction that was never used has no thread."""
         self._starting = threading.Lock()
-        self._num_bytes_fetched = self._num_bytes_stored = 0  # each counted by one thread
+        self._num_bytes_fetched = self._num_bytes_stored = 0  # each is changed by one thread only
 
     @property
     def num_bytes_fetched(self) -> int:
@@ -51,16 +51,16 @@ class ThreadLink:
         return self._num_bytes_stored
 
     def fetch(self, copies: Copies) -> Transfer:
-        """Begin to copy, on the thread."""
+        """Start to copy on the thread."""
         return self._begin_fetch(partial(self._copy_all, copies), num_bytes_of(copies))
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Begin to copy selected keys and values, on the thread."""
+        """Start to copy selected keys and values on the thread."""
         args = heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes
         return self._begin_fetch(partial(native.operators().copy_heads, *args), heads.num_bytes)
 
     def store(self, copies: Copies) -> Transfer:
-        """Copy, and return when that is done."""
+        """Copy, and return when the copy is done."""
         return self._begin_store(partial(self._copy_all, copies), num_bytes_of(copies))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
@@ -103,7 +103,7 @@ class ThreadLink:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """Rate and latency of a link. An infinite rate is the rate at which the host copies."""
+    """Rate and latency of a link. With an infinite rate, copies take as long as the host needs."""
 
     bytes_per_s: float = float("inf")
     """Bytes per second in each direction; both directions work at the same time."""
@@ -118,20 +118,21 @@ class LinkRate:
 
 
 UNBOUND = LinkRate()
-"""A link as fast as the host copies."""
+"""Link whose copies take only as long as the host needs."""
 
 
 class _Pace:
-    """Timing of one direction: transfers run one after another, and none ends sooner than the link's rate allows."""
+    """Timing of one direction of a link: transfers run one after another, and none ends sooner than the link's rate
+    allows."""
 
     def __init__(self, rate: LinkRate) -> None:
         self._rate = rate
         self._free_s = 0.0
-        """Time at which the last transfer was due, by time.monotonic."""
+        """Time, by time.monotonic, at which the last transfer ends according to the rate."""
 
     def keep(self, began_s: float, num_bytes: int) -> None:
-        """Wait until a transfer whose copy began at `began_s` would be done. A wait that oversleeps does not delay the
-        transfers after it."""
+        """Wait until a transfer of `num_bytes` whose copy began at `began_s` would be done on the emulated link. If a
+        wait takes too long, later transfers are not delayed."""
         took_s = self._rate.latency_s + num_bytes / self._rate.bytes_per_s
         self._free_s = max(self._free_s, began_s) + took_s
         left_s = self._free_s - time.monotonic()
@@ -140,7 +141,8 @@ class _Pace:
 
 
 class PacedLink(ThreadLink):
-    """A Link that really copies, and takes as long as a link of the given rate. Both directions work concurrently."""
+    """Link that really copies the bytes, and takes as long as a link of the given rate. Both directions work at the
+    same time."""
 
     def __init__(self, rate: LinkRate, copy: CopyTensor = copy_bytes) -> None:
         super().__init__(copy)
@@ -161,7 +163,8 @@ class PacedLink(ThreadLink):
 
 
 class LinkAccess:
-    """HostAccess to a device's memory over its link, through host memory that the link can reach."""
+    """HostAccess to a device's memory. Bytes are copied over the device's link, through host memory that the link can
+    reach."""
 
     def __init__(
         self,
@@ -170,24 +173,24 @@ class LinkAccess:
         num_frames: int = NUM_FRAMES,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        """`make_home(num_bytes)` allocates host memory, uint8, from and to which the link copies fast."""
+        """`make_home(num_bytes)` allocates host memory (uint8) that the link can read and write fast."""
         self._link = link
         self._make_home = make_home
         self._frame_size = num_frames, frame_bytes
 
     @classmethod
     def plain(cls, link: Link, num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES) -> Self:
-        """Return an access through host memory that is not pinned."""
+        """Return a LinkAccess that uses host memory that is not pinned."""
         return cls(link, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), num_frames, frame_bytes)
 
     @cached_property
     def frames(self) -> StagingFrames:
-        """Return the device's staging frames. They are allocated at the first use: when the residency policy that keeps
-        KV on the device is made."""
+        """Return the device's staging frames. They are allocated at the first call, when the residency policy that
+        keeps KV on the device is made."""
         return StagingFrames(self._make_home, *self._frame_size)
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return a copy in host memory, made by one transfer."""
+        """Return a copy in host memory, which is made by one transfer."""
         staged = self._make_home(sum(source.nbytes for source in sources))
         copies, start = list[tuple[Tensor, Tensor]](), 0
         for source in sources:
@@ -197,7 +200,7 @@ class LinkAccess:
         return bytes_of(staged)
 
     def write(self, writes: Writes) -> Transfer:
-        """Begin to copy. Bytes in staging frames are copied directly; other bytes are first copied to memory that the
+        """Start to copy. Bytes in staging frames are copied directly. Other bytes are first copied to memory that the
         link can reach."""
         return self._link.fetch([(to, _like(to, self._staged(data))) for to, data in writes])
 
@@ -212,5 +215,5 @@ class LinkAccess:
 
 
 def _like(tensor: Tensor, staged: Tensor) -> Tensor:
-    """Return bytes of host memory in the shape and dtype of a tensor."""
+    """Return the bytes in `staged` as a tensor with the shape and dtype of `tensor`."""
     return staged.view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""The device cpu: it computes in host memory, so that its link copies from host memory to host memory."""
+"""The device `cpu`: it computes in host memory, so its link copies from host memory to host memory."""
 
 import torch
 
@@ -11,8 +11,8 @@ from baton.types import KvLayout, TokenRange
 
 
 class CpuDevice:
-    """The CPU. Implements Device. Its link copies at the memory's rate. Residency policies that keep a separate copy of
-    KV use it on the CPU too."""
+    """Device that computes on the CPU. Its link copies at the speed of memory. It is used by residency policies that
+    keep a separate copy of KV on the CPU as well."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -24,15 +24,15 @@ class CpuDevice:
         self.link = ThreadLink(copy)
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
-        """Make memory that is committed as it is written."""
+        """Make memory whose pages are committed when they are written."""
         return PagedMemory(layout, max_tokens)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
-        """Make memory whose pages are committed as they are written."""
+        """Make memory whose pages are committed when they are written."""
         return MappedPool(layout, num_pages, page_tokens)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
-        """Make memory that is committed as it is written."""
+        """Make memory whose pages are committed when they are written."""
         return PagedMemory(layout, max_tokens)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
@@ -42,7 +42,7 @@ class CpuDevice:
     home_buffer = buffer
 
     def bound(self, limit_bytes: int | None) -> None:
-        """Do nothing: host memory has limits of its own."""
+        """Do nothing: host memory is limited by the operating system."""
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Do nothing: all memory is the device's."""
+        """Do nothing: all memory belongs to the device."""

@@ -1,4 +1,4 @@
-"""The device cuda: a GPU with pinned host memory, and one stream for the copies of each direction."""
+"""The device `cuda`: a GPU with pinned host memory, and one CUDA stream for the copies of each direction."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -24,19 +24,19 @@ class CudaTransfer:
         self._event = event
 
     def result(self) -> None:
-        """Wait for the device, without the GIL."""
+        """Wait until the device has finished the copies, without holding the GIL."""
         self._event.synchronize()
 
     def join(self) -> None:
-        """Make the current stream wait for the copies; this thread continues."""
+        """Make the current stream wait for the copies. The calling thread does not wait."""
         torch.cuda.current_stream().wait_event(self._event)
 
     wait = result
 
 
 class CudaLink:
-    """A HeadLink of two streams. Bytes are counted when their copies are requested; those of `fetch_heads`, when they
-    are copied."""
+    """HeadLink with two CUDA streams. Bytes are counted when their copies are requested; those of `fetch_heads` when
+    they are copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -44,7 +44,8 @@ class CudaLink:
         self._counting = threading.Lock()
         self._num_bytes_fetched = 0
         self._num_bytes_picked = torch.zeros((), dtype=torch.int64, device=device)
-        """Bytes of selected keys and values, which only the device can count. Used on the stream of fetches."""
+        """Number of copied bytes of selected keys and values. Only the device can count them. Used on the stream of
+        fetches."""
         self.num_bytes_stored = 0
 
     @property
@@ -55,20 +56,21 @@ class CudaLink:
         return self._num_bytes_fetched + num_bytes_picked
 
     def fetch(self, copies: Copies) -> Transfer:
-        """Begin to copy, after the work queued on the current stream, which may still read what is overwritten."""
+        """Start to copy after the work queued on the current stream, because that work may still read the memory that
+        is overwritten."""
         with self._counting:
             self._num_bytes_fetched += num_bytes_of(copies)
         return self._copy(self._in, copies)
 
     def store(self, copies: Copies) -> Transfer:
-        """Begin to copy, after the work queued on the current stream."""
+        """Start to copy after the work queued on the current stream."""
         with self._counting:
             self.num_bytes_stored += num_bytes_of(copies)
         return self._copy(self._out, copies)
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Begin to copy, as `fetch` does, by a kernel that reads pinned host memory. The host never sees which keys are
-        selected."""
+        """Start to copy, as `fetch` does, with a kernel that reads pinned host memory. The host does not learn which
+        keys are selected."""
         addresses, pairs = (heads.home_B, heads.there_B), (heads.pairs_BGK2, heads.num_BG)
 
         def work() -> None:
@@ -78,7 +80,7 @@ class CudaLink:
         return self._run(self._in, work, (*addresses, *pairs))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Begin to copy, as `store` does, by a kernel that writes to pinned host memory."""
+        """Start to copy, as `store` does, with a kernel that writes to pinned host memory."""
         with self._counting:
             self.num_bytes_stored += rows.num_bytes
         addresses = rows.there_B, rows.home_B
@@ -97,8 +99,8 @@ class CudaLink:
         return self._run(stream, work, [to if to.is_cuda else source for to, source in copies])
 
     def _run(self, stream: torch.cuda.Stream, work: Callable[[], None], used: Iterable[Tensor]) -> CudaTransfer:
-        """Queue work on a stream, after the work queued on the current stream. `used`: device tensors that the work
-        reads or writes and that their owners may drop meanwhile."""
+        """Queue `work` on a stream, after the work queued on the current stream. `used`: device tensors that `work`
+        reads or writes, and that their owners may drop before it is done."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()
@@ -116,29 +118,30 @@ class CudaDevice:
     is_home = False
 
     def __init__(self, index: int = 0) -> None:
-        """Open the GPU of that index. Raises torch's error when it does not exist."""
+        """Open the GPU with this index. Raises torch's error when it does not exist."""
         self.torch_device = torch.device("cuda", index)
         self.link = CudaLink(self.torch_device)
         self._access = LinkAccess(self.link, _pinned)
 
     @property
     def memory_use(self) -> MemoryUse:
-        """Return the device memory that torch uses. The limit is what torch has reserved plus what is free."""
+        """Return the device memory that torch uses. The limit is the memory that torch has reserved plus the free
+        memory."""
         device = self.torch_device
         free_bytes, _ = torch.cuda.mem_get_info(device)
         limit_bytes = free_bytes + torch.cuda.memory_reserved(device)
         return MemoryUse(limit_bytes, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
-        """Make memory on the device, for the longest sequence."""
+        """Make memory on the device, large enough for the longest sequence."""
         return TensorMemory(layout, max_tokens, self.torch_device, access=self._access)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> TensorPool:
-        """Make memory on the device, all of it at once."""
+        """Make memory on the device. All of it is allocated immediately."""
         return TensorPool(layout, num_pages, page_tokens, self.torch_device, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
-        """Make pinned memory, for the longest sequence."""
+        """Make pinned host memory, large enough for the longest sequence."""
         return TensorMemory(layout, max_tokens, torch.device("cpu"), pinned=True)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
@@ -153,10 +156,10 @@ class CudaDevice:
         return KvBuffer.of(layout, tokens, torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=True))
 
     def bound(self, limit_bytes: int | None) -> None:
-        """Do nothing: torch refuses allocations that do not fit."""
+        """Do nothing: torch raises an error for allocations that do not fit."""
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Do nothing: torch itself refuses to compute with tensors of both memories."""
+        """Do nothing: torch raises an error when a computation mixes host tensors and device tensors."""
 
 
 def _pinned(num_bytes: int) -> Tensor:

@@ -1,9 +1,10 @@
-"""The device emulated: the CPU computes in an arena of its own, across a link of a configured rate.
+"""The device `emulated`: the CPU computes in a separate memory region (the arena), which host memory reaches only over
+a link of a configured rate.
 
-It runs what an accelerator would run, with the same buffers, fetches and limits, on a machine without one. Only its
-kernels are the CPU's. Weights and activations are allocated by torch outside the arena, and the limit of KV leaves room
-for the weights (`generate_workers.engine.memory_limits`). KV that attention reads is checked, by its address, to be in
-the arena (`require`). The host cannot take a view of the arena's bytes (`baton.modeling.kv.buffers.byte_view`).
+It emulates an accelerator on a machine without one, with the same buffers, fetches and limits. Its kernels are those of
+the CPU. Weights and activations are allocated by torch outside the arena, and the limit of KV leaves room for the
+weights (`generate_workers.engine.memory_limits`). KV that attention reads is checked, by its address, to be in the
+arena (`require`). The host cannot take a view of the arena's bytes (`baton.modeling.kv.buffers.byte_view`).
 """
 
 import weakref
@@ -38,19 +39,19 @@ class EmulatedDevice:
         return MemoryUse(arena.limit_bytes, arena.num_bytes, arena.peak_bytes)
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
-        """Make memory in the arena, committed as it is written."""
+        """Make memory in the arena, committed when it is written."""
         return PagedMemory(layout, max_tokens, self.arena, self._access)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
-        """Make memory in the arena. Its pages count while they are in use."""
+        """Make memory in the arena. Its pages count as used while they are in use."""
         return MappedPool(layout, num_pages, page_tokens, self.arena, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
-        """Make memory outside the arena, committed as it is written."""
+        """Make memory outside the arena, committed when it is written."""
         return PagedMemory(layout, max_tokens)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in the arena. All of its bytes count until the buffer is freed."""
+        """Make a buffer in the arena. All of its bytes count as used until the buffer is freed."""
         memory = PagedMemory(layout, len(tokens), self.arena, self._access)
         memory.commit(TokenRange(0, len(tokens)))
         buffer = KvBuffer.of(layout, tokens, memory.data_LS2GH, self._access)

@@ -1,7 +1,8 @@
 """Copies of single keys over a link: selected keys and values to the device, and new tokens' rows to host memory.
 
-Addresses are numbers, so that one call serves all sequences of a step, regardless of where their KV is stored. A
-HeadLink takes them. Threads of the host copy for a CPU and an emulated device (`copying`), kernels for a GPU (`cuda`).
+Locations are given as addresses, so that one call can copy for all sequences of a step, regardless of where their KV is
+stored. A HeadLink runs the copies. For a CPU and an emulated device, host threads copy (`copying`); for a GPU, kernels
+copy (`cuda`).
 
 B sequences, G kv heads, at most K selected keys of each head.
 """
@@ -18,19 +19,18 @@ from baton.modeling.kv.transfers import Transfer
 
 @dataclass(frozen=True)
 class PickedHeads:
-    """Selected keys and values of kv heads that are to be fetched: addresses, and the keys of each sequence. All
-    tensors are on the link's device."""
+    """Selected keys and values of kv heads that are to be fetched. All tensors are on the link's device."""
 
     home_B: Tensor
-    """Addresses of the sequences' KV of a layer in host memory, int64."""
+    """Address of each sequence's KV in host memory, in one layer, int64."""
     there_B: Tensor
-    """Addresses of the sequences' destinations on the device, int64."""
+    """Address of each sequence's destination on the device, int64."""
     pairs_BGK2: Tensor
-    """Pairs of a key's number in host memory and the number of its place on the device, int32."""
+    """Pairs of numbers, int32: the key's number in host memory, and the number of its destination on the device."""
     num_BG: Tensor
-    """Number of pairs of each kv head, int32."""
+    """Number of keys to fetch for each kv head, int32."""
     head_bytes: int
-    """Bytes of a head's key; its value has the same number."""
+    """Number of bytes of one key of a head. Its value has the same number of bytes."""
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -40,7 +40,8 @@ class PickedHeads:
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Rows to be stored, one for each of B sequences, each of the same number of bytes. Addresses are int64."""
+    """Rows to be stored in host memory: one row for each of B sequences, all with the same number of bytes. Addresses
+    are int64."""
 
     there_B: Tensor
     home_B: Tensor
@@ -53,10 +54,10 @@ class RowCopies:
 
 
 class HeadLink(Link, Protocol):
-    """A Link that also copies by addresses."""
+    """Link that can also copy between lists of addresses."""
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Begin to copy selected keys and values to the device."""
+        """Start to copy selected keys and values to the device."""
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Begin to copy rows to host memory, after the work that this thread has queued."""
+        """Start to copy rows to host memory, after the work that this thread has queued."""

@@ -11,8 +11,8 @@ from baton.modeling.device.port import Device
 
 
 def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
-    """Return the device of that name: cpu, cuda, emulated, or auto, which is the CPU. `rate` is that of an emulated
-    device's link. Raises ConfigError if the name is unknown or the device is not available."""
+    """Return the device with this name: cpu, cuda, emulated, or auto, which means cpu. `rate` is the rate of an
+    emulated device's link. Raises ConfigError if the name is unknown or the device is not available."""
     if name in ("auto", "cpu"):
         return CpuDevice()
     if name == "emulated":

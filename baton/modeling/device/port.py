@@ -1,4 +1,4 @@
-"""The device port: one device that computes, its memory, host memory, and the link between the two memories.
+"""Interface of devices: a device that computes, its memory, host memory, and the link between the two memories.
 
 `making` makes a device by its name. Implementations:
 
@@ -46,13 +46,13 @@ class Link(Protocol):
         """Return the bytes of finished transfers to host memory."""
 
     def fetch(self, copies: Copies) -> Transfer:
-        """Begin to copy from host memory to the device."""
+        """Start to copy from host memory to the device."""
 
     def store(self, copies: Copies) -> Transfer:
-        """Begin to copy from the device to host memory, after the work that this thread has queued."""
+        """Start to copy from the device to host memory, after the work that this thread has queued."""
 
     def rest(self) -> None:
-        """Wait for the copies that were requested, and end the threads. Later copies start them again. Idempotent."""
+        """Wait for the requested copies, and end the threads. Later copies start the threads again. Idempotent."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class MemoryUse:
     """Use of a device's memory."""
 
     limit_bytes: int | None
-    """Bytes available to this process. None: only host memory limits it."""
+    """Number of bytes available to this process. None: the number is limited only by host memory."""
     num_bytes: int
     """Bytes in use now."""
     peak_bytes: int
-    """Most bytes in use at a time."""
+    """Maximum number of bytes that were in use at the same time."""
 
 
 NO_MEMORY = MemoryUse(None, 0, 0)
-"""Memory use of a device that computes in host memory."""
+"""Memory use that is reported for a device that computes in host memory."""
 
 
 class Device(Protocol):
@@ -84,7 +84,7 @@ class Device(Protocol):
 
     @property
     def is_home(self) -> bool:
-        """Return whether the device computes in host memory, so that nothing has to cross a link."""
+        """Return whether the device computes in host memory, so that no copies over a link are needed."""
 
     @property
     def link(self) -> Link:
@@ -95,10 +95,10 @@ class Device(Protocol):
         """Return how much of the device's memory is in use."""
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> RowMemory:
-        """Make memory of the device for one sequence's KV. Raises OSError or an error in OUT_OF_MEMORY."""
+        """Make device memory for one sequence's KV. Raises OSError or an error in OUT_OF_MEMORY."""
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> PoolMemory:
-        """Make memory of the device for the pages that sequences share. Raises the same errors as `row_memory`."""
+        """Make device memory for pages, which sequences share. Raises the same errors as `row_memory`."""
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> RowMemory:
         """Make host memory for one sequence's KV. Raises the same errors as `row_memory`."""
@@ -107,28 +107,29 @@ class Device(Protocol):
         """Make a buffer in the device's memory. Raises an error in OUT_OF_MEMORY."""
 
     def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in host memory from and to which the link copies fast. Raises an error in OUT_OF_MEMORY."""
+        """Make a buffer in host memory that the link can read and write fast. Raises an error in OUT_OF_MEMORY."""
 
     def bound(self, limit_bytes: int | None) -> None:
-        """Limit the memory for sequences and buffers to `limit_bytes` in total, if the device counts it itself. None:
-        all of the device's memory."""
+        """Limit the memory for sequences and buffers to `limit_bytes` in total, if the device itself counts its memory.
+        None: all of the device's memory may be used."""
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Raise WrongMemoryError unless all of these bytes are the device's. Devices that cannot check do nothing."""
+        """Raise WrongMemoryError unless all of these bytes are in the device's memory. Devices that cannot check this
+        do nothing."""
 
 
 class Running:
-    """A Transfer that a thread of the host carries out."""
+    """Transfer that a host thread carries out."""
 
     def __init__(self, future: "Future[None]") -> None:
         self._future = future
 
     def result(self) -> None:
-        """Wait for the thread. Raises the error of the copy."""
+        """Wait until the thread has copied. Raises the error of the copy."""
         self._future.result()
 
     join = result  # the host computes
 
     def wait(self) -> None:
-        """Wait for the thread."""
+        """Wait until the thread has ended, even if the copy failed."""
         wait([self._future])
