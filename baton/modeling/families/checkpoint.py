@@ -1,8 +1,8 @@
 """A Hugging Face folder's safetensors, read tensor by tensor, without pickle.
 
-Families take their tensors from it when `baton.modeling.checkpoints.weights` loads a model, on any thread. Blocks. In
-addition to the tensors that were taken, at most one stored tensor is held in memory. A quantised tensor is dequantised
-in parts of `_PART_ELEMENTS`. Every tensor is hashed as it is stored (XXH3).
+Families load their tensors with it when `baton.modeling.checkpoints.weights` loads a model, on any thread. Blocks. In
+addition to the loaded tensors, at most one stored tensor is held in memory. A quantised tensor is dequantised in parts
+of `_PART_ELEMENTS`. Every tensor is hashed as it is stored (XXH3).
 
 N rows, K columns of a weight.
 """
@@ -28,7 +28,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 _PACKED = ("qweight", "weight_packed")
 """Names of weights whose codes are packed into words."""
 _PART_ELEMENTS = 2**20
-"""Most elements of a weight that are dequantised at a time, 4 MiB in fp32. A part has at least `_PART_ROWS` rows."""
+"""Maximum number of elements of a weight that are dequantised at a time (4 MiB in fp32). At least `_PART_ROWS` rows are
+dequantised at a time."""
 _PART_ROWS = 32
 
 Shapes = Mapping[torch.dtype, Collection[tuple[int, ...]]]
@@ -42,20 +43,20 @@ class StoredTensors(Protocol):
         """Return whether a tensor `name` exists."""
 
     def stored(self, name: str, allowed: Shapes) -> Tensor:
-        """Return the tensor `name` as it is stored, and count it among those taken. Raises ModelError for a tensor that
-        is missing, or whose type and shape are not allowed."""
+        """Return the tensor `name` as it is stored, and record it as loaded. Raises ModelError for a tensor that is
+        missing, or whose type and shape are not allowed."""
 
     def error(self, name: str, problem: str, remedy: str) -> ModelError:
         """Return an error about the tensor `name`, which names its file."""
 
 
 WeightRows = Callable[[int, int], Tensor]
-"""(start, stop) -> these rows of a quantised weight, dequantised, in fp32. `start` is a multiple of 32."""
+"""Function that returns rows [start, stop) of a quantised weight, dequantised to fp32. `start` is a multiple of 32."""
 
 
 class WeightFormat(Protocol):
-    """Format in which a checkpoint stores quantised weights. Its `str` includes all settings that change the meaning of
-    tensors."""
+    """Format in which a checkpoint stores quantised weights. Its `str` includes all settings that affect the values of
+    the weights."""
 
     @property
     def description(self) -> str:
@@ -66,12 +67,12 @@ class WeightFormat(Protocol):
         """Return the features of the checkpoint's config that are not used, as readable text."""
 
     def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
-        """Return the rows of the weight of `module`, which has this shape once dequantised. None: it is not quantised.
-        Raises ModelError for tensors that do not fit the format."""
+        """Return a function that returns rows of the weight of `module`, whose dequantised shape is `shape`. None: the
+        weight is not quantised. Raises ModelError for tensors that do not fit the format."""
 
     def unused_kind(self, name: str) -> str | None:
-        """Return the purpose, as readable text, of the tensor `name`, which was not taken and which no weight needs.
-        None for any other tensor."""
+        """Return the purpose, as readable text, of a tensor `name` that was not loaded because no weight needs it. None
+        for any other tensor."""
 
 
 class _TensorFile(Protocol):
@@ -83,8 +84,8 @@ class _TensorFile(Protocol):
 
 
 class Checkpoint:
-    """Tensors of a folder's safetensors files. Records which tensors were taken, and their hashes. Used by one
-    thread."""
+    """Tensors of a folder's safetensors files. Records which tensors were loaded, and their hashes. Used
+    by one thread."""
 
     def __init__(
         self,
@@ -97,12 +98,12 @@ class Checkpoint:
     ) -> None:
         """`weight_format`: format of quantised weights. None: no weights are quantised."""
         self.int8 = int8
-        """True if the weights of linear layers that are made of these tensors are to be rounded to int8."""
+        """True if the weights of linear layers are to be rounded to int8."""
         self.num_dequantised = 0
-        """Number of weights that were dequantised when they were taken."""
+        """Number of weights that were dequantised when they were loaded."""
         self.num_unused: Counter[str] = Counter()
-        """Number of tensors that were not taken and that a quantised checkpoint's weights do not need, by purpose.
-        Counted by `seal`."""
+        """Number of tensors, by purpose, that were not loaded because the weights of a quantised checkpoint do not need
+        them. Counted by `seal`."""
         self._weight_format = weight_format
         self._folder = folder
         self._dtype = dtype
@@ -114,11 +115,12 @@ class Checkpoint:
             torch.empty(0, device=device)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor `name`, which must have this shape: a copy on the device, in the checkpoint's dtype."""
+        """Load the tensor `name`, which must have this shape. Return a copy on the device, in the
+        checkpoint's dtype."""
         return self.fuse([(name, shape)])
 
     def fuse(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Return several tensors, concatenated along the rows, as one. They are read one at a time."""
+        """Load several tensors and return them concatenated along the rows. They are read one at a time."""
         num_rows = sum(shape[0] for _, shape in parts)
         with self._allocating():
             fused = torch.empty((num_rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
@@ -133,7 +135,7 @@ class Checkpoint:
         return name in self._file_by_name
 
     def expect_equal(self, name: str, other: str) -> None:
-        """Raise ModelError if a tensor `name` exists and differs from the tensor `other`, which was taken before."""
+        """Raise ModelError if a tensor `name` exists and differs from the tensor `other`, which was loaded before."""
         if name not in self._file_by_name:
             return
         with _opened(self._file_by_name[name]) as file:
@@ -185,7 +187,7 @@ class Checkpoint:
         return ModelError(f"{self._file_by_name[name]}: tensor {name} {problem}; {remedy}")
 
     def _remedy(self, name: str) -> str:
-        """Return the remedy for a tensor that is missing."""
+        """Return the remedy for a missing tensor, as text for an error."""
         module = name.removesuffix(".weight")
         packed = [f"{module}.{part}" for part in _PACKED if self.has(f"{module}.{part}")]
         if name.endswith(".weight") and packed:
@@ -193,7 +195,7 @@ class Checkpoint:
         return "download the model again"
 
     def _fill(self, part: Tensor, name: str) -> None:
-        """Copy the tensor `name`, dequantised if it is quantised, into `part`, which has its shape."""
+        """Copy the tensor `name` into `part`, which has the same shape. Dequantise it if it is quantised."""
         shape = tuple(part.shape)
         read_rows = None
         if self._weight_format is not None and len(shape) == 2:
@@ -208,8 +210,8 @@ class Checkpoint:
         self.num_dequantised += 1
 
     def _is_unused(self, name: str) -> bool:
-        """Return whether a tensor that was not taken belongs to a quantised checkpoint and does not affect the
-        model."""
+        """Return whether a tensor that was not loaded belongs to a quantised checkpoint and does not
+        affect the model."""
         if self._weight_format is None:
             return False
         kind = self._weight_format.unused_kind(name)

@@ -1,7 +1,8 @@
 """Falcon (Almazrouei et al., 2023): layer norms, a plain MLP parallel to the attention, few KV heads, RoPE.
 
-falcon-7b has one norm for both and one KV head. falcon-40b (`new_decoder_architecture`) has a norm for each and grouped
-heads. falcon-rw runs the MLP after the attention. The rows of fused projections are grouped by KV head.
+falcon-7b has one KV head, and one norm for attention and MLP. falcon-40b (`new_decoder_architecture`) has a separate
+norm for each of them, and grouped heads. falcon-rw runs the MLP after the attention. The rows of fused projections are
+grouped by KV head.
 
 N heads, G kv heads, R = N / G query heads per kv head, H head dim.
 """
@@ -31,7 +32,7 @@ from baton.modeling.forward.rope import RotaryTable
 
 _DEFAULT_EPS = 1e-5
 _DEFAULT_CONTEXT = 2048
-"""transformers' values for fields that a config may leave out."""
+"""Default of transformers for a field that a config may omit."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class FalconModel:
     """True if every projection has a bias."""
     activation: str
     parallel: bool
-    """True if attention and MLP read the same input, False if the MLP follows the attention."""
+    """True if attention and MLP read the same input, False if the MLP reads the result of the attention."""
     attention_norm: str
     mlp_norm: str
-    """Name of the MLP's norm within a layer. If it equals `attention_norm`, both use one norm."""
+    """Name of the MLP's norm within a layer. If it equals `attention_norm`, attention and MLP share this norm."""
 
     @classmethod
     def read(cls, fields: Fields) -> "FalconModel":
@@ -105,9 +106,9 @@ class FalconModel:
         return load_layer_norm(checkpoint, name, self.config.hidden_size, self.norm_eps)
 
     def _ungrouped(self, rows: Tensor) -> Tensor:
-        """Return the fused projection's rows in our order: all queries, all keys, all values. They are stored as `[G,
-        R + 2, H]`: in each group its queries, key and value. This also covers a single group and one group per
-        head."""
+        """Return the rows of the fused projection in our order: all queries, all keys, all values. Checkpoints store
+        them as `[G, R + 2, H]`: for each group, its queries, its key and its value. This also covers models with a
+        single group or one group per head."""
         groups = rows.view(self.config.num_kv_heads, -1, self.config.head_dim, *rows.shape[1:])
         return torch.cat([part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])])
 

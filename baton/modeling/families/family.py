@@ -1,4 +1,4 @@
-"""The port that each model family implements, and the loading code that families share.
+"""Interface that each model family implements, and the loading code that families share.
 
 A new family needs three things: a module in this folder whose class reads a config (`Fields`) and composes
 `baton.modeling.forward.layers` from a `Checkpoint`, a line in the table of `baton.modeling.checkpoints.registry`, and
@@ -25,30 +25,33 @@ HEAD = "lm_head.weight"
 
 
 class Family(Protocol):
-    """One model, as its config.json describes it: a frozen dataclass of the settings that its `load` uses."""
+    """One model as its config.json describes it. Implementations are frozen dataclasses of the settings that `load`
+    uses."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     """Declares to type checkers that implementations are dataclasses."""
 
     @property
     def config(self) -> ModelConfig:
-        """Return the facts of the model that other parts may use."""
+        """Return the properties of the model that other modules may use."""
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
-        """Take all tensors and compose the layers. Raises ModelError for a tensor that does not fit."""
+        """Load all tensors and compose the layers. Raises ModelError for a tensor that does not fit."""
 
 
 def load_linear(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool, *, gated: bool = False
 ) -> Linear:
-    """Load modules into one linear layer, concatenated along the rows. `rows`: number of rows by module name."""
+    """Load several modules into one linear layer, concatenated along the rows. `rows`: number of rows by
+    module name."""
     return make_linear(*load_parameters(checkpoint, rows, columns, bias), gated=gated, int8=checkpoint.int8)
 
 
 def load_parameters(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Load modules, concatenated along the rows, as `(weight, bias or None)`. `rows`: number of rows by module name."""
+    """Load several modules, concatenated along the rows, and return `(weight, bias or None)`. `rows`: number of rows by
+    module name."""
     weight = checkpoint.fuse([(f"{name}.weight", (count, columns)) for name, count in rows.items()])
     return weight, checkpoint.fuse([(f"{name}.bias", (count,)) for name, count in rows.items()]) if bias else None
 
@@ -61,7 +64,8 @@ def load_layer_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) ->
 def load_plain_mlp(
     checkpoint: Checkpoint, names: tuple[str, str], config: ModelConfig, activation: str, bias: bool
 ) -> PlainMlp:
-    """Load the two projections of these names, up and down, with an activation between them."""
+    """Load an MLP with two projections, up and down, and an activation between them. `names`: names of
+    the projections."""
     (up, down), hidden, inner = names, config.hidden_size, config.intermediate_size
     return PlainMlp(
         load_linear(checkpoint, {up: inner}, hidden, bias),
@@ -71,8 +75,8 @@ def load_plain_mlp(
 
 
 def load_ends(checkpoint: Checkpoint, config: ModelConfig, name: str, width: int) -> tuple[Tensor, Tensor | None]:
-    """Load the embedding `name` and the output head, both `[V, width]`. The head is None if it is tied to the
-    embedding."""
+    """Load the embedding `name` and the output head, both `[V, width]`. The head is None if it shares the embedding's
+    weight."""
     embedding = checkpoint.take(name, (config.vocab_size, width))
     if not config.tie_embeddings:
         return embedding, checkpoint.take(HEAD, (config.vocab_size, width))
@@ -90,9 +94,9 @@ def compose(
     final_norm: Transform,
     embedding_scale: float = 1.0,
 ) -> DecoderWeights:
-    """Return a model's weights, once all tensors are taken. `ends`: embedding and head, or None for a tied head, which
-    shares the embedding's weight. The fingerprint covers the tensors and the settings that change KV.
-    `embedding_scale` is rounded to the weights' dtype, in which the embeddings are scaled."""
+    """Return a model's weights. All tensors must have been loaded. `ends`: embedding and head; the head is None if it
+    shares the embedding's weight. The fingerprint covers the tensors and the settings that change KV. `embedding_scale`
+    is rounded to the weights' dtype, in which the embeddings are scaled."""
     embedding_VD, head_VD = ends
     # A head computes only the rows that need logits, not all tokens of a prompt.
     head = make_linear(embedding_VD if head_VD is None else head_VD, int8=checkpoint.int8, has_many_rows=False)

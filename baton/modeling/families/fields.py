@@ -72,7 +72,8 @@ class Fields:
         return default if value is None else value
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:
-        """Return the head dim of a model whose heads divide the hidden size among them."""
+        """Return the head dim: the hidden size divided by the number of heads. Raises ModelError if the result is not a
+        whole number."""
         if hidden_size % num_heads:
             raise self.error("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
         return hidden_size // num_heads

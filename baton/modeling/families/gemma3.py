@@ -1,8 +1,8 @@
 """Text models of Gemma 3 (Gemma Team, 2025): scaled embeddings, norms before and after attention and MLP, norms of
 queries and keys, and layers with a window or with full attention, each kind with its own RoPE.
 
-Its norms multiply by 1 + weight, in fp32. Scores are scaled by `query_pre_attn_scalar`, not by the head dim. The norm
-of the queries applies the difference, so that attention uses the same scale for all families.
+Its norms multiply by 1 + weight, in fp32. Gemma 3 scales scores by `query_pre_attn_scalar` instead of the head dim. The
+norm of the queries includes the ratio of the two scales, so that attention can use the same scale for all families.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _DEFAULT_WINDOW = 4096
 _DEFAULT_PATTERN = 6
 _DEFAULT_THETA = 1e6
 _DEFAULT_LOCAL_THETA = 1e4
-"""transformers' values for fields that a config may leave out."""
+"""Defaults of transformers for fields that a config may omit."""
 _ACTIVATION = "gelu_pytorch_tanh"
 _REFUSED = {
     "attn_logit_softcapping": "choose a Gemma 3, which has none",
@@ -48,7 +48,7 @@ class Gemma3Model:
     attention_bias: bool
     """True if the attention's projections have biases."""
     query_scale: float
-    """Factor on queries, in addition to that of the head dim."""
+    """Factor applied to queries, in addition to the usual scale of the head dim."""
     local_theta: float
     """Base of RoPE's frequencies in layers with a window."""
 
@@ -116,7 +116,8 @@ class Gemma3Model:
 
 
 def _read_config(fields: Fields) -> tuple[ModelConfig, float]:
-    """Return the config, whose RoPE is that of layers without a window, and the base of RoPE in layers with one."""
+    """Return the config and the base of RoPE in layers with a window. The RoPE of the config is that of layers without
+    a window."""
     fields.choice("hidden_activation", (_ACTIVATION,), _ACTIVATION)
     num_heads, num_layers = fields.count("num_attention_heads"), fields.count("num_hidden_layers")
     num_kv_heads = fields.count("num_key_value_heads")
@@ -150,7 +151,8 @@ def _read_config(fields: Fields) -> tuple[ModelConfig, float]:
 
 
 def _rope_of(fields: Fields, kind: str) -> Fields:
-    """Return the fields of RoPE for layers of one kind, in the form of a config whose layers all have the same RoPE."""
+    """Return the fields of RoPE for layers of one kind, in the form of a config in which all layers have
+    the same RoPE."""
     by_kind = fields.raw.get("rope_parameters") or {}
     if not isinstance(by_kind, Mapping) or not all(isinstance(each, Mapping) for each in by_kind.values()):
         raise fields.error("rope_parameters", "are not those of full_attention and sliding_attention")
@@ -167,7 +169,8 @@ def _rope_of(fields: Fields, kind: str) -> Fields:
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer. If no field names the layers' kinds, every sixth layer has no window."""
+    """Return the window of each layer. If the config does not name the kinds of layers, every sixth layer has no
+    window."""
     window = fields.count("sliding_window", _DEFAULT_WINDOW)
     kinds = fields.raw.get("layer_types")
     if kinds is None:

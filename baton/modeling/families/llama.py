@@ -21,7 +21,7 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Model types with norms of queries and keys."""
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
-"""transformers' values for fields that a config may leave out."""
+"""Default of transformers for a field that a config may omit."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class LlamaModel:
         )
 
     def _qkv(self, checkpoint: Checkpoint, at: str) -> Linear:
-        """Load the fused projection to queries, keys and values of the attention `at`."""
+        """Load the fused projection for queries, keys and values of the attention with the tensor prefix `at`."""
         config = self.config
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = {f"{at}.{name}_proj": rows for name, rows in (("q", width), ("k", kv_width), ("v", kv_width))}
@@ -96,7 +96,7 @@ class LlamaModel:
         return load_linear(checkpoint, {name: self.config.hidden_size}, width, self.output_bias)
 
     def _mlp(self, checkpoint: Checkpoint, at: str) -> Mlp:
-        """Load the feed-forward part `at`."""
+        """Load the feed-forward part with the tensor prefix `at`."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         gate_up = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
         return GatedMlp(
@@ -109,7 +109,7 @@ class LlamaModel:
 
 
 def read_config(fields: Fields, model_types: tuple[str, ...]) -> ModelConfig:
-    """Read the config of a model of one of these types, with the fields of the Llama family."""
+    """Read the config of a model whose type is in `model_types`, with the fields of the Llama family."""
     model_type = fields.choice("model_type", model_types)
     fields.choice("hidden_act", ("silu",), "silu")
     num_heads = fields.count("num_attention_heads")
@@ -140,7 +140,7 @@ def read_config(fields: Fields, model_types: tuple[str, ...]) -> ModelConfig:
 
 
 def _windows(fields: Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    if model_type == "mistral":  # the field absent means 4096, null means full attention
+    if model_type == "mistral":  # if absent it is 4096; null means full attention
         absent = "sliding_window" not in fields.raw
         window = _DEFAULT_WINDOW if absent else fields.optional_count("sliding_window")
         return (window,) * num_layers

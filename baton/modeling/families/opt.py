@@ -17,9 +17,9 @@ from baton.modeling.forward.norms import LayerNorm, Transform, unchanged
 from baton.modeling.forward.positions import LearnedTable
 
 _NORM_EPS = 1e-5
-"""Epsilon of norms: torch's default, which no config can change."""
+"""Epsilon of norms. It is torch's default; no config field changes it."""
 _FIRST_POSITION = 2
-"""Number of rows of the position table before that of position 0."""
+"""Number of rows in the position table before the row of position 0."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OptModel:
 
     config: ModelConfig
     embedding_size: int
-    """Width of the embedding table, projected to the hidden size and back if they differ (opt-350m)."""
+    """Width of the embedding table. If it differs from the hidden size (opt-350m), projections convert between them."""
     activation: str
     norm_first: bool
     """True if norms are before attention and MLP, False if they are after the residual sums (opt-350m)."""
@@ -54,8 +54,8 @@ class OptModel:
         )
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
-        """Load the model. Projections between embedding width and hidden size are multiplied into embedding and head
-        once. Checkpoints of the base model have tensor names without the prefix `model.`."""
+        """Load the model. If there are projections between embedding width and hidden size, they are multiplied into
+        the embedding and the head. Checkpoints of the base model have tensor names without the prefix `model.`."""
         config = self.config
         at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
         embedding_VD, head_VD = load_ends(checkpoint, config, f"{at}.embed_tokens.weight", self.embedding_size)

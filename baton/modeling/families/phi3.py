@@ -1,7 +1,8 @@
 """Phi-3 and Phi-4 (Abdin et al., 2024): Llama's layers, with projections that checkpoints store fused, and LongRoPE.
 
 Phi-4-mini rotates only a part of each head. Its query and key rows are reordered when they are loaded, so that the
-rotated dimensions come first in each half, as our RoPE requires. Scores of queries and keys do not change.
+rotated dimensions come first in each half, as our RoPE requires. The scores (products of queries and keys) do not
+change.
 
 H head dim, R rotated dimensions of it, W = (N + 2 G) * H rows of queries, keys and values, D hidden.
 """
@@ -22,7 +23,7 @@ from baton.modeling.forward.model_config import ModelConfig
 
 _DEFAULT_CONTEXT = 4096
 _DEFAULT_EPS = 1e-5
-"""transformers' values for fields that a config may leave out."""
+"""Default of transformers for a field that a config may omit."""
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _OLD_NAMES = ("su", "yarn")
 """Names of LongRoPE in early Phi-3 configs."""
@@ -55,7 +56,7 @@ class Phi3Model(LlamaModel):
         return make_linear(weight_WD, int8=checkpoint.int8)
 
     def _turning_first(self, weight_WD: Tensor, rotary_dim: int) -> Tensor:
-        """Return the rows in an order in which the rotated dimensions of each query and key come first in each half."""
+        """Return the rows reordered, so that the rotated dimensions of each query and key come first in each half."""
         config = self.config
         half, rest = rotary_dim // 2, config.head_dim - rotary_dim
         dims = torch.arange(config.head_dim)
@@ -74,8 +75,8 @@ class Phi3Model(LlamaModel):
 
 
 def _renamed(fields: Fields) -> Fields:
-    """Return the fields with LongRoPE's current name in place of an early one, and with transformers' default for the
-    shorter context if the config does not name it."""
+    """Return the fields with the current name of LongRoPE instead of an early one. If the config does not state the
+    shorter context, it is set to transformers' default."""
     name, parameters = rope_parameters(fields)
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind in _OLD_NAMES:

@@ -11,7 +11,7 @@ from baton.modeling.forward.linear import TorchLinear, make_linear
 from baton.modeling.forward.model_config import ModelConfig
 
 _DEFAULT_ACTIVE = 8
-"""transformers' value for a field that a config may leave out."""
+"""Default of transformers for a field that a config may omit."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Qwen3MoeModel(LlamaModel):
         return ExpertsMlp(TorchLinear(router_ED), products, config.num_active_experts, self.normalised)
 
     def _linears(self, checkpoint: Checkpoint, experts: list[str]) -> ExpertProducts:
-        """Load each expert as two linear layers. Weights are kept once, because an expert gets few of a prompt's
-        tokens."""
+        """Load each expert as two linear layers. Each weight is stored only once, because an expert gets few of a
+        prompt's tokens."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         gate_up, down = [], []
         for at in experts:

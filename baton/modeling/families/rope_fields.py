@@ -10,7 +10,7 @@ from baton.modeling.families.fields import Fields
 from baton.modeling.forward.model_config import RopeScaling
 
 _DEFAULT_THETA = 10000.0
-"""transformers' value for a field that a config may leave out."""
+"""Default of transformers for a field that a config may omit."""
 _KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 _PARTIAL = "partial_rotary_factor"
 
@@ -92,10 +92,10 @@ def _yarn(rope: Fields, original_max_position: int) -> RopeScaling:
 
 
 def _longrope(rope: Fields, rotary_dim: int, max_position: int, original_max_position: int) -> RopeScaling:
-    """Read LongRoPE, with the long factors if the model's context is longer than the one it was first trained with,
-    else the short ones. The choice does not depend on a sequence's length, unlike that of transformers. Otherwise a
-    sequence's keys would have to be computed again once it exceeds the shorter context, and short and long sequences
-    could not share them."""
+    """Read LongRoPE. The long factors are used if the model's context is longer than the one with which it was first
+    trained, else the short factors. The choice does not depend on a sequence's length, unlike that of transformers. If
+    it did, a sequence's keys would have to be recomputed when it exceeds the shorter context, and short and long
+    sequences could not share keys."""
     for name in ("short_mscale", "long_mscale"):
         rope.refuse(name, "choose a model without it")
     name = "long_factor" if max_position > original_max_position else "short_factor"
