@@ -1,1 +1,2 @@
-"""Our decoder for Llama, OPT and Falcon models, its KV memory and sampling (layer 1: torch; never grpc or ray)."""
+"""Decoder for the supported families of models, with its KV memory and sampling. Layer 1: uses torch, never grpc or
+ray."""

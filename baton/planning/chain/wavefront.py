@@ -39,7 +39,7 @@ class LayerTimes:
     """Seconds of rewriting KV before it is sent; 0 on the first rank."""
     last_own: Seconds
     """Seconds of `own` in the last layer on the last rank, where attention may be needed for the last query only.
-    `last_far` is the same for `far`."""
+    `last_far` holds the seconds of `far` there."""
     last_far: Seconds
 
     @property
