@@ -2,9 +2,9 @@
 
 `decoder` and the chains of `prefill_workers` call it on their engine's thread. Masks follow from absolute positions
 only: a query at position p attends to a key at position j iff j <= p and, with a sliding window w, j > p - w. So one
-routine serves whole prefill, a chain's chunk (own rows causal, received rows dense), chunked local prefill, multi-token
-verify and single-token decode. torch's SDPA aligns the causal mask of a rectangle at the top left (`is_causal=True`),
-which is wrong here. So only square blocks are passed to it as causal.
+routine serves whole prefill, a chunk of a prefill chain (causal for the chunk's own keys, dense for received keys),
+chunked local prefill, multi-token verify and single-token decode. torch's SDPA aligns the causal mask of a rectangle at
+the top left (`is_causal=True`), which is wrong here. So only square blocks are passed to it as causal.
 
 Merging partial results (o1, l1), (o2, l2) with l the log-sum-exp of scores:
     l = logaddexp(l1, l2),  o = o1 + (o2 - o1) * exp(l2 - l)      in fp32.
@@ -24,16 +24,18 @@ from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kv.buffers import KvRows
 
 Partial = tuple[Tensor, Tensor]
-"""Attention over some of the keys: (o_TNH in the queries' dtype, or fp32 once merged; lse_TN in fp32)."""
+"""Attention over some of the keys: (o_TNH, lse_TN). o_TNH has the queries' dtype, or fp32 after merging; lse_TN is in
+fp32."""
 Kernel = Callable[[Tensor, Sequence[KvRows], bool, Tensor | None], Partial]
-"""Function of (q_TNH, pieces, is_causal, mask_TS or None). All keys of all pieces are visible, with two exceptions.
-With `is_causal` the last piece is square and causal. With a mask there is one piece, and True in the mask = visible."""
+"""Function of (q_TNH, pieces, is_causal, mask_TS or None). Queries attend to all keys of all pieces, with two
+exceptions. With `is_causal`, the last piece is square and causal. With a mask there is one piece, and queries attend to
+the keys for which the mask is True."""
 
 _QUERY_BLOCK = 512
 _HEAD_DIM_STEP = 16
-"""Number that head dims must be multiples of for the C++ kernels: lanes of their widest registers."""
+"""Head dims must be a multiple of this number for the C++ kernels: the lanes of their widest registers."""
 _NOTHING = -1e30
-"""Log-sum-exp over no keys. Finite, so that two of them merge without NaN."""
+"""Log-sum-exp over no keys. It is finite, so that two of these values can be merged without NaN."""
 
 
 def merged(first: Partial, second: Partial) -> Partial:
@@ -59,7 +61,7 @@ def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Parti
 
 @piece_by_piece
 def cpu_flash_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by torch's flash attention for CPU. Grouped heads share K and V by a zero stride, not by copies."""
+    """Attend with torch's flash attention for CPU. Grouped heads share K and V by a zero stride, not by copies."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     k_G1SH = rows.k_SGH.permute(1, 0, 2).unsqueeze(1)
@@ -82,7 +84,8 @@ _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @piece_by_piece
 def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by plain matmuls with fp32 scores, on any device, in blocks of queries. The reference and fallback."""
+    """Attend with plain matrix products and fp32 scores, on any device, in blocks of queries. It is the reference, and
+    the fallback for other kernels."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     if causal:
@@ -106,7 +109,8 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by the C++ kernel for many queries on a CPU, else by torch's. Only after `native.load()`."""
+    """Attend with the C++ kernel if it supports the arguments (many queries on a CPU), else with torch's. Call
+    `native.load()` first."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
@@ -134,7 +138,7 @@ def on_device(kernel: Kernel, device: Device) -> Kernel:
 
 
 def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the fastest available kernel for a device and dtype, without Triton's."""
+    """Return the fastest available kernel for a device and dtype, not considering Triton kernels."""
     if device.type != "cpu":
         return plain_kernel
     is_ours = dtype in (torch.bfloat16, torch.float32) and native.load()
@@ -142,7 +146,8 @@ def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 class Attention:
-    """Attention of consecutive queries over segments that are added as they become available, in any order."""
+    """Attention of consecutive queries to segments of keys, which may be added in any order as they
+    become available."""
 
     def __init__(self, q_TNH: Tensor, first_position: int, window: int | None, kernel: Kernel) -> None:
         self._q_TNH = q_TNH
@@ -152,8 +157,8 @@ class Attention:
         self._found: Partial | None = None
 
     def add(self, *segments: KvRows) -> None:
-        """Attend to the keys of `segments`: all that have become available. Segments of one attention must not overlap,
-        and every query's own key must be in one of them. Keys that no query attends to are skipped."""
+        """Attend to the keys of `segments`, which must be available. Segments of one attention must not overlap, and
+        each query's own key must be in one of them. Keys that no query attends to are skipped."""
         dense: list[KvRows] = []
         for rows in segments:
             for part in self._parts(rows):
@@ -170,7 +175,8 @@ class Attention:
         return self._found[0].to(self._q_TNH.dtype)
 
     def _parts(self, rows: KvRows) -> list[KvRows]:
-        """Return the keys that some query attends to. Those before the first query are separate from the rest."""
+        """Return the keys that at least one query attends to. Keys before the first query are returned as a separate
+        piece."""
         if self._window is not None:
             rows = rows.slice(self._first - self._window + 1, rows.end_position)
         rows = rows.slice(0, self._first + len(self._q_TNH))
@@ -187,7 +193,8 @@ class Attention:
         return self._window is not None and rows.first_position <= last - self._window
 
     def _partly_seen(self, rows: KvRows, dense: list[KvRows]) -> Partial:
-        """Attend to keys that not all queries attend to; with a causal square, also to the pieces in `dense`."""
+        """Attend to keys that only some of the queries attend to. If they form a causal square, also attend to the
+        pieces in `dense`."""
         is_square = rows.first_position == self._first and len(rows.k_SGH) == len(self._q_TNH)
         if is_square and not self._is_windowed(rows):
             pieces = [*dense, rows]

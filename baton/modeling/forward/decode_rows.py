@@ -1,10 +1,11 @@
-"""Rows of a generation step: spans of few new tokens, whose attention is computed at once, each over its own length.
+"""Rows of a generation step: spans of few new tokens. One kernel call computes the attention of all rows, each over its
+own number of keys.
 
-`decoder` makes them from a step's spans. A row is a new token. The rows of a batch share neither length nor memory. So
-a kernel takes B addresses and B lengths, which are the same in all layers of a step except for the layer's offset. The
-number of calls per layer does not depend on the number of rows, and tokens of one sequence share one reading of its
-keys. Keys are contiguous, or in pages that each row's block table names, with the same results, bit for bit. Rows may
-attend to some of their keys only: those that their KvPlace does not leave out, or the selected keys of a call. Other
+`decoder` makes them from a step's spans. A row is a new token. The rows of a batch have different lengths and different
+memory. So a kernel gets B addresses and B lengths. They are the same in all layers of a step, except for the offset of
+the layer. The number of calls per layer does not depend on the number of rows, and the keys of a sequence are read once
+for all of its new tokens. Keys are contiguous, or in pages that each row's block table names, with the same results,
+bit for bit. Rows may attend to only some of their keys: a KvPlace may exclude keys, and a call may select keys. Other
 keys are not read. DecodeRows needs the native kernel (baton/modeling/kernels/attention/decode_attention.cpp), for CPUs
 and some dtypes. Otherwise such spans are computed like any other.
 
@@ -27,16 +28,18 @@ from baton.types import TokenRange
 
 
 class DecodeRows:
-    """Spans of a step that have few new tokens. Holds addresses: the spans must outlive it."""
+    """Spans of a step that have few new tokens. Holds memory addresses, so the spans must exist longer than this
+    object."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
-        """`spans`: for each span, the number of its first token among the step's, and the location of its keys. All
-        have memory for the same number of layers, and all have pages or none has. `row_bytes`: bytes of a token's K and
-        V in one layer. `windows`: sliding window of each layer. Only spans of one token may have windows."""
+        """`spans`: for each span, the index of its first token among the tokens of the step, and the location of its
+        keys. All spans must have memory for the same number of layers, and either all or none must have pages.
+        `row_bytes`: bytes of a token's K and V in one layer. `windows`: sliding window of each layer. Only spans of one
+        token may have windows."""
         tokens = [first + index for first, place in spans for index in range(place.num_new)]
         self.tokens_B = torch.tensor(tokens)
         self.in_order = tokens == list(range(len(tokens)))
-        """True if these tokens are the step's first ones, in order."""
+        """True if these tokens are the first tokens of the step, in order."""
         places = [place for _, place in spans]
         addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
         pages_BC, page_tokens = _pages(places)
@@ -55,7 +58,7 @@ class DecodeRows:
         self._table = pages_BC, page_tokens
         has_one_length = all(place.others is None for place in places)
         self.keys = RowKeys(addresses_LB, lengths_LB[0], self._table, queries_B, unseen_B2) if has_one_length else None
-        """Keys in all layers, with addresses `[L, B]`, without windows. None if the layers' lengths differ."""
+        """Keys in all layers, with addresses `[L, B]`, ignoring windows. None if the lengths differ between layers."""
         widest = int(lengths_LB.max())
         windows_L = torch.tensor([widest if window is None else window for window in windows])
         hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides
@@ -76,15 +79,16 @@ class DecodeRows:
         ]
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the rows' new keys and values to their places. The arguments are those of all tokens of the step."""
+        """Write the new keys and values of the rows to their memory. The arguments contain all tokens of the step."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
         native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], self._table)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the rows' attention `[B, N, H]`, in the queries' dtype. `q_TNH` are those of all tokens of the step.
+        """Return the attention of the rows, `[B, N, H]`, in the dtype of the queries. `q_TNH` contains the queries of
+        all tokens of the step.
 
-        With `picks` rows attend to exactly those keys. The layer's window is not applied to them: picks must be within
-        it. Raises RuntimeError when a row is to attend to a key that it does not have, or to none.
+        With `picks`, the rows attend to exactly these keys. They must be within the layer's window, which is not
+        applied. Raises RuntimeError if a row would attend to a key that does not exist, or to no key.
         """
         keys, chosen = self._seen[layer], None
         if picks is not None:
@@ -100,7 +104,7 @@ class DecodeRows:
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the native kernel is available and DecodeRows supports such KV."""
+    """Return whether the native kernel is available and supports KV of this dtype and head dim on this device."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load()
 
@@ -120,7 +124,7 @@ def _pages(places: Sequence[KvPlace]) -> tuple[Tensor | None, int]:
 
 
 def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return addresses, numbers of keys, and the ends (exclusive) of the new keys' numbers, each `[L, B]`."""
+    """Return the addresses, the numbers of keys, and the ends (exclusive) of the new keys' indices, each `[L, B]`."""
     (num_here,) = {place.num_layers for place in places}
     others = [place.others for place in places if place.others is not None]
     layers = torch.arange(num_here if others else num_layers)

@@ -1,8 +1,9 @@
 """The decoder: one forward over ragged spans of tokens serves every path, and every family.
 
-A span is a run of new tokens of one sequence plus access to its KV. Whole prefill, a chain's chunk, a chunked local
-prefill, a single decode step and a multi-token verify differ only in the spans they pass. A batch concatenates the
-tokens of several spans for the linears, and attends each span over its own length. Linears are fused (QKV, gate-up).
+A span is a run of consecutive new tokens of one sequence, with access to its KV. Whole prefill, a chunk of a prefill
+chain, chunked local prefill, a decode step and a multi-token verify differ only in their spans. The tokens of all spans
+of a batch are concatenated for the linear layers, whereas attention is computed for each span over its own length.
+Linear layers are fused (QKV, gate-up).
 
 In each layer, `project` writes the new keys (after RoPE) and values in place and returns the queries. `complete` runs
 the rest of the layer on the attention output. A chain (`prefill_workers`) computes its own attention between the two. A
@@ -41,14 +42,14 @@ from baton.types import KvLayout, TokenRange
 
 
 class Span(Protocol):
-    """Run of new tokens of one sequence, and the memory for their KV."""
+    """Run of consecutive new tokens of one sequence, and the memory for their KV."""
 
     @property
     def tokens(self) -> TokenRange:
         """Return the positions of the new tokens."""
 
     def own(self, layer: int) -> Tensor:
-        """Return the memory for the new tokens' K and V: a view `[len(tokens), 2, G, H]`."""
+        """Return the memory for K and V of the new tokens in a layer: a view `[len(tokens), 2, G, H]`."""
 
 
 class SequenceSpan(Span, Protocol):
@@ -58,50 +59,51 @@ class SequenceSpan(Span, Protocol):
         """Yield all keys that the new tokens attend to, including their own, in pieces that do not overlap."""
 
     def place(self) -> KvPlace | None:
-        """Return the location of those keys, if they are contiguous in the CPU's memory in every layer, or in pages of
-        a device's memory; else None."""
+        """Return the location of these keys if a kernel can address them: contiguous in the CPU's memory in every
+        layer, or in pages of a device's memory. Else return None."""
 
 
 class PassingSpan:
-    """Marks a SequenceSpan whose pieces share one buffer: each is valid until the next one is requested."""
+    """Marks a SequenceSpan whose pieces share one buffer. Each piece is valid only until the next one is requested."""
 
 
 class LayerTurns(Protocol):
-    """Calls to a residency policy before, in and after each layer of a forward, to fetch or select keys."""
+    """Callbacks before, in and after each layer of a forward, by which a residency policy fetches or selects keys."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Make the keys of `layer`, which is about to run on `hidden_TD`, available to the spans."""
+        """Make the keys of `layer` available to the spans, before the layer runs on `hidden_TD`."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the keys that the step's rows of one new token attend to in `layer`, in the rows' order. None: all
-        keys.
+        """Return the keys to which the rows attend in `layer`, in the order of the rows. A row is a span with one new
+        token. None: they attend to all keys.
 
-        `q_TNH` are all of the step's queries, as attention will compare them. The new tokens' keys are already written.
-        Called once per layer, if the step has such rows (`baton.modeling.forward.decode_rows`). Other spans attend to
-        all keys.
+        `q_TNH` contains all queries of the step in the form that attention compares with keys. The new tokens' keys are
+        already written. Called once per layer, if the step has such rows (`baton.modeling.forward.decode_rows`). Other
+        spans attend to all keys.
         """
 
     def end(self, layer: int) -> None:
-        """Finish `layer`, which has run: the spans' memory has its new keys, and is not read any more."""
+        """Finish `layer`, which has run. The spans' memory contains its new keys, and the layer does not read the
+        memory any more."""
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All parameters, in the dtype that the decoder computes in, composed into the layers of a forward."""
+    """All parameters of a model, in the dtype of the computation, composed into layers."""
 
     device: torch.device
     dtype: torch.dtype
     embedding: Linear
-    """Layer whose weight's rows are the tokens' embeddings, `[V, D]`."""
+    """Layer whose weight's rows are the embeddings of the tokens, `[V, D]`."""
     positions: PositionTable
     layers: tuple[Layer, ...]
     final_norm: Transform
     head: Linear
-    """Output head; the embedding itself if it is tied."""
+    """Output head. It is the embedding itself if they share the weight."""
     fingerprint: str
-    """Hash of the stored tensors of these weights, and of the dtype."""
+    """Hash of the tensors from which these weights were loaded, and of the dtype."""
     embedding_scale: float = 1.0
-    """Factor on the tokens' embeddings."""
+    """Factor by which the embeddings of tokens are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Step:
     positions: Positions
     """Positions of all tokens."""
     spans: tuple[tuple[Span, slice], ...]
-    """Spans, each with its place among the step's tokens, except those in `rows`."""
+    """Spans with the slice of the step's tokens that each of them has. Spans in `rows` are not included."""
     rows: DecodeRows | TritonRows | None = None
     """Spans of few tokens that one kernel call per layer serves together."""
 
@@ -136,7 +138,7 @@ class Decoder:
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
         self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
-        """True if the attention of rows whose KV is in pages is computed by Triton kernels."""
+        """True if Triton kernels compute the attention of rows whose KV is in pages."""
         default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
@@ -150,7 +152,7 @@ class Decoder:
         )
 
     def begin(self, spans: Sequence[Span]) -> Step:
-        """Prepare a forward over `spans`. Their positions must be within the model's context."""
+        """Prepare a forward over `spans`. The positions of their tokens must be within the model's context."""
         return Step(self._positions(spans), tuple(_slices(spans)))
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
@@ -169,7 +171,8 @@ class Decoder:
         return hidden_TD if scale == 1.0 else hidden_TD * scale
 
     def heads(self, layer: int, hidden_TD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[T, N, H]`, keys and values `[T, G, H]` of the tokens, as attention compares them."""
+        """Return queries `[T, N, H]`, and keys and values `[T, G, H]`, of the tokens, in the form in which attention
+        compares them."""
         config, parts = self.config, self.weights.layers[layer]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
@@ -190,11 +193,12 @@ class Decoder:
         return q_TNH
 
     def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
-        """Return an attention of one span's queries, with the layer's window, to which the caller adds segments."""
+        """Return an Attention of one span's queries, with the window of the layer. The caller adds segments of keys to
+        it."""
         return Attention(q_TNH, first_position, self.config.windows[layer], self.kernel)
 
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
-        """Run output projection, residuals and MLP, and return the layer's hidden states `[T, D]`."""
+        """Run output projection, residuals and MLP. Return the hidden states of the layer, `[T, D]`."""
         return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
 
     def forward(
@@ -208,11 +212,12 @@ class Decoder:
     ) -> Tensor:
         """Run all layers over all spans, and return the hidden states `[T, D]`.
 
-        `token_ids`: the spans' new tokens, concatenated. `turns` that select no keys do not change any bit of the
-        result. `most_queries`: spans of at most this number of tokens run as rows of a generation step, which is fast
-        for a few tokens. It must be 1 with turns that select keys. `picks`: the keys that the spans attend to, if they
-        are known before the step. Then all spans must be rows of one new token, with a native kernel
-        (`baton.modeling.forward.decode_rows`), and `turns` must not select keys."""
+        `token_ids`: the new tokens of all spans, concatenated. If `turns` does not select keys, the result is bitwise
+        equal to that without `turns`. `most_queries`: spans of at most this number of tokens run as rows of a
+        generation step, which is fast for few tokens. It must be 1 if `turns` selects keys. `picks`: the keys to which
+        the spans attend, if they are known before the step. In this case all spans must be rows with one new token that
+        a native kernel supports (`baton.modeling.forward.decode_rows`), and `turns` must not select keys.
+        """
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)
@@ -244,8 +249,8 @@ class Decoder:
     def _begin_ragged(
         self, spans: Sequence[SequenceSpan], most_queries: int
     ) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
-        """Return a step whose spans of at most `most_queries` tokens are rows, if a kernel supports them, and its other
-        spans."""
+        """Return a step and its remaining spans. Spans of at most `most_queries` tokens become rows of the step, if a
+        kernel supports them."""
         others, few = [], []
         for span, where in _slices(spans):
             place = self._place(span) if len(span.tokens) <= most_queries else None
@@ -257,7 +262,7 @@ class Decoder:
         return Step(self._positions(spans), tuple(others), self._rows(few) if few else None), others
 
     def _place(self, span: SequenceSpan) -> KvPlace | None:
-        """Return the location of the span's keys, if a kernel supports rows with such a location; else None."""
+        """Return the location of the span's keys if a kernel supports rows with this kind of location; else None."""
         if not self._has_native_rows and not self.has_triton_rows:
             return None
         place = span.place()
@@ -288,7 +293,8 @@ class Decoder:
         others: Sequence[tuple[SequenceSpan, slice]],
         picks: Picks | None,
     ) -> Tensor:
-        """Return the attention of all of a step's tokens, `[T, N, H]`. `rows` attend to `picks`, if given."""
+        """Return the attention of all tokens of a step, `[T, N, H]`. If `picks` is given, the `rows` attend only to
+        these keys."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         if rows is not None:
             out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
@@ -307,7 +313,8 @@ class Decoder:
 
 
 def _owns(span: Span, where: slice, layer: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield views of the memory of a span's new tokens in a layer, each with its tokens' slice of the step's tokens."""
+    """Yield views of the memory for a span's new tokens in a layer. Each view is preceded by the slice of the step's
+    tokens that it holds."""
     if not isinstance(span, PageSpan):
         yield where, span.own(layer)
         return
@@ -320,7 +327,7 @@ S = TypeVar("S", bound=Span)
 
 
 def _slices(spans: Sequence[S]) -> Iterator[tuple[S, slice]]:
-    """Yield each span with its slice of all spans' tokens."""
+    """Yield each span with its slice of the concatenated tokens of all spans."""
     start = 0
     for span in spans:
         yield span, slice(start, start + len(span.tokens))

@@ -5,10 +5,10 @@ only as many tokens as the row's filters may keep. `choose_tokens` draws for all
 device and without a read by the host, so that `step_graphs` captures it with the step. Both use the same filters and
 the same noise.
 
-The filters apply in vLLM's order: min-p, then top-k, then top-p, whose mass is measured among the tokens that the first
-two keep. Of equally likely tokens the lower ids come first, so that top-k keeps exactly k tokens. The token is
-argmax(log p + g) over the kept candidates, g = Gumbel(hash(seed, output position, token id)). It is distributed as p
-(Gumbel, 1954), and does not depend on the batch, the attempt or the other candidates.
+The filters are applied in vLLM's order: min-p, then top-k, then top-p, whose mass is measured among the tokens that the
+first two keep. Equally likely tokens are ordered by id, so that top-k keeps exactly k tokens. The token is argmax(log p
++ g) over the kept candidates, g = Gumbel(hash(seed, output position, token id)). It is distributed as p (Gumbel, 1954),
+and does not depend on the batch, the attempt or the other candidates.
 
 B rows, R rows, C candidates of a row, V vocabulary.
 """
@@ -25,40 +25,42 @@ from baton.modeling.kernels import native
 from baton.sampling_params import SamplingParams
 
 NO_TOKEN = -1
-"""Placeholder for the token of a row without one, because its largest logit is NaN or infinity."""
+"""Placeholder for the token of a row whose largest logit is NaN or infinity."""
 _GREEDY_BELOW = 1e-5
 _ALL = 2**62
-"""Value of top_k that keeps all tokens."""
+"""Value of top_k with which all tokens are kept."""
 _FIRST_GUESS = 256
-"""Number of tokens among which top-p first looks for its mass. If they do not suffice, it is multiplied by eight."""
+"""Number of most likely tokens in which top-p first searches for its mass. If their mass is too small, the number is
+multiplied by eight."""
 
 
 class DrawKind(IntEnum):
-    """Kind of drawing that rows need. Each kind also serves rows of the kinds before it."""
+    """Kind of drawing that rows need. Each kind can also draw for rows of all smaller kinds."""
 
     GREEDY = 0
     """Take the most likely token."""
     DRAWN = 1
     """Draw a token from the whole vocabulary."""
     FILTERED = 2
-    """Draw a token among those that filters keep."""
+    """Draw a token from the tokens that the filters keep."""
 
 
 class RowDraw(NamedTuple):
     """Parameters with which one row draws its next token, as plain numbers."""
 
     key: int
-    """Hash of the request's seed and the output position, as the int64 with the same bits. 0 for a greedy row."""
+    """Hash of the request's seed and the output position, stored as the int64 with the same bits. 0 for
+    a greedy row."""
     top_k: int
     floor: float
-    """Logarithm of min_p. Candidates below it are left out."""
+    """Logarithm of min_p. Candidates whose log-probability relative to the best one is below it are dropped."""
     top_p: float
     temperature: float
-    """Number that logits are divided by. 0: greedy."""
+    """Number by which logits are divided. 0: the row is greedy."""
 
     @classmethod
     def of(cls, params: SamplingParams, position: int) -> "RowDraw":
-        """Return the numbers with which a row with these parameters draws the token of an output position."""
+        """Return the numbers with which a row draws the token at an output position."""
         if is_greedy(params):
             return _GREEDY
         key = _signed(noise_key(params.seed, position))
@@ -87,7 +89,7 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[RowDraw], device: torch.device) -> Self:
-        """Copy the rows' numbers to a device."""
+        """Copy the numbers of the rows to a device."""
         dtypes = (torch.int64, torch.int64, torch.float64, torch.float64, torch.float32)
         columns = zip(zip(*rows, strict=True), dtypes, strict=True)
         return cls(*(torch.tensor(column, dtype=dtype, device=device) for column, dtype in columns))
@@ -98,14 +100,14 @@ class Draws(NamedTuple):
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether a row takes the most likely token, regardless of its seed and filters."""
+    """Return whether a row always takes the most likely token, regardless of its seed and filters."""
     return params.temperature < _GREEDY_BELOW
 
 
 def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
-    """Return each row's next token `[B]`, int64, without a wait for the device. `kind`: the highest of the rows' kinds.
+    """Return each row's next token `[B]`, int64, without waiting for the device. `kind`: the largest kind of all rows.
 
-    Rows whose largest logit is not finite have no distribution. They get the same result as greedy rows.
+    Rows whose largest logit is not finite have no distribution. They are treated as greedy rows.
     """
     greedy_B = largest_tokens(logits_BV)
     if kind is DrawKind.GREEDY:
@@ -122,8 +124,8 @@ def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
 
 
 def largest_tokens(logits_BV: Tensor) -> Tensor:
-    """Return each row's first token with the largest logit, `[B]`, int64, also if every token is forbidden. NO_TOKEN
-    for a row with a logit that is NaN or infinity. Does not wait for the device."""
+    """Return each row's first token with the largest logit, `[B]`, int64, even if all tokens are forbidden. NO_TOKEN
+    for a row that has a logit that is NaN or infinity. Does not wait for the device."""
     found_B = logits_BV.argmax(-1)
     is_token_B = logits_BV.gather(-1, found_B.unsqueeze(-1)).squeeze(-1) < math.inf
     return found_B.masked_fill_(~is_token_B, NO_TOKEN)
@@ -141,10 +143,12 @@ def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
 
 
 def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
-    """Return each row's next token, drawn row by row, or NO_TOKEN. `rows`: parameters and output position of the token.
+    """Return each row's next token or NO_TOKEN, drawn one row after another. `rows`: parameters and output position of
+    each row.
 
-    A row fits into a CPU's cache, and its computation is the same alone and in a batch. The C++ kernel draws it if it
-    is available (baton/modeling/kernels/sampling/draws.cpp). Torch's operations take up to ten times as long.
+    A row fits into a CPU's cache, and its result does not depend on the batch. The C++ kernel
+    (baton/modeling/kernels/sampling/draws.cpp) is used if it is available; torch's operations take up to ten times as
+    long.
     """
     drawing = [row for row, (params, _) in enumerate(rows) if not is_greedy(params)]
     token_ids: list[int] = [0] * len(rows)
@@ -166,13 +170,13 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
 
 
 def has_native_draws(logits_BV: Tensor) -> bool:
-    """Return whether the C++ kernel is available and supports such logits."""
+    """Return whether the C++ kernel is available and supports logits of this kind."""
     fits = logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
     return fits and native.load()
 
 
 def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:
-    """Return the next token of a row that is not greedy, by torch's operations, or NO_TOKEN."""
+    """Return the next token of a row that is not greedy, or NO_TOKEN, using torch's operations."""
     largest = logits_V.amax()
     if not math.isfinite(largest):  # every token is forbidden, or the logits are NaN: the row has no distribution
         return int(largest_tokens(logits_V))
@@ -185,7 +189,7 @@ def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:
 
 
 def filters(params: SamplingParams, vocab_size: int) -> bool:
-    """Return whether filters may leave out some of `vocab_size` tokens."""
+    """Return whether the filters of `params` may drop some of `vocab_size` tokens."""
     return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
 
 
@@ -223,7 +227,8 @@ def _mass(scaled_RC: Tensor, floor: Tensor | float) -> Tensor:
 
 
 def _reaches(mass_RC: Tensor, top_p: Tensor | float, total: Tensor) -> Tensor:
-    """Return True for the shortest prefix of each row (in descending order) with at least `top_p` of `total`."""
+    """Return True for the shortest prefix of each row (in descending order) whose mass is at least `top_p` times
+    `total`."""
     before_RC = mass_RC.cumsum(-1) - mass_RC
     kept_RC = (mass_RC > 0) & ((before_RC < top_p * total) | (top_p >= 1))
     kept_RC[..., 0] = True
@@ -262,7 +267,7 @@ def _mix(value: int) -> int:
 
 
 def draw(weights_V: Tensor, key: int) -> int:
-    """Draw a token in proportion to weights, float64, of which at least one is above 0. A key determines the token."""
+    """Draw a token in proportion to the weights (float64, at least one above 0). The key determines the token."""
     noise_RV = gumbel_noise([key], torch.arange(len(weights_V), device=weights_V.device))
     return int((noise_RV[0] + weights_V.log()).argmax())
 

@@ -28,12 +28,13 @@ class ExpertProducts(Protocol):
         """Return the number of experts."""
 
     def __call__(self, x_MD: Tensor, expert_M: Tensor) -> Tensor:
-        """Return the MLP of each row of `x_MD` by its expert, `[M, D]`. `expert_M` must ascend."""
+        """Return the result of the MLPs, `[M, D]`. Row m of `x_MD` is computed by expert `expert_M[m]`. `expert_M` must
+        ascend."""
 
 
 @dataclass(frozen=True)
 class LinearExperts:
-    """Experts as two linear layers each. Only experts that have tokens are computed."""
+    """Experts as two linear layers each. Only experts to which tokens are routed are computed."""
 
     gate_up: tuple[Linear, ...]
     """Gated projection of each expert: gate rows, then up rows."""
@@ -51,8 +52,8 @@ class LinearExperts:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Experts as two tensors, multiplied by torch's grouped products. A call does not depend on numbers that the host
-    would have to read, so that a CUDA graph can capture it."""
+    """Experts as two tensors, multiplied with torch's grouped products. The host does not read the numbers of tokens,
+    so that a CUDA graph can capture a call."""
 
     gate_up_EJD: Tensor
     """Gate rows, then up rows of each expert: J = 2 I rows."""
@@ -71,11 +72,11 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ExpertsMlp:
-    """A mixture of experts (Shazeer et al., 2017): for each token, the weighted sum of the MLPs to which the router
-    gives most weight."""
+    """Mixture of experts (Shazeer et al., 2017): for each token, the weighted sum of the MLPs with the highest router
+    weights."""
 
     router: Linear
-    """Linear layer `[E, D]` of scores. Their softmax over all experts is the weights."""
+    """Linear layer `[E, D]` of scores. Their softmax over all experts gives the weights."""
     products: ExpertProducts
     num_active: int
     normalised: bool
@@ -93,18 +94,18 @@ class ExpertsMlp:
         return out_TD if residual_TD is None else residual_TD + out_TD
 
     def route(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights, in fp32, and the numbers of each token's experts, `[T, A]`."""
+        """Return the weights (fp32) and the numbers of the experts of each token, `[T, A]`."""
         weight_TE = self.router(hidden_TD).float().softmax(-1)
         weight_TA, expert_TA = weight_TE.topk(self.num_active, dim=-1)
         return weight_TA / weight_TA.sum(-1, keepdim=True) if self.normalised else weight_TA, expert_TA
 
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's grouped products run on that device without the host reading numbers of tokens."""
+    """Return whether torch's grouped products run on the device without the host reading the numbers of tokens."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
 def mixtures(layers: Iterable[object]) -> Sequence[ExpertsMlp]:
-    """Return the mixtures of experts among the layers' feed-forward parts."""
+    """Return all mixtures of experts among the feed-forward parts of the layers."""
     parts = (getattr(getattr(layer, "tail", None), "mlp", None) for layer in layers)
     return [part for part in parts if isinstance(part, ExpertsMlp)]

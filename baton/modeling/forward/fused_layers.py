@@ -1,8 +1,8 @@
 """All layers of a generation step in one native call (baton/modeling/kernels/layers/decode_layers.cpp).
 
-It supports layers that are composed like most of the Llama family. The result equals, bit for bit, that of running the
-pieces one by one. Memory bandwidth bounds a step, and memory would be idle between separate calls from Python.
-`decoder` calls it, on any thread, and on several threads at a time.
+It supports layers with the structure that most models of the Llama family have. The result is bitwise equal to that of
+running the operations separately. Memory bandwidth limits the speed of a step, and between separate calls from Python
+the memory would be idle. `decoder` calls it, on any thread, and on several threads at a time.
 
 T tokens (rows), D hidden, N heads, G kv heads.
 """
@@ -23,13 +23,13 @@ from baton.modeling.kernels import native
 from baton.modeling.kernels.process_kernels import KERNELS
 
 _MOST_ROWS = 288
-"""Most rows that the kernel supports: 32 sequences with a token and eight drafts each."""
+"""Maximum number of rows that the kernel supports: 32 sequences, each with one token and eight drafts."""
 
 _Linears = list[tuple[PanelLinear, Transform]]
 
 
 class FusedLayers:
-    """All layers of a model, ready to run in one native call. Make one with `fuse`."""
+    """All layers of a model in one native call. Make it with `fuse`."""
 
     def __init__(
         self,
@@ -40,9 +40,10 @@ class FusedLayers:
         attention_product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`linears`: four for each layer, each with the norm before it: QKV, output, gate and up, down. All use the
-        same multiplication method. `most_rows`: most rows of a step, at most `_MOST_ROWS`. `attention_product`: one of
-        baton.modeling.kernels.products. None: the method chosen for this process. The kernels must be loaded."""
+        """`linears`: four for each layer, each with the norm before it: QKV, output, gate and up, down. All must use
+        the same multiplication method. `most_rows`: maximum number of rows of a step, at most `_MOST_ROWS`.
+        `attention_product`: one of baton.modeling.kernels.products; None: the method that was chosen for this process.
+        The kernels must be loaded."""
         self._most_rows = most_rows
         (product,) = {linear.product for linear, _ in linears}
         heads = config.num_heads, config.num_kv_heads, config.head_dim
@@ -52,14 +53,15 @@ class FusedLayers:
             self._native.add(*linear.described(norm))
 
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
-        """Return whether a step of `num_tokens` tokens can run in one call: all are in `rows`, and at most
-        `most_rows`."""
+        """Return whether a step of `num_tokens` tokens can run in one call: all tokens must be in `rows`, and there
+        must be at most `most_rows`."""
         is_plain = rows.in_order and rows.keys is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None) -> Tensor:
-        """Run all layers on hidden states `[T, D]`, in place if they are contiguous, and return the result. Writes the
-        rows' new keys and values. With `picks`, rows attend to those keys only, and each must have one token."""
+        """Run all layers on hidden states `[T, D]` and return the result. The input is overwritten if it is contiguous.
+        Writes the new keys and values of the rows. With `picks`, rows attend only to these keys, and each row must have
+        one token."""
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         turns = positions.cos_T1H, positions.sin_T1H
@@ -92,13 +94,12 @@ def _panels(linear: PanelLinear | LinearByRows) -> PanelLinear:
 
 
 def _most_rows(linear: PanelLinear | LinearByRows) -> int:
-    """Return the most rows for which the C++ kernel computes the linear layer."""
+    """Return the maximum number of rows for which the C++ kernel computes the linear layer."""
     return linear.many_rows - 1 if isinstance(linear, LinearByRows) else _MOST_ROWS
 
 
 def _linears(layer: Layer) -> list[tuple[PanelLinear | LinearByRows, Transform]] | None:
-    """Return the linear layers of a layer, each with the norm before it. None if the layer is composed in another
-    way."""
+    """Return the linear layers of a layer, each with the norm before it. None if the layer has another structure."""
     tail = layer.tail
     if layer.head_norm is not unchanged or not isinstance(tail, Sequential) or not isinstance(tail.mlp, GatedMlp):
         return None

@@ -1,7 +1,7 @@
-"""Pieces of a layer, as data: a family composes them when its weights are loaded, and `decoder` runs them.
+"""Components of a layer, as data. A family composes them when its weights are loaded, and `decoder` runs them.
 
 A layer is a norm, a fused projection, and a tail: the output projection, residuals, norms and MLP that follow the
-attention. Families differ in the order of the pieces. No piece depends on a family.
+attention. Families differ in the order of the components. No component depends on a family.
 
 Legend: T tokens, D hidden, I intermediate, N heads, G kv heads, H head dim, W = N * H, K = N + G queries and keys.
 """
@@ -17,7 +17,8 @@ from baton.modeling.forward.linear import Linear
 from baton.modeling.forward.norms import Transform, unchanged
 
 Tail = Callable[[Tensor, Tensor], Tensor]
-"""(hidden_TD, attended_TW) -> the layer's hidden states `[T, D]`. `attended_TW` is the attention's output."""
+"""Function (hidden_TD, attended_TW) that returns the hidden states of the layer, `[T, D]`. `attended_TW` is the output
+of the attention."""
 
 ACTIVATIONS: dict[str, Transform] = {"relu": F.relu, "gelu": F.gelu}
 """Activations between an MLP's two projections, by Hugging Face's names."""
@@ -44,10 +45,10 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class ActivatedMlp:
-    """A gated MLP with another activation than silu, such as GeGLU (Shazeer, 2020)."""
+    """Gated MLP with an activation other than silu, such as GeGLU (Shazeer, 2020)."""
 
     gate_up: Linear
-    """Projection that does not apply the gate itself: gate rows, then up rows."""
+    """Linear layer for gate rows, then up rows. It does not apply the gate itself."""
     activation: Transform
     down: Linear
 
@@ -87,7 +88,7 @@ class Parallel:
 
     output: Linear
     norm: Transform
-    """Norm before the MLP: the attention's norm, computed a second time, or another one."""
+    """Norm before the MLP: the same as the attention's norm (computed a second time), or another one."""
     mlp: Mlp
 
     def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class SandwichNorm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: the pieces before attention, and the tail after it."""
+    """One layer: the components before the attention, and the tail after it."""
 
     attention_norm: Transform
     qkv: Linear

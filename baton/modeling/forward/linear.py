@@ -1,9 +1,10 @@
 """Linear layers, fused with the norm before them and the gate or the residual after them.
 
-One port, three implementations, composed by `layers`. `TorchLinear` uses torch, on any device. `PanelLinear` uses the
-C++ kernel (baton/modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual are part of one pass
-over the weights, and a token's result does not depend on the other tokens of the batch, bit for bit. `LinearByRows` has
-both, if torch is faster for many rows (`baton.modeling.kernels.choosing` measures the least number of rows).
+One interface with three implementations, which `layers` composes. `TorchLinear` uses torch, on any device.
+`PanelLinear` uses the C++ kernel (baton/modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual
+are part of one pass over the weights, and a token's result is bitwise independent of the other tokens of the batch.
+`LinearByRows` uses the C++ kernel for few rows and torch for many rows, if torch is faster for many
+(`baton.modeling.kernels.choosing` measures the number of rows from which it is).
 
 T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs of a panel.
 """
@@ -27,28 +28,29 @@ from baton.modeling.kernels.triton.pointwise import gate
 
 @runtime_checkable
 class Linear(Protocol):
-    """A linear layer with weight `[N, K]` and perhaps a bias `[N]`. It may be gated: silu of the first half of the
-    outputs times the second half (SwiGLU; Shazeer, 2020)."""
+    """Linear layer with weight `[N, K]` and an optional bias `[N]`. It may be gated: the result is then silu of the
+    first half of the outputs times the second half (SwiGLU; Shazeer, 2020)."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of weight and bias, as they are stored and read."""
+        """Return the number of bytes of weight and bias, as they are stored and read."""
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
-        """Return `norm(x) W^T + b`, gated if the layer is, plus the residual if given: `[T, N]`, gated `[T, I]`.
+        """Return `norm(x) W^T + b`, `[T, N]`. If the layer is gated, the gate is applied and the result is `[T, I]`.
+        The residual is added if it is given.
 
-        The result may overwrite the residual, which must not be read any more.
+        The result may be written into the residual's memory, so the caller must not read the residual afterwards.
         """
 
     def weight(self) -> Tensor:
-        """Return the weight `[N, K]` that is multiplied. It may be a copy, and of a wider dtype than the weight that it
-        was made from."""
+        """Return the weight `[N, K]` that is multiplied. It may be a copy, and its dtype may be wider than that of the
+        weight that was loaded."""
 
     def bias(self) -> Tensor | None:
         """Return the bias `[N]` as it was loaded."""
 
     def rows(self, indices_T: Tensor) -> Tensor:
-        """Return rows of the weight, `[T, K]`, for an embedding."""
+        """Return the rows of the weight with these indices, `[T, K]`, for an embedding."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class TorchLinear:
 
 
 class PanelLinear:
-    """A linear layer by the C++ kernel, which must be loaded. Keeps the weight in panels only. With `int8` it is
-    rounded to int8 with one scale per row, which halves the bytes to read."""
+    """Linear layer that is computed by the C++ kernel, which must be loaded. Stores the weight in panels only. With
+    `int8` the weight is rounded to int8 with one scale per row, which halves the bytes to read."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class PanelLinear:
         product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`product`: one of baton.modeling.kernels.products. None: the method that is chosen for this process."""
+        """`product`: one of baton.modeling.kernels.products; None: the method that was chosen for this process."""
         self._operators = native.operators(instruction_set)
         num_rows, self._num_inputs = weight_NK.shape
         self.product = product or KERNELS.choice.panels
@@ -143,7 +145,7 @@ class PanelLinear:
         return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
 
     def _placed(self, of_rows: Tensor) -> Tensor:
-        """Return the values of the weight's rows in the panels' order, with zeros in places without a row."""
+        """Return the values of the weight's rows in the order of the panels, with zeros where a panel has no row."""
         placed = torch.zeros(self._num_places, *of_rows.shape[1:], dtype=of_rows.dtype)
         placed[self._order_N] = of_rows
         return placed
@@ -156,7 +158,7 @@ class LinearByRows:
     few: PanelLinear
     many: TorchLinear
     many_rows: int
-    """Least number of rows for which `many` computes."""
+    """Minimum number of rows for which `many` computes."""
 
     @property
     def num_bytes(self) -> int:
@@ -193,14 +195,15 @@ def _num_bytes(*tensors: Tensor | None) -> int:
 
 
 def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `(int8 [N, K], scales [N] in fp32)`: rounded to nearest, symmetric, each row's largest weight is 127."""
+    """Return `(int8 [N, K], scales [N] in fp32)`. Rounding is to nearest and symmetric, so that the largest weight of
+    each row becomes 127 in magnitude."""
     wide_NK = weight_NK.float()
     scale_N = wide_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (wide_NK / scale_N.unsqueeze(1)).round().to(torch.int8), scale_N
 
 
 def _gated_order(num_outputs: int) -> Tensor:
-    """Return the places of the gate rows, then those of the up rows, so that a panel holds 16 gate rows and their up
+    """Return the indices of the gate rows, then those of the up rows, so that a panel holds 16 gate rows and their up
     rows."""
     at_I = torch.arange(num_outputs)
     gates_I = at_I // HALF * PANEL + at_I % HALF
@@ -221,7 +224,8 @@ def make_linear(
     has_many_rows: bool = True,
 ) -> Linear:
     """Return the fastest linear layer for the weight's device and dtype on this machine. With `int8` the weight is
-    rounded to int8. Without `has_many_rows` the weight is stored only once. Raises ModelError for unsupported int8."""
+    rounded to int8. Without `has_many_rows` the weight is stored only once. Raises ModelError if int8 is not supported.
+    """
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:
         if not on_cpu or not native.load():

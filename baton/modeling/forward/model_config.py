@@ -1,4 +1,4 @@
-"""Facts of a model that all parts may use. Facts that only its layers need are in the family's module."""
+"""Properties of a model that all modules may use. Properties that only its layers need are in the family's module."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     factors: tuple[float, ...] = ()
-    """Factors, one on each wavelength (longrope)."""
+    """One factor for each wavelength (longrope)."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape, its context and its special tokens."""
+    """Shape of a decoder, its context and its special tokens."""
 
     model_type: str
     """Model type, as named in config.json."""
@@ -40,7 +40,7 @@ class ModelConfig:
     """Base of RoPE's frequencies. None: the model does not use RoPE."""
     rope_scaling: RopeScaling = RopeScaling()
     rotary_dim: int | None = None
-    """Number of dimensions of a head that RoPE rotates: the first ones of each half. None: all."""
+    """Number of dimensions of a head that RoPE rotates: the first dimensions of each half. None: all dimensions."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer in tokens, or None for full attention."""
     eos_token_ids: tuple[int, ...] = ()

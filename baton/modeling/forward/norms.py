@@ -18,7 +18,7 @@ Transform = Callable[[Tensor], Tensor]
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return the tensor as it is. Stands for a norm in layers without one."""
+    """Return the tensor unchanged. Used in place of a norm in layers without one."""
     return x
 
 

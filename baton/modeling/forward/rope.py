@@ -17,12 +17,12 @@ from baton.modeling.kernels.triton.launch import compiles_for
 from baton.modeling.kernels.triton.pointwise import turn_heads
 
 _HEAD_DIM_STEP = 32
-"""Number that head dims must be multiples of for the kernel: each half fills whole registers."""
+"""Head dims must be a multiple of this number for the kernel, so that each half fills whole registers."""
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return `(inv_freq [R/2] in fp32, factor on cos and sin)` for a model's RoPE and scaling. R dimensions are
-    rotated."""
+    """Return `(inv_freq, factor)` for a model's RoPE and scaling: `inv_freq [R/2]` in fp32 for R rotated dimensions,
+    and the factor by which cosines and sines are multiplied."""
     assert config.rope_theta is not None, f"{config.model_type} does not rotate"
     rotary_dim = config.rotary_dim or config.head_dim
     half = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
@@ -41,7 +41,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
-    """Scale as Llama 3.1 does: divide low frequencies by `factor`, keep high ones, and interpolate between them."""
+    """Scale like Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate between them."""
     scaling = config.rope_scaling
     turns = scaling.original_max_position * inv_freq / (2 * math.pi)
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -50,7 +50,7 @@ def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
-    """Scale as YaRN does (Peng et al., 2023): dimensions of high frequency are kept, others interpolated."""
+    """Scale like YaRN (Peng et al., 2023): keep dimensions of high frequency, and interpolate the others."""
     scaling, theta = config.rope_scaling, config.rope_theta
     head_dim = config.rotary_dim or config.head_dim
     assert theta is not None
@@ -69,7 +69,8 @@ def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _longrope(inv_freq: Tensor, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Scale as LongRoPE does (Ding et al., 2024): each wavelength by its own factor, found by a search."""
+    """Scale like LongRoPE (Ding et al., 2024): multiply each wavelength by its own factor, which was
+    found by a search."""
     factor = scaling.attention_factor
     if factor is None:
         log = math.log(scaling.factor) / math.log(scaling.original_max_position) if scaling.factor > 1 else 0.0
@@ -79,11 +80,11 @@ def _longrope(inv_freq: Tensor, scaling: RopeScaling) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary factors of some tokens, broadcast over heads."""
+    """Cosines and sines of some tokens, which are broadcast over heads."""
 
     cos_T1H: Tensor
     sin_T1H: Tensor
-    """Sines, negative in the first half, where the partner is subtracted."""
+    """Sines. They are negative in the first half of a head, where the other dimension of the pair is subtracted."""
     in_place: bool = False
     """True if heads are rotated in place by a kernel: on a CPU the C++ kernel
     (baton/modeling/kernels/layers/rotary.cpp), on a GPU the Triton kernel."""
@@ -101,7 +102,7 @@ class Rotation:
 
 
 class RotaryTable:
-    """Cosines and sines by position, made once for the model's whole context."""
+    """Cosines and sines by position, computed once for the model's whole context."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         inv_freq, factor = inverse_frequencies(config)
@@ -117,14 +118,14 @@ class RotaryTable:
         """True if heads are rotated in place by a kernel."""
 
     def lookup(self, positions_T: Tensor) -> Rotation:
-        """Return the factors of these positions, which must be below the model's context."""
+        """Return the factors for these positions, which must be below the length of the model's context."""
         positions_T = positions_T.to(self._cos_P1H.device)
         return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T], self.in_place)
 
 
 @dataclass(frozen=True)
 class LayeredRotation:
-    """Rotary factors of some tokens, if they differ between layers."""
+    """Cosines and sines of some tokens, for models in which they differ between layers."""
 
     rotations: tuple[Rotation, ...]
     by_layer: tuple[int, ...]

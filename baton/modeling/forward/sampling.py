@@ -47,8 +47,8 @@ class TokenMasks(Protocol):
 
     def allowed(self) -> NDArray[np.float32]:
         """Return the upper bound of each token's logit: infinity, or minus infinity for a forbidden token. Tokens
-        beyond the array's end are forbidden. Waits for the mask. The caller must not change it. Raises
-        InvalidArgumentError if the output cannot be followed."""
+        beyond the end of the array are forbidden. Waits until the mask is computed. The caller must not change the
+        array. Raises InvalidArgumentError if the grammar does not allow the output."""
         ...
 
     def append(self, token_id: int) -> None:
@@ -60,13 +60,14 @@ class TokenMasks(Protocol):
         ...
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading drafts that may come next, one after the other. Waits for the result. Their
-        masks will be ready when they are appended."""
+        """Return the number of leading drafts that may come next, one after the other. Waits for the result. The masks
+        of these drafts are computed in advance."""
         ...
 
     def settle(self, num_drafts: int) -> None:
-        """Wait for the mask of the next token and for those after the `num_drafts` drafts that follow, which were
-        foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no longer be dropped."""
+        """Wait for the mask of the next token and for the masks after each of the next `num_drafts` drafts. These
+        drafts must have been foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no
+        longer be dropped."""
         ...
 
 
@@ -74,7 +75,7 @@ class SamplerState:
     """State from which a request's next token is sampled. A state that is rebuilt from the request's history equals the
     original.
 
-    Owned by the row. Only `append` changes it, and `drop` undoes that.
+    Owned by the row. Only `append` and `drop` change it; `drop` undoes `append`.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class SamplerState:
         *,
         masks: TokenMasks | None = None,
     ) -> None:
-        """All ids, except those of `stop_token_ids` and `logit_bias`, must be in the model's vocabulary. `masks`: those
-        of a constrained output, which must already include `output_ids`. Later `append` and `drop` calls are passed on
-        to them."""
+        """All ids must be in the model's vocabulary, except those of `stop_token_ids` and `logit_bias`. `masks`: masks
+        of a constrained output. They must already include `output_ids`. Later calls of `append` and `drop` are passed
+        on to them."""
         self.params = params
         self.output_ids: list[int] = []
         self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
@@ -128,8 +129,8 @@ class SamplerState:
         return len(token_ids) if self._masks is None else self._masks.foresee(token_ids)
 
     def follow(self) -> bool:
-        """Wait until the next token can be sampled. Return False when a constrained output cannot be followed; `settle`
-        raises the reason."""
+        """Wait until the next token can be sampled. Return False if the grammar does not allow the constrained output;
+        `settle` then raises the reason."""
         if self._masks is not None:
             try:
                 self._masks.allowed()
@@ -138,21 +139,21 @@ class SamplerState:
         return True
 
     def settle(self, num_drafts: int) -> None:
-        """Wait until the next token, and those after `num_drafts` drafts that were foreseen or dropped, can be sampled.
-        Raises InvalidArgumentError when a constrained output cannot be followed."""
+        """Wait until the next token can be sampled, and the tokens after the next `num_drafts` drafts, which were
+        foreseen or dropped. Raises InvalidArgumentError if the grammar does not allow the constrained output."""
         if self._masks is not None:
             self._masks.settle(num_drafts)
 
     def finish_after_last(self) -> FinishReason | None:
-        """Return the reason why the stream ends with the last token. None: it continues. Stop strings are not
-        checked."""
+        """Return the reason why the stream ends with the last token. None: the stream continues. Stop strings are not
+        checked here."""
         if self.position > self.params.min_tokens and self.output_ids[-1] in self._stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.position >= self.params.max_tokens else None
 
     def row_draw(self) -> RowDraw | None:
-        """Return the numbers for drawing the next token from the row's unchanged logits. None: the host must adjust the
-        logits first, or report logprobs afterwards."""
+        """Return the numbers for drawing the next token from the unchanged logits. None: the host must adjust the
+        logits before the draw, or report logprobs after it."""
         forbids = self.position < self.params.min_tokens and self._stop_ids
         is_adjusted = self._seen is not None or self._masks is not None or self.params.logit_bias or forbids
         if is_adjusted or self.params.logprobs is not None:
@@ -160,7 +161,8 @@ class SamplerState:
         return RowDraw.of(self.params, self.position)
 
     def adjust(self, logits_V: Tensor) -> None:
-        """Apply steps 1 to 3 in place. Ids beyond the logits in `stop_token_ids` and `logit_bias` are ignored."""
+        """Apply steps 1 to 3 of the module's list in place. Ids of `stop_token_ids` and `logit_bias` that are beyond
+        the logits are ignored."""
         if self._seen:
             self._penalize(logits_V, *self._seen.tensors(logits_V.device))
         num_tokens = logits_V.shape[0]
@@ -184,7 +186,7 @@ class SamplerState:
 
 
 def _forbid(logits_V: Tensor, most: NDArray[np.float32]) -> None:
-    """Limit each logit to its bound in `most`, and forbid the tokens without a bound."""
+    """Limit each logit to its upper bound in `most`, and forbid tokens beyond the end of `most`."""
     num_known = min(len(most), len(logits_V))
     most_K = torch.from_numpy(most[:num_known]).to(logits_V.device)
     torch.minimum(logits_V[:num_known], most_K, out=logits_V[:num_known])
@@ -196,7 +198,8 @@ def _penalizes(params: SamplingParams) -> bool:
 
 
 class _SeenTokens:
-    """Distinct tokens of prompt and output, with each one's count in the output, in arrays for tensors."""
+    """Distinct tokens of prompt and output, with the number of times that each occurs in the output,
+    stored in arrays."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
@@ -256,8 +259,8 @@ def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
 
 
 def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-    """Return each row's given token and the `num_top` most likely tokens, with logprobs without penalties and bias.
-    Raises NotFiniteError if a logit is NaN or infinity."""
+    """Return each row's given token and its `num_top` most likely tokens, with logprobs that do not include penalties
+    and bias. Raises NotFiniteError if a logit is NaN or infinity."""
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(token_ids)
     if NO_TOKEN in largest_tokens(logits_BV).tolist():
         raise NotFiniteError("the logits of a prompt are not finite: see whether the model is damaged, or try again")

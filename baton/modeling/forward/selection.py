@@ -44,19 +44,22 @@ class Picks:
     """Selected keys, to which sequences attend in one layer. Keys are numbered within their sequence, from 0."""
 
     keys_BGK: Tensor
-    """Each kv head's own list of keys, ascending, int32, contiguous. Entries beyond a list's length are meaningless."""
+    """Keys of each kv head, ascending, int32, contiguous. Entries beyond the length of a head's list are
+    meaningless."""
     num_BG: Tensor
     """Number of keys in each list, at least one, int32, contiguous."""
 
 
 @dataclass(frozen=True)
 class StepPicks:
-    """Selected keys, to which a step's sequences attend in all layers, known before the step. Numbered as in Picks."""
+    """Selected keys, to which a step's sequences attend in all layers, known before the step. Keys are numbered within
+    their sequence, from 0."""
 
     keys_LBGK: Tensor
-    """Each kv head's own list of keys, ascending, int32, contiguous. Entries beyond a list's length are meaningless."""
+    """Keys of each kv head, ascending, int32, contiguous. Entries beyond the length of a head's list are
+    meaningless."""
     num_BG: Tensor
-    """Number of keys in each list, the same in all layers, at least one, int32, contiguous."""
+    """Number of keys in each list, at least one, int32, contiguous. It is the same in all layers."""
 
     def of_layer(self, layer: int) -> Picks:
         """Return the selected keys of one layer."""
@@ -68,15 +71,17 @@ class Selection:
     """Parameters of the number of selected keys. Raises ConfigError when a field is out of its limits."""
 
     alpha: float
-    """Distance from the best key of some head within which keys count, in scaled scores. Infinity: all keys count."""
+    """Maximum distance, in scaled scores, from a head's best key within which a key is counted. Infinity: all keys are
+    counted."""
     most_share: float
-    """Most keys to select by score, as a fraction of the sequence's tokens. 1: no bound."""
+    """Maximum number of keys selected by score, as a fraction of the sequence's tokens. 1: no limit."""
     num_first: int
     """Number of first keys that are always selected, because models concentrate attention on them."""
     num_last: int
     """Number of latest keys that are always selected, including the new token's own."""
     free_keys: int = 1
-    """Number of keys that any sequence may select by score, also if `most_share` allows fewer, as in a short one."""
+    """Number of keys that any sequence may select by score, even if `most_share` allows fewer because the sequence is
+    short."""
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -91,7 +96,7 @@ class Selection:
             raise ConfigError(f"free_keys = {self.free_keys} leaves no key to choose: use 1 or more")
 
     def most_by_score(self, num_tokens: int) -> int:
-        """Return the most keys that a sequence of `num_tokens` tokens may select by score."""
+        """Return the maximum number of keys that a sequence of `num_tokens` tokens may select by score."""
         return max(self.free_keys, math.floor(self.most_share * num_tokens))
 
 
@@ -102,11 +107,11 @@ class KeyProjection:
     basis_GHR: Tensor
     """Basis of each kv head, fp32."""
     columns_GR: Tensor | None
-    """Selected columns of the head, int64, if the basis only selects columns. None: it does not."""
+    """Indices of the selected columns of the head, int64, if the basis only selects columns; else None."""
 
     @classmethod
     def of(cls, basis_GHR: Tensor) -> "KeyProjection":
-        """Make the projection of a basis. Detects whether the basis only selects columns."""
+        """Return the projection of a basis, after checking whether the basis only selects columns."""
         selects = bool((basis_GHR.count_nonzero(1) == 1).all() and (basis_GHR.sum(1) == 1).all())
         return cls(basis_GHR, basis_GHR.argmax(1) if selects else None)
 
@@ -149,7 +154,7 @@ class PartialKeys:
         return self._memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes that the partial keys of `num_tokens` tokens take, once all are written."""
+        """Return the number of bytes of the partial keys of `num_tokens` tokens, once all are written."""
         return self._memory.bytes_for(_num_blocks(num_tokens))
 
     def address(self, layer: int) -> int:
@@ -162,8 +167,9 @@ class PartialKeys:
         self._memory.expect(num_tokens // _BLOCK)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for the partial keys of `tokens`, which are about to be written, in `layer` or in all layers.
-        Calls for all layers must ascend, without a gap after the tokens that were committed layer by layer."""
+        """Commit memory for the partial keys of `tokens`, before they are written, in `layer` or in all layers. Calls
+        for all layers must have ascending tokens, without a gap after the tokens that were committed for single layers.
+        """
         blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
         self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
 
@@ -186,8 +192,8 @@ class PartialKeys:
             data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = projection.apply(k_TGH).to(_DTYPE)
 
     def fitting(self, projection: KeyProjection | None) -> KeyProjection:
-        """Return the projection, or the identity for None. Raises RuntimeError for another number of kv heads or
-        columns."""
+        """Return the projection, or the identity if it is None. Raises RuntimeError if its number of kv heads or
+        columns does not fit."""
         found = projection or self._unchanged
         num_kv_heads, _, num_columns = found.basis_GHR.shape
         kept_heads, kept_columns = self.data_LCGRI.shape[2:4]
@@ -218,9 +224,9 @@ class PartialRows:
     def __init__(
         self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int] | None = None
     ) -> None:
-        """Commit memory for the new tokens' partial keys, in all layers. `lengths`: number of keys of each sequence,
-        including the new token's. `num_tokens`: number of tokens of each sequence, if some do not keep all keys. All
-        must have the same layers."""
+        """Commit memory for the new tokens' partial keys in all layers. `lengths`: number of keys of each sequence,
+        including the new token's key. `num_tokens`: number of tokens of each sequence; needed if some sequences do not
+        keep all keys. All `keys` must have the same layers."""
         for each, length in zip(keys, lengths, strict=True):
             each.commit(TokenRange(length - 1, length))
         self.keys = keys
@@ -283,8 +289,8 @@ class PartialRows:
         has_new: bool = True,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Select keys as `select` does, with torch, one sequence after another and slowly: the fallback without native
-        kernels."""
+        """Select keys as `select` does, with torch and one sequence after another. It is slow, and is the fallback if
+        no native kernels are loaded."""
         lists = []
         for row, (keys, length, q_NR) in enumerate(zip(self.keys, self.lengths_B.tolist(), q_BNR, strict=True)):
             num_scored = length - int(not has_new)
@@ -314,7 +320,8 @@ def _closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
 
 
 def _chosen(closeness_GP: Tensor, length: int, most: int, selection: Selection) -> list[Tensor]:
-    """Return each kv head's selected keys in a sequence of `length` keys, at most `most` of them by score."""
+    """Return the selected keys of each kv head, in a sequence of `length` keys. At most `most` keys are selected by
+    score."""
     num_kv_heads, num_scored = closeness_GP.shape
     num_close = int((closeness_GP > -selection.alpha).sum())
     num = min(max(-(-num_close // num_kv_heads), 1), most, num_scored)

@@ -41,7 +41,7 @@ class DecodeRow(NamedTuple):
     num_keys: int
     """Number of keys of the sequence, including the latest token's."""
     draw: RowDraw
-    """Parameters with which the next token is drawn."""
+    """Parameters with which the next token of the sequence is drawn."""
 
 
 class StepInputs(NamedTuple):
@@ -53,18 +53,18 @@ class StepInputs(NamedTuple):
     floor_B: Tensor
     top_p_B: Tensor
     token_ids_B: Tensor
-    """Latest tokens of the sequences, int64."""
+    """Latest token of each sequence, int64."""
     temperature_B: Tensor
     lengths_B: Tensor
-    """Numbers of tokens of the sequences, including the latest ones, int32."""
+    """Number of tokens of each sequence, including the latest one, int32."""
     starts_E: Tensor
-    """Number of each sequence's token among the step's, followed by the number of all tokens, int32."""
+    """Index of each sequence's token among the tokens of the step, followed by the number of all tokens, int32."""
     table_BC: Tensor
     """Block tables: numbers of the sequences' pages, int32."""
 
     @classmethod
     def over(cls, memory: Tensor, num_rows: int, row_pages: int) -> Self:
-        """Return views of a piece of memory of `input_bytes` bytes."""
+        """Return StepInputs whose fields are views of `memory`, which has `input_bytes` bytes."""
         views, start = [], 0
         for dtype, shape in _fields(num_rows, row_pages):
             num_bytes = dtype.itemsize * math.prod(shape)
@@ -74,12 +74,12 @@ class StepInputs(NamedTuple):
 
     @property
     def draws(self) -> Draws:
-        """Return the parameters with which the sequences' tokens are drawn."""
+        """Return the parameters with which the next tokens of the sequences are drawn."""
         return Draws(self.key_B, self.top_k_B, self.floor_B, self.top_p_B, self.temperature_B)
 
     def write(self, rows: Sequence[DecodeRow], kind: DrawKind) -> None:
-        """Write the sequences of a step with that kind of drawing, and mark all others as padding. Greedy steps do not
-        read `draws`."""
+        """Write the inputs of a step with this kind of drawing. All remaining sequences become padding. `draws` is not
+        written for greedy steps, which do not read it."""
         num_rows = len(rows)
         torch.stack([row.table.pages_C for row in rows], out=self.table_BC[:num_rows])
         columns: list[tuple[Tensor, Sequence[float]]] = [
@@ -94,7 +94,8 @@ class StepInputs(NamedTuple):
 
 
 def _fields(num_rows: int, row_pages: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each field of StepInputs, those of 8-byte numbers first, so that all are aligned."""
+    """Return the dtype and shape of each field of StepInputs. Fields of 8-byte numbers come first, so that all fields
+    are aligned."""
     long, double, each = torch.int64, torch.float64, (num_rows,)
     eight = [(long, each), (long, each), (double, each), (double, each), (long, each)]
     four = [(torch.float32, each), (torch.int32, each), (torch.int32, (num_rows + 1,))]
@@ -147,7 +148,7 @@ class StepGraphs:
                 self._run_by_kind[size, kind] = _captured(run, device, pool) if captures else run
 
     def size_for(self, num_rows: int) -> int:
-        """Return the least of `sizes` that is at least `num_rows`."""
+        """Return the smallest entry of `sizes` that is at least `num_rows`."""
         return min(size for size in self.sizes if size >= num_rows)
 
     @torch.inference_mode()
@@ -162,7 +163,7 @@ class StepGraphs:
         return token_ids
 
     def _rows(self, size: int) -> StepRows:
-        """Return the first `size` sequences as an argument of kernels."""
+        """Return the first `size` sequences in the form that kernels take as arguments."""
         inputs = self._inputs
         views = inputs.table_BC[:size], inputs.lengths_B[:size], inputs.starts_E[: size + 1]
         return StepRows(*views, most_queries=1, most_keys=self._most_keys)

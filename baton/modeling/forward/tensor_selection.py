@@ -39,8 +39,8 @@ def partial_blocks(num_tokens: int) -> int:
 
 
 def selecting_bytes(num_heads: int, num_kv_heads: int, num_columns: int) -> int:
-    """Return the most temporary bytes that selection takes in one layer for each key of a sequence: copies of the
-    partial key in bf16 and fp32, scores, and lists of integers as long as the sequence."""
+    """Return the maximum number of temporary bytes that selection needs in one layer for each key of a sequence: copies
+    of the partial key in bf16 and fp32, scores, and integer lists as long as the sequence."""
     return num_kv_heads * (6 * num_columns + _LIST_BYTES) + 8 * num_heads
 
 
@@ -66,7 +66,7 @@ class TensorPartialKeys:
         return self.memory.bytes_for(num_tokens)
 
     def expect(self, num_tokens: int) -> None:
-        """Take a page of the pool. Raises MemoryError when all are taken."""
+        """Allocate a page of the pool. Raises MemoryError when no page is free."""
         self.memory.expect(num_tokens)
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:
@@ -89,8 +89,8 @@ class TensorPartialRows:
     made."""
 
     def __init__(self, keys: Sequence[TensorPartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """`lengths`: number of keys of each sequence, including the new token's. `num_tokens`: number of tokens of each
-        sequence, which bounds its selected keys."""
+        """`lengths`: number of keys of each sequence, including the new token's key. `num_tokens`: number of tokens of
+        each sequence, which limits the number of its selected keys."""
         self._keys = keys[0]
         where = self._keys.pool_LPGSR.device
         self._lengths, self._num_tokens = lengths, num_tokens
@@ -125,8 +125,8 @@ class TensorPartialRows:
         return self._chosen(closeness_BGS, num_scored_B11, key_S, selection, most)
 
     def _bounds(self, selection: Selection) -> int:
-        """Copy to the device, once per step, the most keys that each sequence may select by score. Return the largest
-        of these numbers."""
+        """Copy the maximum number of keys that each sequence may select by score to the device, once per step. Return
+        the largest of these numbers."""
         most = [selection.most_by_score(each) for each in self._num_tokens]
         if selection is not self._selection:
             self._most_B, self._selection = torch.tensor(most, device=self._rows_B.device), selection

@@ -1,4 +1,4 @@
-"""Bytes of a model's weights, and bytes of them that a step reads."""
+"""Number of bytes of a model's weights, and of the weights that a step reads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
@@ -12,8 +12,8 @@ from baton.modeling.forward.linear import Linear, LinearByRows
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of the parameters that a step of few rows reads. In a mixture of experts they depend on the number of
-    tokens."""
+    """Number of bytes of the parameters that a step of few rows reads. In a mixture of experts it depends on the number
+    of tokens."""
 
     always: int
     """Bytes that every step reads."""
@@ -23,8 +23,8 @@ class StepBytes:
     """Fraction of a layer's experts that one token passes through."""
 
     def of(self, num_tokens: int) -> int:
-        """Return the bytes that a step of `num_tokens` tokens reads. Of the experts, this is the mean for tokens whose
-        experts are drawn uniformly and independently."""
+        """Return the number of bytes that a step of `num_tokens` tokens reads. For experts it is the mean for tokens
+        whose experts are drawn uniformly and independently."""
         return self.always + round(self.experts * (1 - (1 - self.active_share) ** num_tokens))
 
 
@@ -51,7 +51,8 @@ def weight_bytes(weights: DecoderWeights) -> int:
 
 
 def _bytes_read(linear: Linear) -> int:
-    """Return the bytes that a linear layer reads for few rows: one copy of a weight that is stored twice."""
+    """Return the number of bytes that a linear layer reads for few rows. If a weight is stored twice,
+    one copy counts."""
     return linear.few.num_bytes if isinstance(linear, LinearByRows) else linear.num_bytes
 
 

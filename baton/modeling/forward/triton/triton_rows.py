@@ -21,7 +21,7 @@ from baton.modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, power_of_two
 from baton.modeling.kv.buffers import KvPlace
 
 _ALIKE = 16
-"""Strides that are multiples of this share a kernel. Triton compiles another kernel for other strides."""
+"""Triton compiles one kernel for all strides that are multiples of this number, and other kernels for other strides."""
 
 
 class TritonRows:
@@ -29,8 +29,8 @@ class TritonRows:
     layers."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
-        """`spans`: for each span, the number of its first token among the step's, and the location of its keys.
-        `windows`: sliding window of each layer."""
+        """`spans`: for each span, the index of its first token among the tokens of the step, and the location of its
+        keys. `windows`: sliding window of each layer."""
         places = [place for _, place in spans]
         self._pools = [_Pool(places)]
         others = [place.others for place in places if place.others is not None]
@@ -43,13 +43,14 @@ class TritonRows:
         self._windows = windows
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the rows' new keys and values to their pages. The arguments are those of all tokens of the step."""
+        """Write the new keys and values of the rows to their pages. The arguments contain all tokens of the step."""
         pool, pages_PS2GH = self._of_layer(layer)
         append_kv(self._of_rows(k_TGH), self._of_rows(v_TGH), pages_PS2GH, pool.new_rows)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the rows' attention `[B, N, H]`, in the queries' dtype. `q_TNH` are those of all tokens of the step.
-        With `picks` rows attend to exactly those keys, and the layer's window is not applied."""
+        """Return the attention of the rows, `[B, N, H]`, in the dtype of the queries. `q_TNH` contains the queries of
+        all tokens of the step. With `picks`, rows attend to exactly these keys, and the layer's window is not applied.
+        """
         pool, pages_PS2GH = self._of_layer(layer)
         if picks is None:
             seen = SeenKeys(window=self._windows[layer], unseen_B2=pool.unseen_B2)
@@ -59,7 +60,7 @@ class TritonRows:
         return decode_attention(self._of_rows(q_TNH), pages_PS2GH, pool.rows, seen)
 
     def _of_layer(self, layer: int) -> tuple["_Pool", Tensor]:
-        """Return the pool that has a layer, and the layer's pages, `[P, S, 2, G, H]`."""
+        """Return the pool that contains a layer, and the pages of the layer, `[P, S, 2, G, H]`."""
         first, last = self._pools[0], self._pools[-1]
         if first is last or layer < len(first.data_LPS2GH):
             return first, first.data_LPS2GH[layer]
@@ -71,7 +72,7 @@ class TritonRows:
 
 
 class _Pool:
-    """Arguments of kernels for the rows' KV in one pool of pages."""
+    """Kernel arguments that describe the rows' KV in one pool of pages."""
 
     def __init__(self, places: Sequence[KvPlace]) -> None:
         tables = [place.table for place in places if place.table is not None]
@@ -91,9 +92,9 @@ class _Pool:
             most_queries=power_of_two(max(place.num_new for place in places)),
             most_keys=most_keys,
         )
-        """Sequences with all keys, for attention."""
+        """Sequences with all of their keys, as an argument for attention."""
         self.new_rows = self.rows
-        """Sequences with their keys up to the new ones, for appending."""
+        """Sequences with their keys up to the new ones, as an argument for appending."""
         if any(place.own is not None for place in places):
             ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
             self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))
@@ -104,7 +105,8 @@ class _Pool:
 
 
 def _alike(num_pages: int) -> int:
-    """Return the least multiple of _ALIKE that is at least `num_pages`, as the stride of a block table."""
+    """Return the smallest multiple of _ALIKE that is at least `num_pages`. It is used as the stride of a
+    block table."""
     return -(-num_pages // _ALIKE) * _ALIKE
 
 
