@@ -1,4 +1,4 @@
-"""The memory of an emulated device: regions of this process's memory that stand for the device's own.
+"""Memory of an emulated device: regions of this process's memory that represent the device's own memory.
 
 `baton.modeling.device.emulated` makes an arena for each device, and `baton.modeling.kv.row_memory` allocates sequences'
 KV in it. Bytes in an arena are counted, and their addresses distinguish them from host memory. So an access that
@@ -11,9 +11,9 @@ from collections import deque
 
 _lock = threading.Lock()
 _regions: list[tuple[int, int]] = []
-"""Start and end of all regions of all arenas in this process, in ascending order. Regions do not overlap."""
+"""Start and end of all regions of all arenas in this process, in ascending order and without overlaps."""
 _gone: "deque[tuple[Arena, tuple[int, int]]]" = deque()
-"""Regions that were removed from their arenas, and are still in the lists."""
+"""Regions that were removed from their arenas, but not from the lists yet."""
 
 
 class WrongMemoryError(AssertionError):
@@ -24,10 +24,10 @@ class Arena:
     """The memory of one emulated device. Thread-safe."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """`limit_bytes`: most bytes that may be in use at a time. None: no limit."""
+        """`limit_bytes`: maximum number of bytes in use at a time. None: no limit."""
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
-        """Most bytes that were in use at a time."""
+        """Maximum number of bytes that were in use at a time."""
         self._num_bytes = 0
         self._given: deque[int] = deque()
         """Sizes that are free again but still counted in `_num_bytes`."""
@@ -41,19 +41,20 @@ class Arena:
             return self._num_bytes
 
     def add_region(self, start: int, num_bytes: int) -> None:
-        """Count these addresses as the device's until `remove_region`. None of these bytes is in use yet."""
+        """Make these addresses part of the device's memory until `remove_region`. At first, none of these bytes counts
+        as in use."""
         with _lock:
             _forget_gone()
             insort(_regions, (start, start + num_bytes))
             insort(self._own, (start, start + num_bytes))
 
     def remove_region(self, start: int, num_bytes: int) -> None:
-        """Count these addresses as host memory again. Takes no lock, because Python's garbage collector may call it on
-        any thread and at any statement."""
+        """Make these addresses host memory again. Takes no lock, because Python's garbage collector may call this
+        method on any thread and at any statement."""
         _gone.append((self, (start, start + num_bytes)))
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes as in use. Raises MemoryError, and counts nothing, if that would exceed the limit."""
+        """Count bytes as in use. If this would exceed the limit, raises MemoryError and does not count them."""
         with _lock:
             self._forget_given()
             if self.limit_bytes is not None and self._num_bytes + num_bytes > self.limit_bytes:
@@ -64,11 +65,12 @@ class Arena:
             self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
     def give(self, num_bytes: int) -> None:
-        """Count bytes as free again. Takes no lock, for the same reason as `remove_region`."""
+        """Count bytes as free again. Takes no lock, because Python's garbage collector may call this method on any
+        thread and at any statement."""
         self._given.append(num_bytes)
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Raise WrongMemoryError unless all of these bytes are the device's."""
+        """Raise WrongMemoryError unless all of these bytes are in the device's memory."""
         with _lock:
             _forget_gone()
             is_there = _holds(self._own, address, num_bytes)
@@ -76,7 +78,7 @@ class Arena:
             raise WrongMemoryError(f"{num_bytes} bytes at {address:#x} are host memory: fetch them over the link first")
 
     def _forget_given(self) -> None:
-        """Subtract the bytes that are free again. The caller holds the lock."""
+        """Subtract the bytes in `_given` from the count. The caller holds the lock."""
         while self._given:
             self._num_bytes -= self._given.popleft()
 

@@ -28,7 +28,7 @@ OUT_OF_MEMORY = (MemoryError, RuntimeError)
 
 
 Writes = Sequence[tuple[Tensor, memoryview]]
-"""Pairs `(to, data)`: a contiguous tensor, and exactly its bytes in host memory."""
+"""Pairs `(to, data)`: a contiguous tensor, and the bytes in host memory with which it is overwritten, of equal size."""
 
 
 class HostAccess(Protocol):
@@ -36,15 +36,16 @@ class HostAccess(Protocol):
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the staging frames from which `write` copies directly. None: it copies directly from any memory."""
+        """Return the staging frames from which `write` copies directly. None: `write` copies directly
+        from any memory."""
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return the bytes of contiguous tensors, one after the other. The result is the memory itself for a single
-        tensor in host memory, else one copy of all tensors. Blocks."""
+        """Return the bytes of contiguous tensors, one after the other. For a single tensor in host memory the result is
+        a view of it; otherwise it is one copy of all tensors. Blocks."""
 
     def write(self, writes: Writes) -> Transfer:
-        """Copy to host memory, without the GIL, or begin to copy to a device's memory. Bytes in frames must not change
-        before the transfer is done. Other bytes are not read any more once this returns."""
+        """Copy into host memory without holding the GIL, or start to copy to a device's memory. Bytes in staging frames
+        must not change before the transfer is done. All other bytes have been read when this returns."""
 
 
 class HomeAccess:
@@ -53,12 +54,12 @@ class HomeAccess:
     frames = None
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return the memory itself for one tensor, or a copy of several."""
+        """Return a view of the memory for one tensor, or one copy of several tensors."""
         views = [byte_view(source) for source in sources]
         return views[0] if len(views) == 1 else memoryview(b"".join(views))
 
     def write(self, writes: Writes) -> Transfer:
-        """Copy in place, with numpy: gRPC's memory is read-only, which torch does not accept."""
+        """Copy with numpy before returning: gRPC's memory is read-only, which torch does not accept."""
         for to, data in writes:
             np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8))
         return DoneTransfer()
@@ -74,14 +75,14 @@ class KvRows:
     k_SGH: Tensor
     v_SGH: Tensor
     first_position: int
-    """Absolute position of row 0."""
+    """Absolute position of the first row."""
 
     @property
     def end_position(self) -> int:
         return self.first_position + self.k_SGH.shape[0]
 
     def slice(self, start: int, end: int) -> "KvRows":
-        """Return the rows of absolute positions [start, end), clamped to the rows that exist."""
+        """Return the rows at absolute positions [start, end), limited to the rows that exist."""
         low = max(start - self.first_position, 0)
         high = max(min(end, self.end_position) - self.first_position, low)
         if low == 0 and high == self.k_SGH.shape[0]:
@@ -107,16 +108,16 @@ class KvBuffer:
 
     @classmethod
     def over(cls, layout: KvLayout, tokens: TokenRange, memory: memoryview) -> Self:
-        """Return a buffer whose data is `memory`, which is writable, has the buffer's size, and is held until the last
-        view is freed."""
+        """Return a buffer whose data is in `memory`, which must be writable and have the buffer's size. The memory is
+        kept until the last view is freed."""
         assert memory.nbytes == len(tokens) * layout.token_bytes, f"{memory.nbytes} bytes for {tokens}"
         data = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(_shape(layout, tokens))
         return cls.of(layout, tokens, data)
 
     @classmethod
     def of(cls, layout: KvLayout, tokens: TokenRange, data: Tensor, access: HostAccess = HOME) -> Self:
-        """Return a buffer whose data is `data`, `[L, S, 2, G, H]`, in memory that `access` reaches. Each layer is
-        contiguous."""
+        """Return a buffer whose data is the tensor `data`, `[L, S, 2, G, H]`, which `access` can read and write. Each
+        layer must be contiguous."""
         assert data.shape == _shape(layout, tokens), f"{tuple(data.shape)} for {tokens}"
         self = cls.__new__(cls)
         self.layout = layout
@@ -145,11 +146,12 @@ class KvBuffer:
         return self.access.read([self.span(layer, tokens)])
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy `data` (exactly the range's bytes) into place, and return when that is done."""
+        """Copy `data`, which must have exactly the size of the range, into the buffer. Return when the copy is done."""
         self.begin_write(layer, tokens, data).result()
 
     def begin_write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy `data` (exactly the range's bytes) into place, by HostAccess.write."""
+        """Start to copy `data`, which must have exactly the size of the range, into the buffer, with
+        HostAccess.write."""
         assert data.nbytes == len(tokens) * self.layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
         return self.access.write([(self.span(layer, tokens), data)])
 
@@ -165,8 +167,8 @@ MakeBuffer = Callable[[KvLayout, TokenRange], KvBuffer]
 class LayerBuffers:
     """KV of the tokens `tokens` of one sequence, in the layers that are in use.
 
-    A layer has memory from the first call for it until it is released. The next layer reuses released memory, so the
-    memory never exceeds that of the layers that were in use at the same time. Not thread-safe.
+    A layer has memory from the first call for it until it is released. Released memory is reused for the next layer. So
+    the total memory is that of the maximum number of layers that were in use at the same time. Not thread-safe.
     """
 
     def __init__(self, layout: KvLayout, tokens: TokenRange, make_buffer: MakeBuffer = KvBuffer) -> None:
@@ -202,7 +204,7 @@ class LayerBuffers:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """Block table of one sequence: the numbers of its pages, in order. Read when a step begins."""
+    """Block table of one sequence: the numbers of its pages, in order. It is read when a step begins."""
 
     data_LPS2GH: Tensor
     """All pages of the device: P pages of S tokens in every layer. A page is contiguous within a layer."""
@@ -219,22 +221,24 @@ class KvPlace:
     """Location of one sequence's keys and values: contiguous in the CPU's memory, or in pages of a device's."""
 
     address: int
-    """Address of layer 0's K of the first position; 0 with pages. A token's V follows its K, and then the next token's
-    K."""
+    """Address of K of the first position in layer 0; 0 with pages. The V of a token follows its K, and the K of the
+    next token follows."""
     layer_bytes: int
-    """Bytes from one layer to the next."""
+    """Number of bytes from the beginning of one layer to the beginning of the next."""
     num_layers: int
-    """Layers that have memory there. The model's layer l is number l modulo this, unless `others` is given."""
+    """Number of layers that have memory at this location. The model's layer l is stored as layer l modulo this number,
+    unless `others` is given."""
     num_keys: int
-    """Keys of the sequence, including those of new tokens."""
+    """Number of keys of the sequence, including those of new tokens."""
     num_new: int = 1
-    """Keys of new tokens, which are the last ones. Each new token attends to the keys up to its own."""
+    """Number of keys of new tokens, which are the last keys. Each new token attends to the keys up to its own."""
     unseen: TokenRange | None = None
-    """Keys, numbered from the first position's, that no new token attends to. Keys of new tokens are not among them."""
+    """Keys, numbered from the first position, that no new token attends to. It must not contain keys of new tokens."""
     own: int | None = None
-    """Number of the new token's key, if the sequence has one new token. None: new tokens' keys are the last ones."""
+    """Number of the new token's key, if the sequence has one new token. None: the keys of new tokens are
+    the last ones."""
     others: "KvPlace | None" = None
-    """Location of the layers from number `num_layers` on. None: the same as that of the other layers."""
+    """Location of the layers from number `num_layers` on. None: they share the memory of the first layers."""
     table: BlockTable | None = None
     """Block table of the keys. None: the keys are contiguous in each layer."""
 
@@ -242,7 +246,8 @@ class KvPlace:
 @dataclass(frozen=True)
 class BufferSpan:
     """New tokens `tokens` of a sequence whose old and new KV is in one buffer, such as that of a generation slot. If
-    the buffer has fewer layers than the model, layers share its memory: layer l is number l modulo the buffer's."""
+    the buffer has fewer layers than the model, layers share its memory: the model's layer l is stored as layer l modulo
+    the buffer's number of layers."""
 
     buffer: KvBuffer
     tokens: TokenRange
@@ -283,7 +288,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory as `byte_view` does, also that of an emulated device. For links only, which access both
-    memories."""
+    """Return the memory of a contiguous tensor as writable bytes, including memory of an emulated device. Only for
+    links, which access both memories."""
     assert tensor.is_contiguous()
     return tensor.view(torch.uint8).view(-1).numpy().data

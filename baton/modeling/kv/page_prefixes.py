@@ -1,9 +1,9 @@
 """The prefix cache's tier in device memory: pages with the KV of named blocks, shared by sequences of equal prefix.
 
-`generate_workers.residency.paged` keeps sequences' blocks here, under the names of `baton.prefix_blocks`, and begins
-new sequences with them. The tier is an owner of its pages, as sequences are, so that the pages outlive the sequence
-that filled them. It uses the pages that sequences leave free. When a sequence needs a page and none is free, the least
-recently used block is evicted, among the blocks that have a page that no sequence owns.
+`generate_workers.residency.paged` stores sequences' blocks here, under the names of `baton.prefix_blocks`, and uses
+them as prefixes of new sequences. The tier is an owner of its pages, like a sequence, so that the pages remain when the
+sequence that filled them has ended. It uses pages that sequences do not need. When a sequence needs a page and none is
+free, the least recently used block is evicted, among the blocks that have a page that no sequence owns.
 """
 
 import threading
@@ -17,20 +17,20 @@ class PagePrefixes:
     """Named blocks, each with its pages, in one pool. Thread-safe."""
 
     def __init__(self, pool: PagePool) -> None:
-        """Keep blocks in `pool`, and set its `reclaim` to `evict`."""
+        """Store blocks in `pool`, and set the pool's `reclaim` to `evict`."""
         self.num_shared_blocks = 0
-        """Blocks with which sequences have begun so far."""
+        """Number of blocks that sequences have reused so far."""
         self._pool = pool
         self._lock = threading.Lock()
-        """Guards `_blocks` and `_is_closed`. Taken before the pool's lock."""
+        """Guards `_blocks` and `_is_closed`. It is acquired before the pool's lock."""
         self._blocks: OrderedDict[str, list[int]] = OrderedDict()
         """Pages of each block; the most recently used block is last."""
         self._is_closed = False
         pool.reclaim = self.evict
 
     def keep(self, names: Sequence[str], pages: Sequence[int]) -> None:
-        """Become an owner of the pages of consecutive blocks, whose KV is final. Blocks that are already kept stay as
-        they are. Does nothing after `close`."""
+        """Become an owner of the pages of consecutive blocks, whose KV is final. Blocks that are already stored are not
+        changed. Does nothing after `close`."""
         size = len(pages) // len(names) if names else 0
         with self._lock:
             if self._is_closed:
@@ -43,8 +43,8 @@ class PagePrefixes:
                 self._blocks.move_to_end(names[index])
 
     def begin(self, names: Sequence[str]) -> list[int]:
-        """Return the pages of the leading blocks that are kept, up to the first gap, with the caller as one more
-        owner."""
+        """Return the pages of the leading blocks that are stored, up to the first gap. The caller becomes an additional
+        owner of these pages."""
         pages: list[int] = []
         with self._lock:
             found = []
@@ -61,8 +61,8 @@ class PagePrefixes:
         return pages
 
     def evict(self, num_pages: int) -> bool:
-        """Drop blocks with pages that no sequence owns, least recently used first, until `num_pages` pages are freed.
-        Return whether a block was dropped."""
+        """Drop blocks that have pages that no sequence owns, least recently used first, until `num_pages` pages are
+        free. Return whether a block was dropped."""
         dropped, num_spared = list[str](), 0
         with self._lock:
             for name, pages in self._blocks.items():
@@ -76,7 +76,8 @@ class PagePrefixes:
         return bool(dropped)
 
     def close(self) -> None:
-        """Drop all blocks, also those whose pages sequences share, and keep none any more. Idempotent."""
+        """Drop all blocks, including those whose pages are shared with sequences. Later calls of `keep` do nothing.
+        Idempotent."""
         with self._lock:
             self._is_closed = True
             while self._blocks:

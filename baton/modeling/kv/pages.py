@@ -22,21 +22,23 @@ from baton.modeling.kv.pool_memory import PoolMemory
 from baton.types import TokenRange
 
 PAGE_TOKENS = 64
-"""Tokens of a page. It is the tile size of the decode kernel for CPUs, so that a tile has keys of two pages at most."""
+"""Number of tokens of a page. It equals the tile size of the decode kernel for CPUs, so that the keys of a tile are in
+at most two pages."""
 
 
 class PagePool:
-    """Pages of a device, each with the number of its owners. Thread-safe."""
+    """Pages of a device, with the number of owners of each page. Thread-safe."""
 
     def __init__(self, memory: PoolMemory) -> None:
         self.memory = memory
         num_layers, self.num_pages, self.page_tokens = memory.data_LPS2GH.shape[:3]
         self.page_bytes = num_layers * memory.data_LPS2GH[0, 0].nbytes
         self.most_taken = self.num_pages
-        """Most pages that may have an owner at a time."""
+        """Maximum number of pages that have an owner at a time."""
         self.reclaim: Callable[[int], bool] = lambda num_pages: False
-        """Called without the lock when `num_pages` more pages are needed than are free. Releases that number of pages,
-        or all that it can, and returns whether it released any. Must be set before the pool is used."""
+        """Function that is called, without the lock, when `num_pages` more pages are needed than are free. It releases
+        that number of pages, or as many as it can, and returns whether it released any. It must be set before the pool
+        is used."""
         self._lock = threading.Lock()
         self._num_owners_P = np.zeros(self.num_pages, np.int32)
         self._num_gifts = 0
@@ -49,12 +51,13 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Return the number of pages that may still be taken."""
+        """Return the number of pages that can still be allocated."""
         return self.most_taken - self.num_taken
 
     def take(self, num_pages: int) -> list[int]:
-        """Take free pages, which then have one owner, and return their numbers. The lowest are taken, so that pages are
-        mostly adjacent. Raises MemoryError, and takes none, when too few are free even after `reclaim`."""
+        """Allocate free pages and return their numbers. Each page then has one owner. The lowest numbers are used, so
+        that pages are mostly adjacent. If too few pages are free even after `reclaim`, raises MemoryError and allocates
+        none."""
         while True:
             num_gifts = self._num_gifts
             try:
@@ -65,13 +68,13 @@ class PagePool:
                     raise
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add an owner to each of these pages, which must have an owner already."""
+        """Add an owner to each of these pages, which must already have an owner."""
         with self._lock:
             assert (self._num_owners_P[pages] > 0).all(), "a page without an owner cannot be shared"
             self._num_owners_P[pages] += 1
 
     def give(self, pages: Sequence[int]) -> None:
-        """Remove an owner from each of these pages. Pages without an owner are free."""
+        """Remove an owner from each of these pages. A page without an owner is free."""
         with self._lock:
             assert (self._num_owners_P[pages] > 0).all(), "a released page has no owner"
             self._num_gifts += 1
@@ -93,8 +96,8 @@ class PagePool:
 
 
 class RowPages:
-    """Pages of a slot's sequence, used by one sequence after another. One thread at a time may use it; instances share
-    a pool."""
+    """Pages of the sequence in a slot. It is reused by one sequence after another. Only one thread at a time may use
+    it; several instances share a pool."""
 
     def __init__(self, pool: PagePool, max_tokens: int) -> None:
         self._pool = pool
@@ -105,16 +108,17 @@ class RowPages:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the sequence's pages. Shared pages count whole."""
+        """Return the number of bytes of the sequence's pages. Shared pages count completely."""
         return len(self._pages) * self._pool.page_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes that `num_tokens` tokens take."""
+        """Return the number of bytes that the pages of `num_tokens` tokens have."""
         return self._num_for(num_tokens) * self._pool.page_bytes
 
     def prepare(self, tokens: TokenRange, num_tokens: int) -> None:
-        """Take pages for `tokens`, which are about to be written, and for the sequence's first `num_tokens` tokens.
-        Shared pages of `tokens` are copied first. Raises MemoryError when too few pages are free."""
+        """Allocate pages for `tokens`, which are about to be written, and for the first `num_tokens` tokens of the
+        sequence. Shared pages that contain some of `tokens` are copied first. Raises MemoryError when too few pages are
+        free."""
         num_new = self._num_for(max(tokens.end, num_tokens)) - len(self._pages)
         if num_new > 0:
             self._set(len(self._pages), self._pool.take(num_new))
@@ -126,20 +130,20 @@ class RowPages:
         return self._pages[tokens.start // self._pool.page_tokens : self._num_for(tokens.end)]
 
     def share(self, pages: Sequence[int]) -> None:
-        """Begin with pages that another owner has filled. The sequence must not have pages yet. The first owner that
-        writes to a shared page copies it."""
+        """Use pages that another owner has filled as the beginning of the sequence, which must not have pages yet. An
+        owner that writes to a shared page copies it first."""
         self._pool.share(pages)
         self.adopt(pages)
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Begin with filled pages that the caller has already taken or shared for this sequence. The sequence must not
-        have pages yet."""
+        """Use filled pages as the beginning of the sequence, which must not have pages yet. The caller must have
+        allocated or shared them for this sequence."""
         assert not self._pages, "pages are adopted by rows that have none"
         self._set(0, pages)
 
     def runs(self, tokens: TokenRange) -> Iterator[tuple[TokenRange, int]]:
-        """Yield `tokens` in parts that are contiguous in each layer, each with the index of its first token among all
-        tokens of the layer's pages."""
+        """Yield `tokens` in parts that are contiguous in each layer. Each part comes with the index of its first token
+        among the tokens of all pages of the layer."""
         size, start = self._pool.page_tokens, tokens.start
         while start < tokens.end:
             first = last = start // size
@@ -150,7 +154,7 @@ class RowPages:
             start = end
 
     def spans(self, layer: int, tokens: TokenRange) -> Iterator[tuple[TokenRange, Tensor]]:
-        """Yield views `[T, 2, G, H]` of `tokens` in a layer, each with the part of `tokens` that it holds."""
+        """Yield views `[T, 2, G, H]` of `tokens` in a layer. Each view comes with the token range that it contains."""
         data_S2GH = self.table.data_LPS2GH[layer].flatten(0, 1)
         for part, place in self.runs(tokens):
             yield part, data_S2GH[place : place + len(part)]
@@ -188,7 +192,7 @@ class PageSpan:
         return own_T2GH
 
     def owns(self, layer: int) -> Iterator[tuple[TokenRange, Tensor]]:
-        """Yield views of the new tokens' KV, each with the part of `tokens` that it holds."""
+        """Yield views of the new tokens' KV. Each view comes with the token range that it contains."""
         return self.pages.spans(layer, self.tokens)
 
     def segments(self, layer: int) -> Iterator[KvRows]:

@@ -19,12 +19,13 @@ class PoolMemory(Protocol):
     """Memory of all pages of a pool."""
 
     data_LPS2GH: Tensor
-    """All of the memory. Only pages that were taken may be accessed."""
+    """All of the memory. Only allocated pages may be accessed."""
     access: HostAccess
     """Host's access to the memory."""
 
     def take(self, pages: Sequence[int]) -> None:
-        """Count these pages as in use. Raises MemoryError, and counts none, if the device's limit would be exceeded."""
+        """Count these pages as in use. If this would exceed the device's limit, raises MemoryError and does not count
+        them."""
 
     def give(self, pages: Sequence[int]) -> None:
         """Count these pages as free."""
@@ -52,7 +53,8 @@ class MappedPool:
         self.data_LPS2GH = self._memory.data_LS2GH.view(_shape(layout, num_pages, page_tokens))
 
     def take(self, pages: Sequence[int]) -> None:
-        """Count the pages in the arena. Raises MemoryError, and counts none, if its limit would be exceeded."""
+        """Count the pages as in use in the arena. If this would exceed its limit, raises MemoryError and does not count
+        them."""
         if self._arena is not None:
             self._arena.take(len(pages) * self._page_bytes)
 

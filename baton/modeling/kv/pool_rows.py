@@ -13,7 +13,8 @@ from baton.types import TokenRange
 
 
 class PoolRow:
-    """RowMemory used by one sequence after another: one page of a pool, counted whole, from `expect` to `release`."""
+    """RowMemory that is one page of a pool, for one sequence after another. The whole page counts as in use from
+    `expect` to `release`."""
 
     def __init__(self, pool: PagePool) -> None:
         """`pool`: a pool whose pages are as long as the longest sequence."""
@@ -25,16 +26,16 @@ class PoolRow:
 
     @property
     def number(self) -> int:
-        """Return the number of the page in the pool. Valid while the sequence has memory."""
+        """Return the number of the page in the pool. It is valid while the sequence has memory."""
         (page,) = self._pages
         return page
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of a page, or 0 for no tokens."""
+        """Return the number of bytes of a page, or 0 for no tokens."""
         return self.pool.page_bytes if num_tokens else 0
 
     def expect(self, num_tokens: int) -> None:
-        """Take a page of the pool. Raises MemoryError when all are taken."""
+        """Allocate a page of the pool. Raises MemoryError when no page is free."""
         if not self._pages:
             self._pages = self.pool.take(1)
             self.data_LS2GH = self.pool.memory.data_LPS2GH[:, self.number]

@@ -22,32 +22,33 @@ from baton.types import KvLayout, TokenRange
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000
-"""Value on Linux. Python has a name for this flag from 3.12 on."""
+"""Value of MAP_NORESERVE on Linux. Python defines the name from version 3.12 on."""
 _MADV_POPULATE_WRITE = 23
-"""Value on Linux, from 5.14 on. Python has no name for it."""
+"""Value of MADV_POPULATE_WRITE on Linux, from 5.14 on. Python does not define the name."""
 _LEAST_POPULATED_PAGES = 4
-"""Least number of new pages that one call commits. Fewer are committed by the page faults of their first writes."""
+"""Minimum number of new pages that one call commits. Fewer pages are committed by the page faults of their first
+writes."""
 
 
 class RowMemory(Protocol):
     """Memory for the KV of up to `max_tokens` tokens, used by one sequence after another. Not thread-safe."""
 
     data_LS2GH: Tensor
-    """All of the memory. Bytes that were not committed must not be accessed."""
+    """All of the memory. Only committed bytes may be accessed."""
     num_bytes: int
-    """Bytes that are committed now."""
+    """Number of bytes that are committed now."""
     access: HostAccess
     """Host's access to the memory."""
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes that the first `num_tokens` tokens take, once committed in all layers."""
+        """Return the number of bytes of the first `num_tokens` tokens, once committed in all layers."""
 
     def expect(self, num_tokens: int) -> None:
         """Announce that `num_tokens` tokens will certainly be written. May be called once between two releases."""
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for `tokens`, which are about to be written, in `layer` or in all layers. Calls for all layers
-        must ascend, without a gap after the tokens that were committed layer by layer."""
+        """Commit memory for `tokens`, before they are written, in `layer` or in all layers. Calls for all layers must
+        have ascending tokens, without a gap after the tokens that were committed for single layers."""
 
     def release(self) -> None:
         """Free all memory. No thread may read or write it any more. Idempotent."""
@@ -141,8 +142,8 @@ class PagedMemory:
 
 
 class TensorMemory:
-    """RowMemory of a CUDA device, or pinned host memory: one tensor of `max_tokens` tokens, counted from `expect` to
-    `release`."""
+    """RowMemory of a CUDA device, or in pinned host memory: one tensor of `max_tokens` tokens, which counts as in use
+    from `expect` to `release`."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class TensorMemory:
         self.data_LS2GH = torch.empty(0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of `max_tokens` tokens, or 0 for no tokens."""
+        """Return the number of bytes of `max_tokens` tokens, or 0 for no tokens."""
         return self._whole_bytes if num_tokens else 0
 
     def expect(self, num_tokens: int) -> None:

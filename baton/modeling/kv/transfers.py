@@ -4,23 +4,23 @@ from typing import Protocol
 
 
 class Transfer(Protocol):
-    """Copies that were requested together. Neither memory may change before they are done."""
+    """Copies that were requested together. Source and target memory must not change before they are done."""
 
     def result(self) -> None:
-        """Wait until all is copied. Raises the error of a failed copy."""
+        """Wait until all bytes are copied. Raises the error of a failed copy."""
 
     def join(self) -> None:
-        """Order all later work of this thread after the copies. Raises the error of a copy that has failed by now. On
+        """Order all later work of this thread after the copies. Raises the error of a copy that has already failed. On
         CUDA the device waits, not the thread."""
 
     def wait(self) -> None:
-        """Wait until the copying has ended, even if it failed."""
+        """Wait until the copies have ended, even if they failed."""
 
 
 class DoneTransfer:
     """A Transfer that is already done."""
 
     def result(self) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Return immediately, because the copies are done."""
 
     join = wait = result
