@@ -1,1 +1,1 @@
-"""Keep the KV of earlier prompts in files that all workers of a node share."""
+"""Stores the KV of earlier prompts in files that all workers of a node share."""

@@ -31,7 +31,7 @@ UNSEALED = ".unsealed-"
 _MAGIC = b"Baton prefix v3\n"
 _FORMAT = struct.Struct("<16s16sqq128s")
 NUM_KNOWN_BYTES = _FORMAT.size
-"""Bytes at a header's beginning that `header_of` defines."""
+"""Number of bytes at the beginning of a header that `header_of` defines."""
 
 
 def header_of(name: str, layout: KvLayout, num_tokens: int) -> bytes:
@@ -68,7 +68,8 @@ class BlockWriter:
             raise ConfigError(f"prefix store: no file can be made in {path.parent} ({error.strerror})") from error
 
     def allocate(self) -> bool:
-        """Allocate the block's memory, so that no later write can lack memory. Return whether there was enough."""
+        """Allocate the block's memory, so that later writes cannot run out of memory. Return whether enough memory was
+        available."""
         try:
             os.posix_fallocate(self._file, 0, self._num_bytes)
             # a write to a mapped file on disk would hold the GIL for as long as the disk takes
@@ -82,9 +83,9 @@ class BlockWriter:
         return True
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy the KV rows of `tokens`, which must be within the block, in `layer` into place. Each row must be written
-        exactly once. With its last row, a block on disk is written to its file: the call then blocks for the duration
-        of the write, and raises OSError if it fails."""
+        """Copy the KV rows of `tokens`, which must be within the block, to their position in `layer`. Each row must be
+        written exactly once. A block on disk is written to its file with its last row. That call blocks for the
+        duration of the write, and raises OSError if it fails."""
         self._kv.write(layer, tokens, data)
         self._num_missing -= len(tokens)
         if not self._num_missing and not self._in_memory:
@@ -94,8 +95,8 @@ class BlockWriter:
             del self._kv, self._content
 
     def seal(self) -> None:
-        """Rename the file to its block's name. Call after all rows were written, and under the folder's lock, so that
-        the file is counted exactly once. If a block of that name exists by now, it is kept instead."""
+        """Rename the file to its block's name. Call it after all rows were written, and under the folder's lock, so
+        that the file is counted exactly once. If a block with that name already exists, it is kept instead."""
         assert not self._num_missing, f"{self._num_missing} rows of block {self.name} were not written"
         os.fchmod(self._file, 0o400)
         os.utime(self._file, ns=(self._used_ns, self._used_ns))
@@ -104,7 +105,7 @@ class BlockWriter:
         self.drop()
 
     def drop(self) -> None:
-        """Close the file, and remove it unless it was sealed. Idempotent."""
+        """Close the file, and remove it unless `seal` has renamed it. Idempotent."""
         if not self._over:
             self._over = True
             try:
@@ -135,7 +136,7 @@ def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether the file exists. False on a disk that fails."""
+    """Return whether the file exists. Returns False if the disk fails."""
     try:
         path.stat(follow_symlinks=False)
     except OSError:
@@ -144,7 +145,7 @@ def has_file(path: Path) -> bool:
 
 
 def remove_unlocked(path: Path) -> bool:
-    """Remove a file unless a process holds a lock on it. Return whether the file is gone."""
+    """Remove a file unless a process holds a lock on it. Return whether the file no longer exists."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -177,8 +178,8 @@ def is_there(path: Path, num_bytes: int) -> bool:
 
 
 def free_bytes(folder: Path, *, in_memory: bool) -> int:
-    """Return the free bytes of the file system. In memory it may promise more than exists: then the available memory
-    is the bound."""
+    """Return the number of free bytes of the file system. A file system in memory may report more than the memory that
+    is available; then the available memory is returned."""
     disk = os.statvfs(folder)
     if not in_memory:
         return disk.f_bavail * disk.f_frsize

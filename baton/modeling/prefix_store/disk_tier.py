@@ -22,7 +22,7 @@ from baton.process.clock import Clock
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
-"""Seconds without an answer after which a disk counts as hung. Computing a block takes less time in most cases."""
+"""Seconds without an answer after which a disk counts as hung. In most cases, computing a block is faster than this."""
 
 FOLDER_S = 30.0
 """Seconds without an answer while a whole folder is listed, copied or removed. No request waits for these calls."""
@@ -37,9 +37,9 @@ class _Call:
     """A call to the disk that has not returned."""
 
     within_s: float
-    """Seconds that the call may take after each answer."""
+    """Seconds that the call may take after each answer of the disk."""
     due_s: float
-    """Time at which the disk counts as hung, unless it answers before."""
+    """Time at which the disk counts as hung if it does not answer before."""
     num_answers: int = 0
 
 
@@ -68,7 +68,7 @@ class DiskTier(Generic[Store]):
 
     @property
     def fault(self) -> str:
-        """Return the reason why the disk is not used now, in one line. Empty while it is used."""
+        """Reason, in one line, why the disk is not used now. Empty while it is used."""
         with self._lock:
             is_hung = any(self._clock.now_s() >= call.due_s for call in self._calls.values())
         if is_hung:
@@ -80,23 +80,24 @@ class DiskTier(Generic[Store]):
     def ask(self, work: Callable[[Store], Result], otherwise: Other, within_s: float | None = None) -> Result | Other:
         """Return the result of `work(store)`, or `otherwise` when the store is not open or does not answer.
 
-        `otherwise` is returned at once if the disk is known to be unusable, else after `within_s` seconds (default:
-        `answer_s`) without an answer. `work` then continues in its thread, and its result is lost. Errors of `work`
-        are raised."""
+        `otherwise` is returned immediately if the disk is known to be unusable, else after `within_s` seconds (default:
+        `answer_s`) without an answer. In the second case `work` continues in its thread, and its result is dropped.
+        Errors of `work` are raised.
+        """
         store = self._store
         if store is None or self.fault:
             return otherwise
         return self._ask(partial(work, store), otherwise, within_s or self._answer_s)
 
     def begin(self, work: Callable[[Store], None]) -> None:
-        """Begin `work`, which must not raise, and do not wait for it. Does nothing when the store is not open or does
-        not answer."""
+        """Start `work`, which must not raise an error, without waiting for it. Does nothing when the store is not open
+        or does not answer."""
         store = self._store
         if store is not None and not self.fault:
             self._begin(partial(work, store), self._answer_s)
 
     def answered(self) -> None:
-        """Report that the disk has answered, which restarts the timeout of the call. To be called by `work`."""
+        """Record that the disk has answered, which restarts the timeout of the call. Called by `work`."""
         with self._lock:
             call = self._calls[threading.current_thread()]
             call.num_answers += 1

@@ -1,4 +1,5 @@
-"""The folder of a node's cached prefixes: made by its first user, removed by its last, and found again after a crash.
+"""Folder of a node's cached prefixes. Its first user creates it, its last user removes it, and it is reused after a
+crash.
 
 `node` holds a folder for each worker. A user of the folder holds a shared lock on it until it closes the folder or its
 process ends in any way: the kernel then releases the lock. So a process that gets the exclusive lock knows that the
@@ -29,14 +30,14 @@ from baton.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MAX_FILES = 16_384
-"""Most files that may be open. A job or a lease holds one open for each cached block that it begins with."""
+"""Maximum number of open files. A job or a lease holds one file open for each cached block with which it begins."""
 MEMORY = Path("/dev/shm")
 """Path of the file system whose files are memory."""
 _KIND = "baton-prefixes"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _POLL_S = 0.05
 _MOST_NAMES = 8
-"""Number of names that are tried for a folder, one after the other."""
+"""Number of names that are tried for a folder."""
 _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 
 
@@ -56,8 +57,8 @@ def boot_id() -> str:
 
 
 def share_bytes(share: float, path: Path = MEMORY) -> int:
-    """Return a share of the capacity, in bytes, of the file system of `path`. Raises ConfigError when `path` cannot be
-    used."""
+    """Return the fraction `share` of the capacity, in bytes, of the file system of `path`. Raises ConfigError when
+    `path` cannot be used."""
     try:
         disk = os.statvfs(path)
     except OSError as error:
@@ -78,8 +79,8 @@ class StoreFolder:
     """One process's shared lock on a folder of this user, which is made if it does not exist. Not thread-safe."""
 
     def __init__(self, path: Path, key: str = "") -> None:
-        """Lock the folder `path`. If another user has taken that name, use one of the names that are derived from
-        `key`, which only its holders can compute. Raises ConfigError when no folder can be made."""
+        """Lock the folder `path`. If another user has created a folder with that name, use a name that is derived from
+        `key`, so that only processes with the key can compute it. Raises ConfigError when no folder can be created."""
         first: OSError | None = None
         for self.path in _names(path, key):
             try:
@@ -92,7 +93,7 @@ class StoreFolder:
         raise ConfigError(f"prefix store: {path} cannot be used ({first.strerror}): {_REMEDY}") from first
 
     def close(self) -> None:
-        """Release the folder; its last user removes it. Call once."""
+        """Release the folder. The last user also removes it. Call once."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # if several try at once, one succeeds
             shutil.rmtree(self.path)
@@ -111,8 +112,9 @@ def sweep(parent: Path = MEMORY) -> None:
 
 
 def remove_left(path: Path, within_s: float = 5.0) -> None:
-    """Remove the folder of processes that were ended or killed, once they have released it. A process that looks dead
-    may still have running threads, and locks. Blocks. A folder that is still used after `within_s` seconds stays."""
+    """Remove the folder of processes that have ended or were killed, once they have released it. A process that seems
+    to have ended may still have running threads that hold locks. Blocks. If the folder is still used after `within_s`
+    seconds, it is not removed."""
     deadline_s, pause = time.monotonic() + within_s, threading.Event()
     while not _remove_unused(path) and time.monotonic() < deadline_s:
         pause.wait(_POLL_S)

@@ -1,4 +1,4 @@
-"""Contents of a prefix store in numbers, for monitoring."""
+"""Numbers of blocks and bytes in a prefix store, for monitoring."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,8 @@ class Holdings:
     num_bytes: int
     limit_bytes: int
     num_disk_bytes: int = 0
-    """Bytes of the store on disk at the last count, at most one each COUNTED_S; 0 without such a store."""
+    """Bytes of the store on disk at the last count, which is made at most once in COUNTED_S seconds; 0 without a store
+    on disk."""
     limit_disk_bytes: int = 0
     disk_fault: str = ""
     """Reason why the store on disk is not used, in one line. Empty while it is used."""

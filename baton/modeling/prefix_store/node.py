@@ -1,4 +1,4 @@
-"""One worker's use of its node's prefix store: the folder in memory, the one on disk, if any, and their blocks.
+"""One worker's access to its node's prefix store: the folder in memory, the optional folder on disk, and their blocks.
 
 Both worker roles make a NodeStore when they start and close it when they end. The last user of a folder removes it
 (`folder`). Neither making nor closing waits for a disk that does not answer (`disk_tier`).
@@ -64,8 +64,8 @@ class NodeStore:
             self._below.ask(lambda _: on_disk.close(), None, FOLDER_S)
 
     def _open_disk(self, disk: DiskPlace, layout: KvLayout, clock: Clock) -> PrefixStore:
-        """Hold the folder on disk and return its store. A thread removes folders that killed clusters left next to
-        it."""
+        """Lock the folder on disk and return its store. A thread removes folders next to it that killed clusters did
+        not remove."""
         folder = StoreFolder(disk.folder, self._key)
         with self._lock:
             is_late = self._is_closed

@@ -13,7 +13,7 @@ from baton.modeling.prefix_store.block_files import UNSEALED, remove_unlocked
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""Name of the file in a store's folder whose lock is the folder's."""
+"""Name of the file in a store's folder whose lock is used as the lock of the folder."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Shelf:
 
     folder: Path
     blocks: list[tuple[int, str, int]] = field(default_factory=list)
-    """(unix ns of last use, name, bytes) of each block that may be evicted; the least recently used one is last."""
+    """(unix ns of last use, name, bytes) of each block that may be evicted. The least recently used block is last."""
     num_bytes: int = 0
     """Bytes of all files."""
 
@@ -42,8 +42,8 @@ class Shelf:
         return shelf
 
     def clear(self, left_bytes: int) -> list[str]:
-        """Evict blocks that are not being read until at most `left_bytes` bytes or no such blocks are left. Return the
-        names of the evicted blocks."""
+        """Evict blocks that are not being read, until at most `left_bytes` bytes remain or no block can be evicted.
+        Return the names of the evicted blocks."""
         gone = []
         while self.num_bytes > left_bytes and self.blocks:
             _, name, size = self.blocks.pop()
@@ -54,11 +54,12 @@ class Shelf:
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield name and status of each file in a store's folder except its lock. Yields none if the folder is gone."""
+    """Yield the name and status of each file in a store's folder, except its lock. Yields none if the folder does not
+    exist."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # dropped; without the lock also sealed or evicted
+            with contextlib.suppress(FileNotFoundError):  # the file was dropped, or without the lock sealed or evicted
                 if entry.name != LOCK:
                     yield entry.name, entry.stat(follow_symlinks=False)

@@ -66,7 +66,7 @@ class Leading:
 
     blocks: tuple[KvBuffer, ...]
     num_disk_bytes: int
-    """Bytes of KV that were read from the store below, on disk."""
+    """Number of bytes of KV that were read from the store on disk."""
 
 
 @dataclass(frozen=True)
@@ -74,27 +74,27 @@ class Filled:
     """Changes of a store after blocks were written, as names of blocks."""
 
     stored: tuple[str, ...] = ()
-    """Blocks of the request that are stored now: the prompt's first ones, without a gap."""
+    """Blocks of the request that are stored now: the prompt's first blocks, without a gap."""
     evicted: tuple[str, ...] = ()
-    """Blocks that were evicted to make room for them."""
+    """Blocks that were evicted to make room for the stored ones."""
 
 
 @dataclass
 class BlockRoom:
-    """Room for blocks that are to be written. The caller that took it must seal or drop it."""
+    """Room for blocks that are to be written. The caller that allocated the room must call `seal` or `drop`."""
 
     locked: Callable[[], AbstractContextManager[None]]
     """Context manager that holds the folder's lock."""
     writers: "list[BlockWriter]" = field(default_factory=list)
     """One writer for each block that is to be written, in their order."""
     present: list[str] = field(default_factory=list)
-    """Blocks that were stored already."""
+    """Blocks that were already stored."""
     evicted: list[str] = field(default_factory=list)
     """Blocks that were evicted to make room."""
 
     def allocate(self) -> None:
-        """Allocate the blocks' memory. The first block that cannot be allocated is given up, with all blocks after
-        it."""
+        """Allocate the memory of the blocks. If a block's memory cannot be allocated, this block and all blocks after
+        it are dropped."""
         for index, writer in enumerate(self.writers):
             if not writer.allocate():
                 self.give_up(index)
@@ -106,8 +106,8 @@ class BlockRoom:
         del self.writers[index:]
 
     def seal(self) -> None:
-        """Rename all blocks, which must be complete, to their names. A block of that name that is stored by now is kept
-        instead."""
+        """Rename all blocks, which must be complete, to their names. If a block with that name is already stored, it is
+        kept instead."""
         with self.locked():
             for writer in self.writers:
                 writer.seal()
@@ -118,7 +118,7 @@ class BlockRoom:
         return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
 
     def drop(self) -> None:
-        """Free room that was not sealed. Idempotent."""
+        """Free the room of blocks that were not sealed. Idempotent."""
         for writer in self.writers:
             writer.drop()
 
@@ -136,7 +136,8 @@ class PrefixStore:
         clock: Clock,
         below: "DiskTier[PrefixStore] | None" = None,
     ) -> None:
-        """`below`: a store on disk, with a bound of its own, in which blocks are looked up that are not in `folder`."""
+        """`below`: a store on disk, with its own limit of bytes. Blocks that are not in `folder` are
+        looked up in it."""
         if not folder.is_dir():
             raise ConfigError(f"prefix store: {folder} is not a folder: make one in /dev/shm")
         self.limit_bytes = limit_bytes
@@ -147,18 +148,21 @@ class PrefixStore:
         self._clock = clock
         stat = folder.stat()
         self.identity = f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"
-        """Id of the folder: equal for all processes that share it, different for every other or later folder."""
+        """Id of the folder. It is equal for all processes that share the folder, and different for every other or later
+        folder."""
         self._num_disk_bytes = 0
-        """Bytes of the store below at the last count."""
+        """Number of bytes of the store on disk at the last count."""
         self._counted_s = -math.inf
-        """Time at which the last count of them was begun."""
+        """Time at which the last count of the bytes on disk was started."""
 
     def holdings(self) -> Holdings:
-        """Return the numbers of blocks and bytes that the store holds now: 0 if the folder is gone.
+        """Return the numbers of blocks and bytes that the store holds now. They are 0 if the folder does not exist any
+        more.
 
         Files of killed writers count until a process takes room. While other processes write, a block and its successor
-        may both count. Does not wait for a disk: for the store below, it returns the last count, and begins another one
-        each COUNTED_S."""
+        may both count. Does not wait for the disk: for the store on disk it returns the last count, and starts a new
+        count every COUNTED_S seconds.
+        """
         sizes = [stat.st_size for _, stat in files_in(self._folder)]
         held = Holdings(len(sizes), sum(sizes), self.limit_bytes)
         if self.below is None:
@@ -171,19 +175,19 @@ class PrefixStore:
         return replace(held, num_disk_bytes=self._num_disk_bytes, limit_disk_bytes=limit_bytes, disk_fault=fault)
 
     def names(self) -> list[str]:
-        """Return the names of all sealed blocks: those below first, then those here, each from the least recently used
-        one on."""
+        """Return the names of all sealed (complete) blocks: first those on disk, then those in memory, each group from
+        the least recently used block on."""
         below = self.below.ask(self._files_below, []) if self.below is not None else []
         return list(dict.fromkeys([*_sealed(below), *_sealed(files_in(self._folder))]))
 
     def has(self, name: str) -> bool:
-        """Return whether the block is stored now, here or below."""
+        """Return whether the block is stored now, in memory or on disk."""
         return has_file(self._path(name)) or (
             self.below is not None and self.below.ask(lambda below: below.has(name), False)
         )
 
     def num_leading(self, names: Sequence[str]) -> int:
-        """Return the number of leading blocks of `names` that are stored, here or below, up to the first gap."""
+        """Return the number of leading blocks of `names` that are stored in memory or on disk, up to the first gap."""
         return sum(1 for _ in takewhile(self.has, names))
 
     def _files_below(self, below: "PrefixStore") -> list[tuple[str, os.stat_result]]:
@@ -213,7 +217,7 @@ class PrefixStore:
         return [name for name in gone if not has_file(self._path(name))]
 
     def _sink(self, below: "PrefixStore", names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
-        """Copy blocks to the store below, and return the names of blocks that it has evicted."""
+        """Copy blocks to the store on disk, and return the names of blocks that it has evicted."""
         assert self.below is not None
         room = below.take(names, tokens, block_tokens)
         try:
@@ -281,7 +285,7 @@ class PrefixStore:
 
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
         """Open the leading blocks that are stored, up to the first gap, as `open` does. Raises InvalidArgumentError for
-        a bad name."""
+        a malformed name."""
         found: list[tuple[KvBuffer, int]] = []
         try:
             found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
@@ -290,7 +294,7 @@ class PrefixStore:
         return Leading(tuple(block for block, _ in found), sum(num_bytes for _, num_bytes in found))
 
     def _opening(self, names: Sequence[str], block_tokens: int) -> Iterator[tuple[KvBuffer, int]]:
-        """Yield each block with the number of its bytes that were read from below."""
+        """Yield each block with the number of its bytes that were read from disk."""
         now_ns = self._clock.unix_ns()
         for index, name in enumerate(names):
             tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
@@ -323,8 +327,8 @@ class PrefixStore:
     def _claim(
         self, room: BlockRoom, paths: Sequence[Path], parts: Sequence[TokenRange], spared: Collection[str]
     ) -> None:
-        """Note the blocks that are stored, and reserve bytes for the others as far as they fit. The caller holds the
-        lock."""
+        """Record the blocks that are already stored, and reserve bytes for the others as far as they fit. The caller
+        holds the lock."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
         shelf = Shelf.of(self._folder, spared={*spared, *(path.name for path in paths)})
         now_ns = self._clock.unix_ns()
@@ -369,8 +373,8 @@ class PrefixStore:
         return KvBuffer.over(self.layout, tokens, memory)
 
     def _check(self, name: str, file: int, num_tokens: int) -> None:
-        """Raise StalePrefixError for a block that was removed or does not match its name. One that does not match is
-        removed."""
+        """Raise StalePrefixError for a block whose file was removed, or whose content does not match its name. A file
+        that does not match is removed."""
         stat = os.fstat(file)
         if not stat.st_nlink:
             raise StalePrefixError(f"block {name} has been removed: prefill without it")
