@@ -28,7 +28,7 @@ from baton.types import KernelChoice
 logger = logging.getLogger(__name__)
 
 MARGIN = 1.05
-"""Least factor by which the preferred kernel must be slower to lose."""
+"""Factor by which the preferred kernel must be slower than the other one before the other one is chosen."""
 ROWS = (1, 16, 32, 64, 128, 512)
 """Row counts at which linear layers are compared."""
 _BATCH_ROWS = 32
@@ -40,11 +40,11 @@ _BARE = 512
 """Rows and columns of the matrices with which a bare product is measured."""
 _REPEATS = 3
 _LEAD = 6
-"""Comparisons by which one side must lead. If three of four comparisons are right, the result is wrong once in 700
-times."""
+"""Number of comparisons by which one side must lead. If three of four comparisons are right, the result is wrong once
+in 700 times."""
 _MOST_COMPARISONS = 61
 _LEAST_ROWS = 64
-"""Least number of rows that a timed run computes, with several calls if one call has fewer."""
+"""Minimum number of rows that a timed run computes. If one call has fewer rows, the run makes several calls."""
 _NUM_LAYERS = 8
 """Number of layers of weights, 57 MB: more than most processors' caches hold for a core."""
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 576, 9, 3, 64, 1536
@@ -116,7 +116,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _is_beaten(preferred: _Run, other: _Run) -> bool:
-    """Return whether the preferred run takes more than `MARGIN` times as long as the other."""
+    """Return whether the preferred run takes more than `MARGIN` times as long as the other run."""
     for run in (preferred, other):  # fills caches and maps memory before the timed runs
         run()
     lead = 0
@@ -159,8 +159,8 @@ def _choose_panels() -> str:
 
 
 def _choose_torch_rows(panels: str) -> int | None:
-    """Return the least of `ROWS` at and above which torch's linear layers are faster than those in C++. None: they are
-    never faster."""
+    """Return the smallest entry of `ROWS` for which, and for all larger entries, torch's linear layers are faster than
+    those in C++. None: no such entry exists."""
     ours = [_layer(partial(_in_panels, panels)) for _ in range(_NUM_LAYERS)]
     torchs = [_layer(_by_torch) for _ in range(_NUM_LAYERS)]
     chosen = None

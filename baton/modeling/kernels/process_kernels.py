@@ -27,11 +27,12 @@ class ProcessKernels:
         return self._choice or self.use(())
 
     def use(self, choices: Iterable[KernelChoice]) -> KernelChoice:
-        """Use the one of `choices` that was made for this kind of processor, else the choice that is kept or measured
-        on this machine, and return it.
+        """Use the entry of `choices` that was made for this kind of processor, and return it. If there is none, use the
+        choice that is stored or measured on this machine.
 
         Call before the model is loaded, which binds linear layers to their kernels. `choices` are ignored if no kernels
-        can be loaded; the handshake then shows the difference."""
+        can be loaded; the handshake then shows the difference.
+        """
         kind = processor_kind()
         given = next((each for each in choices if each.processor == kind), None)
         with self._lock:

@@ -17,14 +17,16 @@ class RowKeys(NamedTuple):
     """Keys of B rows: their memory, and which of them the rows attend to. Tensors are int64, on the CPU."""
 
     addresses_B: Tensor
-    """Address of each row's first key, in each layer. With pages: the layer's offset in bytes from the first layer."""
+    """Address of each row's first key, in each layer. For keys in pages: the offset in bytes of the layer from the
+    first layer."""
     lengths_B: Tensor
-    """Number of keys of each row, up to its own."""
+    """Number of keys of each row, up to and including its own key."""
     table: Table = NO_TABLE
     queries_B: Tensor | None = None
-    """Number of rows of each row's sequence. None: one."""
+    """Number of rows of the sequence to which each row belongs. None: one."""
     unseen_B2: Tensor | None = None
-    """Range of keys that a row leaves out, from the first number to before the second. None: none."""
+    """Range of keys that each row does not attend to: first number, and end (exclusive). None: rows
+    attend to all keys."""
 
 
 def require(holds: bool, text: str) -> None:
@@ -35,14 +37,14 @@ def require(holds: bool, text: str) -> None:
 
 def numbers(tensor: Tensor, dtype: torch.dtype, count: int, text: str) -> int:
     """Return the address of a tensor of `count` contiguous numbers of a dtype, on the CPU. Raises RuntimeError with
-    `text` for any other tensor."""
+    `text` if the tensor does not fit."""
     if tensor.dtype is not dtype or tensor.numel() != count or not tensor.is_contiguous() or not tensor.is_cpu:
         raise RuntimeError(text)
     return tensor.data_ptr()
 
 
 def optional(tensor: Tensor | None, dtype: torch.dtype, count: int, text: str) -> int | None:
-    """Return the address as `numbers` does, or None for None."""
+    """Return the address of a tensor as `numbers` does, or None if the tensor is None."""
     return None if tensor is None else numbers(tensor, dtype, count, text)
 
 

@@ -22,7 +22,7 @@ _TYPES: dict[str, Any] = {  # ctypes' common base is not public
     "b": ctypes.c_bool,
     "s": ctypes.c_char_p,
 }
-"""Types of arguments, by the letters that stand for them: pointer, number, threads, double, bool, string."""
+"""Types of arguments, by the letter that represents each type: pointer, number, threads, double, bool, string."""
 
 
 class Library:

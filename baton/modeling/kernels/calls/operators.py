@@ -98,7 +98,7 @@ class Operators(SparseOperators):
         lengths_B: Tensor,
         table: Table = NO_TABLE,
     ) -> None:
-        """Copy each row's new key and value to the place after the row's first `lengths - 1` keys."""
+        """Copy each row's new key and value to the position after the row's first `lengths - 1` keys."""
         _check_rows(k_BGH)
         _check_rows(v_BGH)
         require(v_BGH.shape == k_BGH.shape and v_BGH.dtype is k_BGH.dtype, "keys and values have one shape")
@@ -121,7 +121,7 @@ class Operators(SparseOperators):
         product: str,
         picks: KeyLists | None = None,
     ) -> Tensor:
-        """Return the attention `[B, N, H]` of rows to their own keys, with `picks` only to these."""
+        """Return the attention `[B, N, H]` of rows to their own keys. With `picks`, rows attend only to these keys."""
         _check_rows(q_BNH)
         B, N, H = q_BNH.shape
         require(keys.lengths_B.numel() == B, "a length for each row")
@@ -167,8 +167,8 @@ class Operators(SparseOperators):
         return o_TNH, lse_TN
 
     def largest_tokens(self, logits_BV: Tensor) -> Tensor:
-        """Return the first token with the largest logit of each row, `[B]`. -1 for a row with a logit that is NaN or
-        infinity."""
+        """Return the first token with the largest logit of each row, `[B]`. The result is -1 for a row that has a logit
+        that is NaN or infinity."""
         B, V = _logits(logits_BV)
         tokens_B = torch.empty(B, dtype=torch.int64)
         self._largest_tokens(logits_BV.data_ptr(), B, V, logits_BV.stride(0), tokens_B.data_ptr(), get_num_threads())

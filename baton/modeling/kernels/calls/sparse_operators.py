@@ -64,15 +64,15 @@ class SparseOperators:
         return places_BGK, missing_BGK2, num_missing_BG
 
     def copy_heads(self, from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor, head_bytes: int) -> None:
-        """Copy K and V of keys to their places, by pairs of key and place for each kv head. Runs on the calling thread
-        only."""
+        """Copy K and V of keys to their destinations, given as pairs (key, place) for each kv head. Runs on the calling
+        thread only."""
         B, G, K, _ = pairs_BGK2.shape
         pairs = numbers(pairs_BGK2, torch.int32, B * G * K * 2, "pairs must be [B, G, K, 2] int32, contiguous")
         num = numbers(num_BG, torch.int32, B * G, _NUMBERS)
         self._copy_heads(_of_rows(from_B, B), _of_rows(to_B, B), pairs, num, B, G, K, head_bytes)
 
     def copy_rows(self, from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
-        """Copy `num_bytes` of each row. Runs on the calling thread only."""
+        """Copy `num_bytes` bytes of each row. Runs on the calling thread only."""
         B = from_B.numel()
         self._copy_rows(_of_rows(from_B, B), _of_rows(to_B, B), B, num_bytes)
 

@@ -35,7 +35,8 @@ class SeenKeys:
     """Selected keys: `keys_BGK` and `num_BG`, each kv head's own list of keys and its length. Only these are read.
     Entries that are not keys of the sequence are ignored. None: all keys."""
     unseen_B2: Tensor | None = None
-    """Range of keys that a sequence leaves out, from the first number to before the second. None: none."""
+    """Range of keys that a sequence does not attend to: first number, and end (exclusive). None: no keys
+    are excluded."""
 
     @property
     def lists_all(self) -> bool:
@@ -64,7 +65,7 @@ ALL_KEYS = SeenKeys()
 
 
 def most_listed(rows: StepRows, seen: SeenKeys = ALL_KEYS) -> int:
-    """Return the most keys that a kv head of a sequence may attend to: a bound that the host knows."""
+    """Return the maximum number of keys that a kv head of a sequence may attend to, as far as the host knows."""
     if seen.picks is not None:
         return seen.picks[0].shape[2]
     if seen.window is not None:

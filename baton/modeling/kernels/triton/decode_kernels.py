@@ -83,8 +83,8 @@ class Results(NamedTuple):
 
 @triton.jit
 def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) -> tl.tuple:
-    """Return the length of a sequence's list of keys, the number of its keys, the first listed key, the first key left
-    out, and the number of keys left out."""
+    """Return the length of a sequence's list of keys, the number of its keys, the first listed key, the first excluded
+    key, and the number of excluded keys."""
     length = tl.load(rows.lengths + row)
     first = 0
     if shape.window > 0:
@@ -127,8 +127,8 @@ def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor
 
 @triton.jit
 def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return the same as `placed`, for a tile of keys within one page, from key number `place` on. Reads the page's
-    number once, whereas `placed` reads it for each key."""
+    """Return the index at which the first head of each key begins in the memory of pages, for a tile of keys within one
+    page, from key number `place` on. Reads the page's number once, whereas `placed` reads it for each key."""
     page = tl.load(table + place // shape.page_tokens).to(tl.int64)
     token_S = place % shape.page_tokens + tl.arange(0, shape.tile_keys)
     return page * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 LEAST_SIDE = 16
-"""Least side of a matrix that tensor cores multiply. Smaller ones are padded to it."""
+"""Minimum side of a matrix that tensor cores multiply. Smaller matrices are padded to it."""
 _STAGE_BYTES = 32 * 1024
-"""Most bytes of keys and values that a program loads at once."""
+"""Maximum number of bytes of keys and values that a program loads at once."""
 _QUERY_BYTES = 32 * 1024
-"""Most bytes of a program's queries."""
+"""Maximum number of bytes of a program's queries."""
 LEAST_SPLIT_KEYS = 512
 """Least number of keys of a split. One program reads all keys of a list that is not longer."""
 _MOST_SPLITS = 64
