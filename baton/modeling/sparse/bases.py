@@ -37,7 +37,7 @@ NUM_WHOLE_LAYERS = 2
 NUM_PLACES = 5
 """Number of places within the context at which a sample is fitted."""
 _DAMPING = 1e-3
-"""Least singular value to divide by, as a fraction of the largest. Smaller ones are raised to it."""
+"""Minimum singular value by which is divided, as a fraction of the largest. Smaller values are raised to it."""
 
 
 class BasisKind(enum.Enum):
@@ -62,7 +62,8 @@ class LayerSample:
     layer: int
     q_TNH: Tensor
     early_TNH: Tensor
-    """Queries of the layer, predicted one layer early: by its norm and weights from the previous layer's input."""
+    """Queries of the layer, predicted one layer early: computed with its norm and weights from the input of the
+    previous layer."""
     k_TGH: Tensor
 
 
@@ -189,7 +190,7 @@ def _singular(x_GMH: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_kv_head(q_TNH: Tensor, num_kv_heads: int) -> Tensor:
-    """Return `[G, M, H]`: the queries that share a kv head, in the rows of one matrix."""
+    """Return `[G, M, H]`: for each kv head, a matrix whose rows are the queries that share the head."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     q_GTJH = q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(0, 1)
     return q_GTJH.reshape(num_kv_heads, -1, head_dim)

@@ -44,9 +44,10 @@ class PreparedSelection:
     captured_mass: float | None = None
     """Fraction of the softmax's weight on selected keys, on text that no basis was fitted to. None: not measured."""
     picked_share: float | None = None
-    """Selected keys as a fraction of the sequence's keys, on that text. None: not measured."""
+    """Selected keys as a fraction of the sequence's keys, on text that no basis was fitted to. None: not measured."""
     perplexity_cost: float | None = None
-    """Rise of perplexity by key selection, as a fraction of that with all keys, on that text. None: not measured."""
+    """Relative increase of perplexity caused by key selection, compared with attention to all keys, on text that no
+    basis was fitted to. None: not measured."""
 
 
 def prepared_path(fingerprint: str, lookahead: int = 0) -> Path:
