@@ -18,7 +18,7 @@ _MIXED = "mixed-precision"
 
 @dataclass(frozen=True)
 class CompressedTensorsFormat:
-    """Weights stored by `schemes`. A module that the checkpoint ignores has a plain weight, without scales."""
+    """Weights that are stored by `schemes`. A module that the checkpoint ignores has a plain weight, without scales."""
 
     schemes: tuple[WeightScheme, ...]
     unused: tuple[str, ...] = ()

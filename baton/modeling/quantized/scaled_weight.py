@@ -80,7 +80,7 @@ class ScaledWeight:
     scales: Tensor
     """Scales in a shape that the grid allows, of any floating type."""
     zeros_RC: Tensor | None = None
-    """Codes that stand for zero. None: code 0."""
+    """Codes that represent zero. None: code 0."""
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` of the weight, in fp32. `start` is a multiple of 32."""
