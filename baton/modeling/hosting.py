@@ -31,7 +31,7 @@ from baton.types import KvLayout
 
 @dataclass(frozen=True)
 class PrefixPlace:
-    """Place where a node's workers keep prefixes."""
+    """Location where a node's workers store prefixes."""
 
     folder: Path
     """Folder in the memory of the node."""
@@ -56,8 +56,9 @@ def _half_of(num_threads: int) -> Iterator[None]:
     """Give torch half of the threads inside the `with` block.
 
     Other processes of the cluster start while weights are copied, and OpenMP's threads spin while they wait for a
-    thread whose core is taken. On two busy cores, loading a model with two threads took three times the processor time
-    of loading it with one."""
+    thread whose core is busy. On two busy cores, loading a model with two threads took three times the processor time
+    of loading it with one.
+    """
     torch.set_num_threads(max(1, num_threads // 2))
     try:
         yield
@@ -105,8 +106,8 @@ def _prepare_kernels(decoder: Decoder) -> None:
 
 
 def prefix_place(place: WorkerPlace) -> PrefixPlace | None:
-    """Return where a cluster's workers keep prefixes on this node; None if they keep none. Raises ConfigError if the
-    file system is missing."""
+    """Return the location where a cluster's workers store prefixes on this node; None if they do not store any. Raises
+    ConfigError if the file system is missing."""
     if not place.prefix_share:
         return None
     return PrefixPlace(node_folder(place.cluster), share_bytes(place.prefix_share), _disk(place))

@@ -1,4 +1,5 @@
-"""Makes devices by name, and lists the machine's GPUs. `baton.modeling.hosting` makes one for each worker's process."""
+"""Makes devices by name, and lists the machine's GPUs. `baton.modeling.hosting` makes one device for each worker
+process."""
 
 import torch
 
