@@ -46,7 +46,7 @@ ROUNDS = 3
 MODEL_BAR = 0.15
 """Maximum error of a time relative to the model's."""
 RIVALS = (("even", "single"), ("zigzag", "single"), ("kvr_s", "single"), ("kvr_s", "zigzag"))
-"""Pairs of schemes whose crossings are computed."""
+"""Pairs of schemes. For each pair, the link speed at which both are equally fast is computed."""
 SCHEMES = ("kvr_s", "even", "zigzag", "single")
 _CURVE_POINTS = 40
 

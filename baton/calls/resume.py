@@ -38,8 +38,8 @@ class Reconnect:
     """Number of attempts to send a request to a server that has never answered this client (>= 1). After the last one,
     the error is raised."""
     num_resumes: int = 20
-    """Number of consecutive attempts without a new token (>= 0). Counts attempts to resume a lost stream, and attempts
-    to send a request that was not accepted yet to a server that has answered before."""
+    """Maximum number of consecutive attempts without a new token (>= 0). An attempt resumes a lost stream, or sends a
+    request again that the server has not accepted, if that server has answered before."""
     first_delay_s: float = 0.1
     """Seconds before the second attempt. The delay doubles with each further attempt."""
     max_delay_s: float = 5.0

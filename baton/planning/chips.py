@@ -20,7 +20,7 @@ class Chip:
     kv_bandwidth: float | None = None
     """Bytes of KV that attention reads a second; None: the memory's bandwidth."""
     overlap: float = 1.0
-    """Fraction of the shorter one of reading and computing a matrix that overlaps with the longer one. 1: complete
+    """Overlap of reading a matrix with computing by it, as a fraction of the shorter of the two times. 1: complete
     overlap, 0: none."""
     layer_s: float = 0.0
     """Fixed seconds of each layer, added for any batch: function calls and small operations."""

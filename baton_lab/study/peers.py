@@ -36,8 +36,9 @@ def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int
 
 
 def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """Return a lower bound in seconds: no communication, causal kernels, all work divided by n. A chain can be faster
-    by part of the last layer, because earlier ranks stop after they have sent that layer's KV."""
+    """Return an approximate lower bound in seconds: no communication, causal kernels, all work divided by
+    `num_ranks`. A chain can be faster by part of the last layer, because earlier ranks stop after they have sent that
+    layer's KV."""
     pairs = num_tokens * (num_tokens / 2 + cached)
     layer_s = cost.fixed_s + (cost.linear_s * num_tokens + cost.pair_s * pairs) / num_ranks
     return cost.num_layers * max(layer_s, cost.issue_s) + cost.head_s

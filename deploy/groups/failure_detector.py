@@ -6,7 +6,7 @@ and the wait for its answer together take at most two intervals, unless the send
 
 
 class FailureDetector:
-    """Time since the first heartbeat that a process did not answer after its last answer."""
+    """Measures how long a process has not answered: the time since its first unanswered heartbeat."""
 
     def __init__(self) -> None:
         self._seconds, self._looked_s = 0.0, 0.0

@@ -88,7 +88,7 @@ class Attempt:
 
     number: int = 1
     leased_ns: int = 0
-    """Unix time in nanoseconds at which the attempt had a generation group and, if a chain prefills, its slots."""
+    """Unix time in nanoseconds at which the attempt had a generation group and, if a chain prefills, slots there."""
     leased_s: float | None = None
     """Same instant as `leased_ns` on the clock of Clock.now_s(), used to measure durations; None before that instant.
     """

@@ -35,8 +35,8 @@ class CudaTransfer:
 
 
 class CudaLink:
-    """HeadLink with two CUDA streams. Bytes are counted when their copies are requested; those of `fetch_heads` when
-    they are copied."""
+    """HeadLink with two CUDA streams. Bytes are counted when a copy is requested. Bytes of `fetch_heads` are counted
+    when they are copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

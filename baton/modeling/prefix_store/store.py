@@ -71,7 +71,7 @@ class Leading:
 
 @dataclass(frozen=True)
 class Filled:
-    """Changes of a store after blocks were written, as names of blocks."""
+    """Names of the blocks that a write added to the store, and of those that it evicted."""
 
     stored: tuple[str, ...] = ()
     """Blocks of the request that are stored now: the prompt's first blocks, without a gap."""

@@ -208,7 +208,7 @@ class KvPools:
         """Raise OSError when the address space cannot be reserved."""
         self.limit = limit
         self.lists = num_layers, num_kv_heads
-        """Number of layers and number of kv heads. A slot has one list of orders for each layer and kv head."""
+        """Number of layers and number of kv heads. A slot has one list of eviction orders for each pair."""
         num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
         self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         """Bytes that one slot's orders take, in whole pages."""

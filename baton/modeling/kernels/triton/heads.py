@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Heads(NamedTuple):
-    """Heads of tokens in memory: an address, and elements from one token or head to the next."""
+    """Heads of tokens in memory: base address, and the strides of tokens and heads in elements."""
 
     data: Any
     token_stride: int
