@@ -95,7 +95,7 @@ async def census_row(num_workers: int) -> Row:
         num_answers = sum(group.generation is not None for group in poller.groups())
         assert num_answers == num_workers, f"{num_answers} of {num_workers} workers answered"
         await clients.prune(())
-    return "census", f"a worker's status, of {num_workers}", 1e6 * spent_s / (ROUNDS * num_workers), "us"
+    return "poll", f"a worker's status, of {num_workers}", 1e6 * spent_s / (ROUNDS * num_workers), "us"
 
 
 def view_row(num_groups: int) -> Row:

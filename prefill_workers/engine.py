@@ -116,7 +116,7 @@ class PrefillEngine:
         Raises EpochEndedError if `epoch` is not higher than the last one, UnavailableError if the engine is closing or
         hung, and all errors of `connect`. No epoch is running after an error."""
         with self._starting:
-            session = self._begin_life(epoch, rank, num_ranks)
+            session = self._begin_session(epoch, rank, num_ranks)
             try:
                 session.open(connect(session))
             except BaseException as error:
@@ -216,7 +216,7 @@ class PrefillEngine:
         with self._changed:
             self._changed.notify_all()
 
-    def _begin_life(self, epoch: Epoch, rank: Rank, num_ranks: int) -> EpochSession:
+    def _begin_session(self, epoch: Epoch, rank: Rank, num_ranks: int) -> EpochSession:
         with self._changed:
             last = self._session
             if last is not None and epoch <= last.epoch:
@@ -295,7 +295,7 @@ class PrefillEngine:
             with self._changed:
                 has_worked = self._turns.look()
                 if self._stall:
-                    self._changed.notify_all()  # `_begin_life` does not wait for a thread that hangs
+                    self._changed.notify_all()  # `_begin_session` does not wait for a thread that hangs
                 elif self._session is not None:
                     self._session.tell_waiting(has_worked)
 
@@ -326,7 +326,7 @@ class PrefillEngine:
         with self._changed:
             self._room.give_back(job.job.number)
             self._num_jobs_done += 1
-            self._changed.notify_all()  # `_begin_life` waits for the last of an epoch's jobs
+            self._changed.notify_all()  # `_begin_session` waits for the last of an epoch's jobs
         if job.error is None:
             job.future.set_result(job.report())
             return
@@ -334,5 +334,5 @@ class PrefillEngine:
         try:
             job.kv_sender.abort(job.error)
         except Exception:
-            logger.exception("the outlet of job %d failed to abort", job.job.number)
+            logger.exception("the sender of job %d failed to abort", job.job.number)
         job.future.set_exception(job.error)

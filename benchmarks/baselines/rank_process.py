@@ -98,7 +98,7 @@ def run_rank(spec: RankSpec, pipe: Connection) -> None:
     rank.close()
 
 
-class _Outlet:
+class _Sender:
     """KvSender that keeps only the first output token."""
 
     num_present = 0
@@ -176,7 +176,7 @@ class _Rank:
         params = SamplingParams(max_tokens=1)
         number = JobId(self._num_jobs)
         job = Job(number, _CHAIN, RequestId("r"), 1, ranks, task.chunks, task.token_ids, params=params)
-        kv_sender, done = _Outlet(), threading.Event()
+        kv_sender, done = _Sender(), threading.Event()
         future: Future[JobReport] = self._engine.submit(job, kv_sender)
         future.add_done_callback(lambda _: done.set())
         done.wait()

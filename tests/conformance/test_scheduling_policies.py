@@ -1,4 +1,4 @@
-"""What every Batcher must do: plans that can run, that reach every row's last token, and that change no token.
+"""What every SchedulingPolicy must do: plans that can run, that reach every row's last token, and that change no token.
 
 An implementation joins with a factory in BATCHERS.
 """

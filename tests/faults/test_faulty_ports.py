@@ -32,7 +32,7 @@ CASES: dict[str, tuple[Fault, ...]] = {
     "Renew": tuple(Fault),
     "StartEpoch": (Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP),
     "link": (Fault.SLOW, Fault.REFUSE, Fault.DROP),
-    "outlet": (Fault.SLOW, Fault.REFUSE, Fault.TWICE),
+    "sender": (Fault.SLOW, Fault.REFUSE, Fault.TWICE),
 }
 OCCASIONS: dict[str, dict[str, Fault]] = {
     "Abort": {"Run": Fault.REFUSE},

@@ -1,4 +1,4 @@
-"""Clusters of `baton chaos` whose workers run in the test's process. Faults also strike links and outlets, and a worker
+"""Clusters of `baton chaos` whose workers run in the test's process. Faults also strike links and senders, and a worker
 restarts within milliseconds. The orchestrator runs in a child process."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence

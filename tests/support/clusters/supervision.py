@@ -96,7 +96,7 @@ class SupervisedCluster(ClusterClient):
     """Limit on the tokens of a request, prompt and output."""
     heartbeat: Heartbeat = PATIENT
     faults: FaultPlan | None = None
-    """Plan of faults for calls to workers, links and outlets; None: no faults."""
+    """Plan of faults for calls to workers, links and senders; None: no faults."""
     may_share: bool = True
     """True if ranks with faults may push through shared memory."""
     processes: Spawner | None = None

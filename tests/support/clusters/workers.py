@@ -1,7 +1,7 @@
 """Workers for tests, and their spawner. A worker is a real server in this process, and starts within milliseconds.
 
 Workers serve a tiny model. Optionally, they have gates, an emulated device, a prefix store, or faults of links and
-outlets.
+senders.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ class InProcessSpawner:
     is_emulated: bool = False
     """True if each worker computes on its own emulated device."""
     faults: FaultPlan | None = None
-    """Plan of faults for the links and outlets of ranks; None: no faults."""
+    """Plan of faults for the links and senders of ranks; None: no faults."""
     may_share: bool = True
     """True if ranks with faults may push through shared memory."""
     folders: dict[str, Path | None] = field(default_factory=dict)

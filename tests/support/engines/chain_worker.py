@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.support.engines.chains import KeepingOutlet
+from tests.support.engines.chains import KeepingSender
 from tests.support.links.link_groups import HOST
 
 WAIT_S = 60.0
@@ -32,12 +32,14 @@ class Outcome:
 class Worker:
     """Parent's side of the pipe: the child process and the messages received from it."""
 
-    def __init__(self, watchdog_floor_s: float, device: str = "cpu", edges: str = "", gpu: int = 0) -> None:
-        """Start the child process. `device`: name of the rank's device, as in `device_for_tests`. `edges`: kind of
-        communicators between devices, gloo or nccl; empty: none. `gpu`: index of the only GPU that the rank can use."""
+    def __init__(self, watchdog_floor_s: float, device: str = "cpu", communicators: str = "", gpu: int = 0) -> None:
+        """Start the child process. `device`: name of the rank's device, as in `device_for_tests`. `communicators`: kind
+        of those between devices, gloo or nccl; empty: none. `gpu`: index of the only GPU that the rank can use."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, watchdog_floor_s, device, edges, gpu), daemon=True)
+        self._process = context.Process(
+            target=_main, args=(theirs, watchdog_floor_s, device, communicators, gpu), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._told: list[tuple[Any, ...]] = []
@@ -105,7 +107,7 @@ class Worker:
             self._told.append(self._pipe.recv())
 
 
-def _main(pipe: Connection, watchdog_floor_s: float, device: str, edges: str, gpu: int) -> None:
+def _main(pipe: Connection, watchdog_floor_s: float, device: str, communicators: str, gpu: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
 
     import torch
@@ -119,7 +121,7 @@ def _main(pipe: Connection, watchdog_floor_s: float, device: str, edges: str, gp
     torch.set_num_threads(1)
     decoder = random_decoder(num_layers=NUM_LAYERS, device=device_for_tests(device))
     engine = PrefillEngine(decoder, SystemClock(), PrefillConfig(watchdog_floor_s=watchdog_floor_s))
-    rank = _Rank(engine, pipe, edges)
+    rank = _Rank(engine, pipe, communicators)
     rank.tell("ready")
     try:
         while True:
@@ -133,10 +135,10 @@ def _main(pipe: Connection, watchdog_floor_s: float, device: str, edges: str, gp
 class _Rank:
     """Child's side of the pipe. Each method runs one command."""
 
-    def __init__(self, engine: Any, pipe: Connection, edges: str) -> None:
+    def __init__(self, engine: Any, pipe: Connection, communicators: str) -> None:
         self._engine = engine
         self._pipe = pipe
-        self._edges = edges
+        self._edges = communicators
         self._lock = threading.Lock()
         self._released = threading.Event()
 
@@ -175,7 +177,7 @@ class _Rank:
                 self.tell("holding", job.number)
                 assert self._released.wait(WAIT_S)
 
-        kv_sender = KeepingOutlet(hold)
+        kv_sender = KeepingSender(hold)
         future = self._engine.submit(job, kv_sender)
         future.add_done_callback(lambda done: self.tell("outcome", job.number, _outcome(done.exception(), kv_sender)))
 
@@ -186,7 +188,7 @@ class _Rank:
         self.tell("status", self._engine.status().epoch_error)
 
 
-def _outcome(error: BaseException | None, kv_sender: KeepingOutlet) -> Outcome:
+def _outcome(error: BaseException | None, kv_sender: KeepingSender) -> Outcome:
     if error is not None:
         return Outcome(type(error).__name__)
     (firsts,) = kv_sender.finishes

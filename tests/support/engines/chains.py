@@ -1,4 +1,4 @@
-"""Prefill groups inside one process: engines connected by real links, outlets that record what is pushed, and reference
+"""Prefill groups inside one process: engines connected by real links, senders that record what is pushed, and reference
 results computed by a single decoder."""
 
 import contextlib
@@ -34,7 +34,7 @@ _MOST_LOOK_S = 0.1
 """Maximum time in seconds that one check counts towards a limit, as in `tests.support.eventually`."""
 
 
-class KeepingOutlet:
+class KeepingSender:
     """KvSender that keeps views of the pushed data and reads them only at the end, as a real push may.
 
     `on_push` is called with the layer at every push, and may raise.
@@ -118,10 +118,10 @@ class CountingLinks:
 
 @dataclass
 class Run:
-    """One job, with its outlets and results on all of its ranks."""
+    """One job, with its senders and results on all of its ranks."""
 
     jobs: dict[Rank, Job]
-    outlets: dict[Rank, KeepingOutlet]
+    senders: dict[Rank, KeepingSender]
     futures: dict[Rank, Future[JobReport]] = field(default_factory=dict)
 
     @property
@@ -138,7 +138,7 @@ class Run:
 
     def first_token(self) -> SampledToken:
         self.reports()
-        finishes = [self.outlets[rank].finishes for rank in self.job.ranks]
+        finishes = [self.senders[rank].finishes for rank in self.job.ranks]
         assert all(finish == [()] for finish in finishes[:-1])
         (((first, *_),),) = finishes[-1:]
         assert isinstance(first, SampledToken)
@@ -151,7 +151,7 @@ class Run:
         total = self.job.chunks[-1].end
         kv = torch.full((layout.num_layers, total, 2, layout.num_kv_heads, layout.head_dim), torch.nan)
         seen = torch.zeros(layout.num_layers, total, dtype=torch.int)
-        for kv_sender in self.outlets.values():
+        for kv_sender in self.senders.values():
             for (layer, tokens, data), then in zip(kv_sender.pieces, kv_sender.at_push, strict=True):
                 assert bytes(data) == then, "pushed rows changed"
                 rows = torch.frombuffer(bytearray(data), dtype=TORCH_DTYPES[layout.dtype])
@@ -238,12 +238,12 @@ class ChainGroup:
             )
             for rank in placed
         }
-        return Run(jobs, {rank: KeepingOutlet(_bind(on_push, rank)) for rank in placed})
+        return Run(jobs, {rank: KeepingSender(_bind(on_push, rank)) for rank in placed})
 
     def submit(self, run: Run, order: Iterable[int] | None = None) -> Run:
         """Submit the job to its ranks, in `order`."""
         for rank in map(Rank, order if order is not None else run.job.ranks):
-            run.futures[rank] = self.engines[rank].submit(run.jobs[rank], run.outlets[rank])
+            run.futures[rank] = self.engines[rank].submit(run.jobs[rank], run.senders[rank])
         return run
 
     def payload_bytes(self) -> int:

@@ -12,7 +12,7 @@ from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkHeader, Links, LinkStatus
-from tests.support.engines.chains import WAIT_S, KeepingOutlet, cached_prefix, until
+from tests.support.engines.chains import WAIT_S, KeepingSender, cached_prefix, until
 from tests.support.links.link_groups import Recorder, in_process_connects
 from tests.support.manual_clock import ManualClock
 
@@ -38,7 +38,7 @@ class Middle:
 
     def submit_and_starve(self, job: Job | None = None) -> Future[JobReport]:
         """Submit a job, by default on ranks 0 and 1. Return when the engine cannot continue without KV of rank 0."""
-        future = self.engine.submit(job or self.job(num_ranks=2), KeepingOutlet())
+        future = self.engine.submit(job or self.job(num_ranks=2), KeepingSender())
         until(lambda: self.engine.status().progress == 1)
         return future
 

@@ -150,7 +150,7 @@ class PacedSteps:
         return step_s + sum(self._hardware.chunk_s(tokens) for tokens in prefilled)
 
 
-class PacedBatcher:
+class PacedPolicy:
     """Wrapper of a scheduling policy that also reports each plan to the device. Implements SchedulingPolicy."""
 
     def __init__(self, inner: SchedulingPolicy, steps: PacedSteps) -> None:

@@ -28,7 +28,7 @@ from generate_workers.servicer import GenerationServer, GenerationServicer
 from generate_workers.slots.table import SlotTable
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
-from tests.support.paced.engines import PacedBatcher, PacedPrefillEngine, PacedStepDecoder, PacedSteps
+from tests.support.paced.engines import PacedPolicy, PacedPrefillEngine, PacedStepDecoder, PacedSteps
 from tests.support.paced.hardware import PacedHardware
 
 
@@ -58,7 +58,7 @@ async def start_group(
     port = bind(server, place.host)
     slots = SlotTable(make_memory(decoder, section, place.num_engines), clock, endpoint=f"{place.host}:{port}")
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
-    scheduling_policy = PacedBatcher(ChunkedPrefillPolicy.of(section, decoder.config), steps)
+    scheduling_policy = PacedPolicy(ChunkedPrefillPolicy.of(section, decoder.config), steps)
     engine = GenerationEngine(ServedModel(decoder, tokenizer), RunningRows(slots, scheduling_policy), section)
     servicer = GenerationServicer(engine, decoder.layout)
     generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)

@@ -1,4 +1,4 @@
-"""A prefill engine whose real links and outlets are wrapped so that they fail by a plan."""
+"""A prefill engine whose real links and senders are wrapped so that they fail by a plan."""
 
 import threading
 from concurrent.futures import Future
@@ -55,11 +55,11 @@ class FaultyLinks:
         threading.Thread(target=self._handler.broken, args=(error,), name="faulty-link").start()
 
 
-class FaultyOutlet:
-    """Outlet that is slow, raises errors, or pushes data twice. Implements KvSender."""
+class FaultySender:
+    """KvSender that is slow, raises errors, or pushes data twice. Implements KvSender."""
 
     def __init__(self, inner: KvSender, plan: FaultPlan, *, repeats: bool) -> None:
-        """Wrap an outlet. `repeats`: permission to push data twice. An outlet that also stores the pushed KV does not
+        """Wrap a sender. `repeats`: permission to push data twice. A sender that also stores the pushed KV does not
         accept repeated data."""
         self._inner = inner
         self._plan = plan
@@ -71,7 +71,7 @@ class FaultyOutlet:
         return self._inner.num_present
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        strike = self._plan.next("outlet", self._faults)
+        strike = self._plan.next("sender", self._faults)
         if strike is not None and strike.fault is Fault.SLOW:
             self._pause.wait(strike.amount * SLOW_S)
         elif strike is not None and strike.fault is Fault.REFUSE:
@@ -91,7 +91,7 @@ class FaultyOutlet:
 
 
 class FaultyEngine(PrefillEngine):
-    """Prefill engine whose links and outlets are wrapped."""
+    """Prefill engine whose links and senders are wrapped."""
 
     def __init__(
         self, decoder: Decoder, clock: Clock, plan: FaultPlan, *, watchdog_floor_s: float, repeats: bool = True
@@ -107,4 +107,4 @@ class FaultyEngine(PrefillEngine):
         super().start_epoch(epoch, rank, num_ranks, connect_faulty)
 
     def submit(self, job: Job, kv_sender: KvSender) -> "Future[JobReport]":
-        return super().submit(job, FaultyOutlet(kv_sender, self._plan, repeats=self._repeats))
+        return super().submit(job, FaultySender(kv_sender, self._plan, repeats=self._repeats))

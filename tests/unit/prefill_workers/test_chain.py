@@ -21,7 +21,7 @@ from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
     Hold,
-    KeepingOutlet,
+    KeepingSender,
     assert_right,
     generated,
     largest_error,
@@ -69,12 +69,12 @@ def test_the_last_rank_gives_away_what_earlier_ranks_computed(prefix_tokens: int
     with ChainGroup(decoder, 3) as group:
         run = run_chain(group, 5, prefix_tokens=prefix_tokens)
         expected, earlier = run.kv(decoder.layout), TokenRange(prefix_tokens, run.job.chunks[-1].start)
-        received = run.outlets[Rank(2)].from_earlier
+        received = run.senders[Rank(2)].from_earlier
         assert sorted(received) == [0, 1, 2]
         for layer, (tokens, data) in received.items():
             assert tokens == earlier
             assert data == expected[layer, earlier.start : earlier.end].contiguous().numpy().tobytes()
-        assert not run.outlets[Rank(0)].from_earlier and not run.outlets[Rank(1)].from_earlier
+        assert not run.senders[Rank(0)].from_earlier and not run.senders[Rank(1)].from_earlier
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (1, 1, 1), (1, 2, 1), (1, 17, 1)])
@@ -140,7 +140,7 @@ def test_every_choice_gets_a_first_token_of_its_own() -> None:
     with ChainGroup(decoder, 2) as group:
         run = group.submit(group.prepare(ids, [TokenRange(0, 9), TokenRange(9, 20)], params=params))
         run.first_token()
-        firsts = run.outlets[run.job.ranks[-1]].finishes[0]
+        firsts = run.senders[run.job.ranks[-1]].finishes[0]
     expected = [reference_token(decoder, replace(run.job, params=params.of_choice(choice))) for choice in range(4)]
     assert [token.token_id for token in firsts] == [token.token_id for token in expected]
     assert len({token.token_id for token in firsts}) > 1
@@ -181,7 +181,7 @@ def test_token_changes_nothing_before_it(changed_rank: int) -> None:
         assert_right(group, after)
         before.reports()
     for rank in range(3):
-        same = before.outlets[Rank(rank)].at_push == after.outlets[Rank(rank)].at_push
+        same = before.senders[Rank(rank)].at_push == after.senders[Rank(rank)].at_push
         assert same == (rank < changed_rank)
 
 
@@ -233,11 +233,11 @@ def test_first_rank_goes_on_to_later_requests_while_an_earlier_one_is_stuck_behi
             group.prepare(random_tokens(rng, 20, decoder), random_chunks(rng, TokenRange(0, 20), 2)) for _ in range(3)
         ]
         for run in runs:
-            run.outlets[Rank(1)] = KeepingOutlet(hold)
+            run.senders[Rank(1)] = KeepingSender(hold)
             group.submit(run)
         for run in runs:
             run.futures[Rank(0)].result(WAIT_S)  # computed, pushed and passed on
-            assert len(run.outlets[Rank(0)].pieces) == num_layers
+            assert len(run.senders[Rank(0)].pieces) == num_layers
         assert not any(run.futures[Rank(1)].done() for run in runs)
         hold.gate.set()
         for run in runs:
@@ -274,7 +274,7 @@ def test_early_ranks_kv_leaves_before_the_chain_ends() -> None:
     with ChainGroup(decoder, 2) as group:
         run = group.prepare(ids, [TokenRange(0, 10), TokenRange(10, 20)])
         group.submit(run, order=[0])
-        run.outlets[Rank(0)].wait_pushed(decoder.config.num_layers)  # rank 1 does not even have the job
+        run.senders[Rank(0)].wait_pushed(decoder.config.num_layers)  # rank 1 does not even have the job
         group.submit(run, order=[1])
         assert_right(group, run)
 
@@ -359,7 +359,7 @@ def test_patience_grows_with_the_largest_chunk_in_front(chunks: tuple[tuple[int,
     lock = threading.Condition()
     kv = RankKv(job, Rank(1), own_kv, earlier_kv)
     pipeline = KvPipeline(kv, clock=clock, lock=lock, send=lambda *message: None)
-    chain_job = ChainJob(KeepingOutlet(), pipeline, decoder=decoder, clock=clock)
+    chain_job = ChainJob(KeepingSender(), pipeline, decoder=decoder, clock=clock)
     with torch.inference_mode():
         chain_job.turn()
     assert chain_job.slowest_turn_s == 3.0  # the clock is also read twice as the layer begins

@@ -28,7 +28,7 @@ from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
     Hold,
-    KeepingOutlet,
+    KeepingSender,
     Run,
     assert_right,
     poisoned_buffer,
@@ -99,7 +99,7 @@ def cancel_at_some_push(group: ChainGroup, run: Run, rng: random.Random) -> None
         if pushed == layer:
             group.engines[victim].cancel(run.job.number)
 
-    run.outlets[trigger] = KeepingOutlet(cancel)
+    run.senders[trigger] = KeepingSender(cancel)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.7, seed=2, logprobs=1, n=2)])
@@ -113,13 +113,13 @@ def test_prompt_whose_logits_are_not_finite_fails_alone(decoder: Decoder, params
         last = Rank(1)
         error = broken.futures[last].exception(WAIT_S)
         assert isinstance(error, NotFiniteError) and "behind its 24 tokens are not finite" in str(error)
-        assert (broken.outlets[last].finishes, broken.outlets[last].aborts) == ([], [error])
+        assert (broken.senders[last].finishes, broken.senders[last].aborts) == ([], [error])
 
 
 def assert_resolved(run: Run) -> None:
     """Each rank ended once: with its report, cancelled, or told by an earlier rank."""
     for rank, future in run.futures.items():
-        error, kv_sender = future.exception(WAIT_S), run.outlets[rank]
+        error, kv_sender = future.exception(WAIT_S), run.senders[rank]
         assert isinstance(error, RequestCancelledError | JobAbortedError | None)
         assert kv_sender.aborts == ([] if error is None else [error])
         assert len(kv_sender.finishes) == 1 or error is not None
@@ -135,7 +135,7 @@ def test_lowest_number_goes_first(decoder: Decoder) -> None:
         runs = [group.prepare([1, 2], chunks) for _ in range(3)]
         for run in runs:
             number = run.job.number
-            run.outlets[Rank(0)] = KeepingOutlet(lambda layer, number=number: order.append(number))  # type: ignore[misc]
+            run.senders[Rank(0)] = KeepingSender(lambda layer, number=number: order.append(number))  # type: ignore[misc]
         for run in reversed(runs):
             group.submit(run)
         hold.gate.set()
@@ -158,7 +158,7 @@ def test_a_job_whose_form_is_being_compiled_lets_others_run(decoder: Decoder) ->
         with closing(letter_grammars()) as grammars:
             masks.set_result(grammars.prepare(form, ()).result(WAIT_S))
             formed.reports()
-    assert [token.token_id for token in formed.outlets[last].finishes[0]] == list(ids_of("b"))
+    assert [token.token_id for token in formed.senders[last].finishes[0]] == list(ids_of("b"))
 
 
 def test_a_job_whose_form_is_refused_fails_alone(decoder: Decoder) -> None:
@@ -193,7 +193,7 @@ def test_cancel_ends_a_waiting_job_and_is_told_to_the_ranks_behind(decoder: Deco
         group.submit(run, order=[1, 2])
         group.engines[1].cancel(run.job.number)
         assert isinstance(run.error(1), RequestCancelledError)
-        assert run.outlets[Rank(1)].aborts == [run.error(1)]
+        assert run.senders[Rank(1)].aborts == [run.error(1)]
         assert isinstance(run.error(2), JobAbortedError)
 
 
@@ -253,14 +253,14 @@ def test_failed_turn_fails_its_job_alone(decoder: Decoder) -> None:
         assert_right(group, group.submit(group.prepare([1, 2], [TokenRange(0, 2)])))
 
 
-def test_outlet_that_fails_to_abort_leaves_the_engine_alive(decoder: Decoder) -> None:
-    class Stubborn(KeepingOutlet):
+def test_sender_that_fails_to_abort_leaves_the_engine_alive(decoder: Decoder) -> None:
+    class Stubborn(KeepingSender):
         def abort(self, error: BaseException) -> None:
             raise OSError("cannot")
 
     with ChainGroup(decoder, 2) as group:
         run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
-        run.outlets[Rank(1)] = Stubborn()
+        run.senders[Rank(1)] = Stubborn()
         group.submit(run, order=[1])
         group.engines[1].cancel(run.job.number)
         assert isinstance(run.error(1), RequestCancelledError)
@@ -284,7 +284,7 @@ def test_second_job_of_one_number_is_refused(decoder: Decoder) -> None:
         run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
         group.submit(run, order=[1])
         with pytest.raises(InvalidArgumentError, match="already being served"):
-            group.engines[1].submit(run.job, KeepingOutlet())
+            group.engines[1].submit(run.job, KeepingSender())
         group.submit(run, order=[0])
         assert_right(group, run)
 
@@ -294,7 +294,7 @@ def test_number_is_served_once(decoder: Decoder) -> None:
         run = group.submit(group.prepare([1, 2], [TokenRange(0, 2)]))
         run.reports()
         with pytest.raises(JobAbortedError, match="no longer served"):
-            group.engines[0].submit(run.job, KeepingOutlet())
+            group.engines[0].submit(run.job, KeepingSender())
 
 
 def test_too_many_jobs_are_refused(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,9 +308,9 @@ def test_too_many_jobs_are_refused(decoder: Decoder, monkeypatch: pytest.MonkeyP
             met.result(WAIT_S)
             other.epoch = Epoch(2)
             chunks = [TokenRange(0, 2), TokenRange(2, 3)]
-            engine.submit(other.prepare([1, 2, 3], chunks).job, KeepingOutlet())
+            engine.submit(other.prepare([1, 2, 3], chunks).job, KeepingSender())
             with pytest.raises(ResourceExhaustedError, match="1 jobs are in flight"):
-                engine.submit(other.prepare([1, 2, 3], chunks).job, KeepingOutlet())
+                engine.submit(other.prepare([1, 2, 3], chunks).job, KeepingSender())
     finally:
         engine.close()
 
@@ -323,7 +323,7 @@ def test_job_that_cannot_run_here_is_refused(decoder: Decoder, ids: list[int], r
     with ChainGroup(decoder, 2) as group:
         run = group.prepare(ids, [TokenRange(0, len(ids))], ranks=ranks)
         with pytest.raises(InvalidArgumentError, match=message):
-            group.engines[0].submit(run.job, KeepingOutlet())
+            group.engines[0].submit(run.job, KeepingSender())
 
 
 def test_lack_of_memory_is_told(decoder: Decoder) -> None:

@@ -21,7 +21,7 @@ from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
     Hold,
-    KeepingOutlet,
+    KeepingSender,
     assert_right,
     random_run,
     submit_shuffled,
@@ -43,7 +43,7 @@ def test_no_job_before_the_first_epoch(decoder: Decoder) -> None:
     try:
         assert engine.status().epoch_error == "no epoch has begun"
         with ChainGroup(decoder, 1) as group, pytest.raises(EpochEndedError, match="no epoch has begun"):
-            engine.submit(group.prepare([1, 2], [TokenRange(0, 2)]).job, KeepingOutlet())
+            engine.submit(group.prepare([1, 2], [TokenRange(0, 2)]).job, KeepingSender())
     finally:
         engine.close()
 
@@ -73,7 +73,7 @@ def test_engine_that_hangs_says_so_and_joins_no_epoch_before_its_turn_has_ended(
     try:
         engine.start_epoch(Epoch(1), Rank(0), 1, connect)
         job = Job(JobId(7), Epoch(1), RequestId("r"), 1, (Rank(0),), (TokenRange(0, 2),), (1, 2))
-        future = engine.submit(job, KeepingOutlet(hold))
+        future = engine.submit(job, KeepingSender(hold))
         hold.wait_begun()
         until(lambda: bool(engine.status().stall))
         assert engine.status().stall.startswith("job 7 has been in one turn for ")
@@ -83,7 +83,7 @@ def test_engine_that_hangs_says_so_and_joins_no_epoch_before_its_turn_has_ended(
         assert isinstance(future.exception(WAIT_S), EpochEndedError)
         until(lambda: not engine.status().stall)
         engine.start_epoch(Epoch(2), Rank(0), 1, connect)
-        assert engine.submit(replace(job, epoch=Epoch(2)), KeepingOutlet()).result(WAIT_S).rank == 0
+        assert engine.submit(replace(job, epoch=Epoch(2)), KeepingSender()).result(WAIT_S).rank == 0
     finally:
         hold.gate.set()
         engine.close()
@@ -99,7 +99,7 @@ def test_engine_whose_thread_has_ended_says_so(decoder: Decoder) -> None:
     try:
         engine.start_epoch(Epoch(1), Rank(0), 1, connect)
         job = Job(JobId(7), Epoch(1), RequestId("r"), 1, (Rank(0),), (TokenRange(0, 2),), (1, 2))
-        engine.submit(job, KeepingOutlet(leave))
+        engine.submit(job, KeepingSender(leave))
         until(lambda: engine.status().stall == "the engine's thread has ended, see its log")
         with pytest.raises(UnavailableError, match="replace it"):
             engine.start_epoch(Epoch(2), Rank(0), 1, connect)
@@ -167,7 +167,7 @@ def test_close_fails_what_is_in_flight_and_refuses_more(decoder: Decoder) -> Non
         group.engines[1].close()
         assert isinstance(run.error(1), UnavailableError)
         with pytest.raises(EpochEndedError):
-            group.engines[1].submit(group.prepare([1, 2], [TokenRange(0, 2)], ranks=[1]).job, KeepingOutlet())
+            group.engines[1].submit(group.prepare([1, 2], [TokenRange(0, 2)], ranks=[1]).job, KeepingSender())
         with pytest.raises(UnavailableError):
             group.engines[1].start_epoch(Epoch(2), Rank(0), 1, in_process_connects(1)[0])
 

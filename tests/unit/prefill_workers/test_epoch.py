@@ -13,7 +13,7 @@ from baton.modeling.kv.buffers import KvBuffer
 from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkStatus
-from tests.support.engines.chains import WAIT_S, Hold, KeepingOutlet, reference_token, until
+from tests.support.engines.chains import WAIT_S, Hold, KeepingSender, reference_token, until
 from tests.support.engines.middle_ranks import CHUNKS, IDS, Middle, middle_rank
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
@@ -29,7 +29,7 @@ def decoder() -> Decoder:
 
 def test_all_rows_up_to_its_own_end_are_passed_on(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        future = middle.engine.submit(middle.job(), KeepingSender())
         middle.send_all_rows()
         report = future.result(WAIT_S)
         passed = middle.recorders[2].wait_received(6)
@@ -46,7 +46,7 @@ def test_all_rows_up_to_its_own_end_are_passed_on(decoder: Decoder) -> None:
 def test_message_that_comes_before_its_job_waits_for_it(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
         middle.send_all_rows()
-        kv_sender = KeepingOutlet()
+        kv_sender = KeepingSender()
         middle.engine.submit(middle.job(num_ranks=2), kv_sender).result(WAIT_S)
         assert kv_sender.finishes == [(reference_token(decoder, middle.job(num_ranks=2)),)]
 
@@ -56,7 +56,7 @@ def test_messages_of_a_job_that_never_comes_are_dropped_in_time(decoder: Decoder
     with middle_rank(decoder, clock=clock, floor_s=0.4) as middle, middle.engine.expect(Epoch(1), JobId(2)):
         middle.send_all_rows(number=1)
         middle.send_all_rows(number=2)
-        middle.engine.submit(middle.job(2), KeepingOutlet()).result(WAIT_S)
+        middle.engine.submit(middle.job(2), KeepingSender()).result(WAIT_S)
         assert len(middle.recorders[0].wait_sent(6)) == 6
         assert {header.job for _, header, _ in middle.recorders[2].received_messages} == {2}
 
@@ -66,7 +66,7 @@ def test_job_whose_messages_were_dropped_is_refused_and_the_ranks_behind_are_tol
         middle.send_rows(0)
         middle.recorders[0].wait_sent(1)
         with pytest.raises(JobAbortedError, match="no longer served by rank 1"):
-            middle.engine.submit(middle.job(), KeepingOutlet())
+            middle.engine.submit(middle.job(), KeepingSender())
         middle.recorders[2].wait_received(1)
         assert middle.recorders[2].statuses == [LinkStatus.ABORT]
 
@@ -76,11 +76,11 @@ def test_job_whose_messages_were_dropped_is_refused_and_the_ranks_behind_are_tol
 )
 def test_ranks_that_disagree_on_a_job_fail_it_alone(decoder: Decoder, layer: int, tokens: TokenRange) -> None:
     with middle_rank(decoder) as middle:
-        future = middle.engine.submit(middle.job(1), KeepingOutlet())
+        future = middle.engine.submit(middle.job(1), KeepingSender())
         middle.send_rows(layer, tokens=tokens)
         with pytest.raises(ChainError, match="give all ranks the same job"):
             future.result(WAIT_S)
-        following = middle.engine.submit(middle.job(2), KeepingOutlet())
+        following = middle.engine.submit(middle.job(2), KeepingSender())
         middle.send_all_rows(2)
         assert following.result(WAIT_S).num_bytes_sent > 0
 
@@ -88,7 +88,7 @@ def test_ranks_that_disagree_on_a_job_fail_it_alone(decoder: Decoder, layer: int
 def test_nothing_that_came_is_passed_on_for_a_job_that_has_failed(decoder: Decoder) -> None:
     hold = Hold()
     with middle_rank(decoder) as middle:
-        future = middle.engine.submit(middle.job(), KeepingOutlet(hold))
+        future = middle.engine.submit(middle.job(), KeepingSender(hold))
         hold.wait_begun()
         middle.send_rows(1)  # not the layer that is due
         middle.send_rows(0)
@@ -102,7 +102,7 @@ def test_nothing_that_came_is_passed_on_for_a_job_that_has_failed(decoder: Decod
 
 def test_rows_from_a_rank_that_is_not_in_front_fail_the_job(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        future = middle.engine.submit(middle.job(), KeepingSender())
         middle.links[0], middle.links[2] = middle.links[2], middle.links[0]
         middle.send_rows(0)
         with pytest.raises(ChainError, match="rank 2 sent"):
@@ -111,7 +111,7 @@ def test_rows_from_a_rank_that_is_not_in_front_fail_the_job(decoder: Decoder) ->
 
 def test_message_of_another_epoch_is_dropped(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        future = middle.engine.submit(middle.job(), KeepingSender())
         middle.send_rows(0, epoch=7)
         middle.recorders[0].wait_sent(1)
         assert not future.done()
@@ -121,7 +121,7 @@ def test_message_of_another_epoch_is_dropped(decoder: Decoder) -> None:
 
 def test_messages_of_a_cancelled_job_are_dropped(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        future = middle.engine.submit(middle.job(), KeepingSender())
         middle.send_rows(0)
         middle.recorders[2].wait_received(3)  # layer 0, and its own rows of layer 1
         middle.engine.cancel(JobId(1))
@@ -138,10 +138,10 @@ def test_messages_of_a_cancelled_job_are_dropped(decoder: Decoder) -> None:
 
 def test_broken_link_fails_all_jobs_with_one_retryable_error(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
-        outlets = [KeepingOutlet(), KeepingOutlet()]
-        futures = [middle.engine.submit(middle.job(n), outlets[n]) for n in range(2)]
+        senders = [KeepingSender(), KeepingSender()]
+        futures = [middle.engine.submit(middle.job(n), senders[n]) for n in range(2)]
         middle.links[2].close()
-        for future, kv_sender in zip(futures, outlets, strict=True):
+        for future, kv_sender in zip(futures, senders, strict=True):
             error = future.exception(WAIT_S)
             assert isinstance(error, LinkBrokenError)
             assert error.retryable
@@ -172,7 +172,7 @@ def pass_time(middle: Middle, clock: ManualClock, future: Future[JobReport]) -> 
 def test_silent_source_ends_the_epoch(decoder: Decoder) -> None:
     clock = ManualClock()
     with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        future = middle.engine.submit(middle.job(), KeepingSender())
         until(lambda: middle.engine.status().progress == 2)  # it has sent its own rows, and waits
         pass_time(middle, clock, future)
         with pytest.raises(LinkStalledError, match="rank 0 has shown rank 1 no sign of life"):
@@ -184,7 +184,7 @@ def test_target_that_takes_nothing_ends_the_epoch(decoder: Decoder) -> None:
     clock = ManualClock()
     with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
         middle.recorders[2].gate.clear()
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        future = middle.engine.submit(middle.job(), KeepingSender())
         middle.send_all_rows()
         middle.recorders[0].wait_sent(3)
         pass_time(middle, clock, future)
@@ -245,14 +245,14 @@ def test_idle_rank_expects_nothing(decoder: Decoder) -> None:
     with middle_rank(decoder, clock=clock, floor_s=1.0) as middle:
         clock.advance(1000.0)
         middle.poke()
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        future = middle.engine.submit(middle.job(), KeepingSender())
         middle.send_all_rows()
         assert future.result(WAIT_S).num_bytes_sent > 0
 
 
 def test_sign_of_life_is_passed_on(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
-        middle.engine.submit(middle.job(), KeepingOutlet())
+        middle.engine.submit(middle.job(), KeepingSender())
         middle.recorders[2].wait_received(1)  # its own rows of layer 0
         middle.send_bare(LinkStatus.ALIVE)
         middle.recorders[2].wait_received(2)
@@ -267,9 +267,9 @@ def test_rank_that_serves_another_job_asks_for_patience(decoder: Decoder) -> Non
     with middle_rank(decoder, clock=ManualClock(), floor_s=0.4) as middle:
         alone = Job(JobId(1), Epoch(1), RequestId("a"), 1, (Rank(1),), (TokenRange(0, 6),), IDS)
         chained = Job(JobId(2), Epoch(1), RequestId("b"), 1, (Rank(1), Rank(2)), (TokenRange(0, 5), CHUNKS[2]), IDS)
-        first = middle.engine.submit(alone, KeepingOutlet(hold))
+        first = middle.engine.submit(alone, KeepingSender(hold))
         hold.wait_begun()
-        middle.engine.submit(chained, KeepingOutlet())
+        middle.engine.submit(chained, KeepingSender())
         _, header, _ = middle.recorders[2].wait_received(1)[0]  # while the turn goes on
         hold.gate.set()
         first.result(WAIT_S)
@@ -281,9 +281,9 @@ def test_rank_asks_for_patience_with_all_jobs_that_go_on_to_the_same_rank(decode
     with middle_rank(decoder, clock=ManualClock(), floor_s=0.4) as middle:
         chunks = (TokenRange(0, 5), CHUNKS[2])
         jobs = [Job(JobId(n), Epoch(1), RequestId("r"), 1, (Rank(1), Rank(2)), chunks, IDS) for n in (1, 2)]
-        middle.engine.submit(jobs[0], KeepingOutlet(hold))
+        middle.engine.submit(jobs[0], KeepingSender(hold))
         hold.wait_begun()
-        middle.engine.submit(jobs[1], KeepingOutlet())
+        middle.engine.submit(jobs[1], KeepingSender())
         until(lambda: len({header.job for _, header, _ in middle.recorders[2].received_messages}) == 2)
         told = {(header.status, header.job) for _, header, _ in middle.recorders[2].received_messages}
         hold.gate.set()
@@ -299,7 +299,7 @@ def test_rank_that_works_in_one_turn_far_beyond_the_limit_keeps_its_peers_patien
 
     with middle_rank(decoder, clock=clock, floor_s=0.4) as middle:
         job = Job(JobId(1), Epoch(1), RequestId("a"), 1, (Rank(1), Rank(2)), (TokenRange(0, 5), CHUNKS[2]), IDS)
-        future = middle.engine.submit(job, KeepingOutlet(work))
+        future = middle.engine.submit(job, KeepingSender(work))
         try:
             middle.pass_limits(clock, 0.4, ranks=[2])
             assert set(middle.recorders[2].statuses) == {LinkStatus.ALIVE}
@@ -330,7 +330,7 @@ def test_received_rows_lie_in_the_layer_s_buffer(decoder: Decoder) -> None:
         return made[-1]
 
     with middle_rank(decoder, make_buffer=make) as middle:
-        middle.engine.submit(middle.job(num_ranks=2), KeepingOutlet())
+        middle.engine.submit(middle.job(num_ranks=2), KeepingSender())
         middle.send_rows(0)
         middle.recorders[0].wait_sent(1)
         own, layer = made

@@ -6,7 +6,7 @@ from baton.errors import JobAbortedError, RequestCancelledError
 from baton.modeling.forward.decoder import Decoder
 from baton.types import Epoch, JobId, Rank
 from prefill_workers.links import LinkHeader, LinkStatus
-from tests.support.engines.chains import WAIT_S, KeepingOutlet, until
+from tests.support.engines.chains import WAIT_S, KeepingSender, until
 from tests.support.engines.middle_ranks import middle_rank
 from tests.support.models.tiny_models import random_decoder
 
@@ -18,7 +18,7 @@ def decoder() -> Decoder:
 
 def test_abort_fails_the_job_and_is_passed_on(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
-        kv_sender = KeepingOutlet()
+        kv_sender = KeepingSender()
         future = middle.engine.submit(middle.job(), kv_sender)
         middle.send_rows(0)
         middle.recorders[2].wait_received(3)  # layer 0, and its own rows of layer 1
@@ -34,7 +34,7 @@ def test_abort_of_a_job_that_was_just_given_up_does_not_forget_it(decoder: Decod
     """The engine has not looked yet since it was cancelled."""
     with middle_rank(decoder) as middle:
         job = middle.job()
-        future = middle.engine.submit(job, KeepingOutlet())
+        future = middle.engine.submit(job, KeepingSender())
         with middle.engine._changed:
             middle.engine.cancel(job.number)
             session = middle.engine._session
@@ -49,7 +49,7 @@ def test_abort_that_comes_before_its_job_is_remembered(decoder: Decoder) -> None
         middle.send_bare(LinkStatus.ABORT)
         middle.recorders[0].wait_sent(1)
         with pytest.raises(JobAbortedError):
-            middle.engine.submit(middle.job(), KeepingOutlet())
+            middle.engine.submit(middle.job(), KeepingSender())
         middle.recorders[2].wait_received(1)
         assert middle.recorders[2].statuses == [LinkStatus.ABORT]
 
@@ -57,7 +57,7 @@ def test_abort_that_comes_before_its_job_is_remembered(decoder: Decoder) -> None
 def test_abort_is_not_sent_once_all_has_been_passed_on(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
         middle.recorders[2].gate.clear()
-        kv_sender = KeepingOutlet()
+        kv_sender = KeepingSender()
         future = middle.engine.submit(middle.job(), kv_sender)
         middle.send_all_rows()
         middle.recorders[0].wait_sent(3)

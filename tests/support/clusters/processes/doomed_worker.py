@@ -1,6 +1,6 @@
 """A worker process with a scheduled failure: its engine ends, stops, hangs or is slow at a step that the test selects.
 
-It runs the product's worker with a wrapped model, and with a wrapped outlet (rank) or wrapped sampling and copies
+It runs the product's worker with a wrapped model, and with a wrapped sender (rank) or wrapped sampling and copies
 (generation engine). Before each step, it looks in the model's folder for a file that schedules a failure (a "doom"). It
 deletes the file when the failure strikes, so that the restarted worker does not fail again. A prompt that begins with
 `DEADLY` aborts each process that computes it. deploy.groups.processes starts it as `python -m
@@ -203,8 +203,8 @@ class DoomedModel(LoadedModel):
 
 
 @dataclass(frozen=True)
-class DoomedOutlet:
-    """Outlet that calls `Fate.step` before its steps. Implements KvSender."""
+class DoomedSender:
+    """Sender that calls `Fate.step` before its steps. Implements KvSender."""
 
     inner: KvSender
     fate: Fate
@@ -233,7 +233,7 @@ class DoomedOutlet:
 
 
 class DoomedEngine(PrefillEngine):
-    """Prefill engine that wraps each job's outlet in a DoomedOutlet."""
+    """Prefill engine that wraps each job's sender in a DoomedSender."""
 
     def __init__(self, decoder: Decoder, fate: Fate, config: PrefillConfig, crash_note: str) -> None:
         super().__init__(decoder, SystemClock(), config, crash_note=crash_note)
@@ -241,7 +241,7 @@ class DoomedEngine(PrefillEngine):
 
     def submit(self, job: Job, kv_sender: KvSender) -> "Future[JobReport]":
         is_deadly = tuple(job.prompt_ids[: len(DEADLY)]) == DEADLY
-        return super().submit(job, DoomedOutlet(kv_sender, self._fate, is_deadly))
+        return super().submit(job, DoomedSender(kv_sender, self._fate, is_deadly))
 
 
 async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Server:

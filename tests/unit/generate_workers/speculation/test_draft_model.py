@@ -204,7 +204,7 @@ def test_numbers_of_drafts_that_are_planned_change_no_text() -> None:
             assert stream.token_ids == reference_ids(made.decoder, prompt(length), params)
 
 
-class RecordingBatcher(ChunkedPrefillPolicy):
+class RecordingPolicy(ChunkedPrefillPolicy):
     """A scheduling policy that keeps the latest step's plan."""
 
     latest = StepPlan(())
@@ -228,7 +228,7 @@ def test_its_steps_are_predicted_and_learnt_by_costs_of_its_own(clock: ManualClo
     drafting takes a second, and so does the step that verifies."""
     cost = WorkCost(step_s=1000.0, token_s=10.0, key_s=0.1, pair_s=0.01)
     drafting, verifying = StepWork(3, 3 * 8, 3 * 8, 3), StepWork(4, 31, 4 * 31)
-    scheduling_policy = RecordingBatcher(16)
+    scheduling_policy = RecordingPolicy(16)
     with harness(
         speculation="model", draft_keys=8, cost=cost, clock=clock, scheduling_policy=scheduling_policy
     ) as made:
