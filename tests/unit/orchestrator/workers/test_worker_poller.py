@@ -163,7 +163,7 @@ class FailingClients(Clients):
             yield client
 
 
-async def test_a_failure_that_nobody_foresaw_ends_no_census(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_that_nobody_foresaw_ends_no_polling(caplog: pytest.LogCaptureFixture) -> None:
     clients = FailingClients()
     counting = asyncio.create_task(WorkerPoller(members_with(), clients, SystemClock()).run(0.01))
     await asyncio.wait_for(clients.used_again.wait(), 60)
