@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.planning.calibration import Calibration
-from baton.planning.chain.partition import as_ranges, even_partition
+from baton.planning.chain.partition import as_ranges
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON
 from baton.types import TokenRange
+from baton_lab.study.comparison import even_partition
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
 from benchmarks.baselines.calibrating import calibrated

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 from baton.planning.calibration import nominal
-from baton.planning.hardware import hardware_of
 from baton.planning.local_prefill import LocalPrefill
-from baton.planning.model_shape import shape_of
 from baton.planning.step_times import nominal_steps
 from baton.prefix_blocks import PromptBlocks
 from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, Rank, RequestId
+from baton_lab.study.known_hardware import hardware_of
+from baton_lab.study.known_models import shape_of
 from baton_lab.traffic.events import Timeline
 from baton_lab.traffic.fleet import Fleet, Role
 from baton_lab.traffic.gaps import GapHistogram

@@ -37,9 +37,9 @@ from benchmarks.sparse import find_source, text_ids
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.local_config import local_config
 from benchmarks.support.streams import Load, Measured, StreamTimes
+from deploy.commands.session import running_scheduler
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_cluster import running_scheduler
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.record import Finished

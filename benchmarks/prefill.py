@@ -17,8 +17,8 @@ from baton.sampling_params import SamplingParams
 from baton.types import RequestId, TokenEvent
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
 from benchmarks.support.local_config import local_config
+from deploy.commands.session import running_scheduler
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_cluster import running_scheduler
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.request import Request

@@ -32,8 +32,8 @@ from benchmarks.support.harness import (
     resolve,
 )
 from benchmarks.support.local_config import local_config
+from deploy.commands.session import running_scheduler
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_cluster import running_scheduler
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import OrchestratorConfig

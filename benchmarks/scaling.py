@@ -18,9 +18,9 @@ import sys
 from collections.abc import Iterable
 
 from baton.planning.calibration import nominal
-from baton.planning.hardware import hardware_of
-from baton.planning.model_shape import shape_of
 from baton.planning.step_times import nominal_steps
+from baton_lab.study.known_hardware import hardware_of
+from baton_lab.study.known_models import shape_of
 from baton_lab.traffic.comparing import Setting
 from baton_lab.traffic.results import Results, ScalerEvent
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner

@@ -22,11 +22,12 @@ import numpy as np
 
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Kernel, LinkModel, Protocol
-from baton.planning.fit import fit_prefill
+from baton.planning.cost_model import CostModel, Kernel, LinkModel, Protocol
 from baton.planning.hardware import Hardware, derive
-from baton.planning.model_shape import SHAPES
+from baton_lab.study.known_models import SHAPES
+from baton_lab.study.one_rank_fit import fit_prefill
 from baton_lab.study.peers import single, tsp
+from baton_lab.study.protocols import PAPER, PAPER_OVERLAPPED
 
 TABLES = Path(__file__).parents[1] / "tests" / "data" / "kv_runahead_tables.json"
 REFERENCE = "llama-7b"

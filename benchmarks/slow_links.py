@@ -19,11 +19,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.planning.chain.partition import as_ranges, even_partition
+from baton.planning.chain.partition import as_ranges
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON, CostModel, LinkModel
 from baton.types import TokenRange
+from baton_lab.study.comparison import even_partition
 from baton_lab.study.peers import zigzag_ring
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED

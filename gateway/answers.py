@@ -7,7 +7,7 @@ follows from the number of its prompt and its index among that prompt's choices.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.results.completion import Choice, Completion, Usage
@@ -150,16 +150,6 @@ class Chats(Writer):
         return {"content": [scored_token(each, self.head.tokenizer.token_text) for each in tokens], "refusal": None}
 
 
-@dataclass
-class _Scores:
-    """Logprobs in the form of completions: one list for each property."""
-
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
-
-
 class _Offsets:
     """Offsets at which consecutive tokens begin in a text, in characters."""
 
@@ -215,21 +205,21 @@ class Completions(Writer):
         token."""
         if not self.head.has_logprobs:
             return None
-        scores = _Scores()
+        scores: Object = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if number not in self._offsets:
             given = self.head.prompts[prompt]
             self._add(scores, self._scored.get(prompt, ()), _Offsets(self.head.tokenizer.detokenizer(), 0))
             self._offsets[number] = _Offsets(self.head.tokenizer.detokenizer(given.token_ids), len(given.echo))
         self._add(scores, tokens, self._offsets[number])
-        return vars(scores)
+        return scores
 
-    def _add(self, scores: _Scores, tokens: Sequence[SampledToken], offsets: _Offsets) -> None:
+    def _add(self, scores: Object, tokens: Sequence[SampledToken], offsets: _Offsets) -> None:
         for token in tokens:
             text = self.head.tokenizer.token_text(token.token_id)
-            scores.tokens.append(text)
-            scores.token_logprobs.append(token.logprob)
-            scores.top_logprobs.append(self._top(token, text))
-            scores.text_offset.append(offsets.take(token.token_id))
+            scores["tokens"].append(text)
+            scores["token_logprobs"].append(token.logprob)
+            scores["top_logprobs"].append(self._top(token, text))
+            scores["text_offset"].append(offsets.take(token.token_id))
 
     def _top(self, token: SampledToken, text: str) -> dict[str, float] | None:
         """Return the logprobs of the most likely tokens, and of the token itself, by their texts. Of tokens with the

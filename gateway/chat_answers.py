@@ -2,12 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 from baton.results.completion import Usage
-from baton.types import TokenEvent
+from baton.types import FinishReason, SampledToken, TokenEvent
 from gateway.answers import FINISHES, Chats, Head, Object, line, usage_of
-from gateway.parsing.gathered import Gathered
 from gateway.parsing.output import OutputParser, OutputRules
 from gateway.parsing.pieces import Arguments, CallBegun, Piece, Reasoning, Text
 
@@ -98,3 +97,35 @@ def _delta_of(piece: Piece) -> Object:
 
 def _called(id: str, name: str, arguments: str) -> Object:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@dataclass
+class GatheredCall:
+    """A call of a tool."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Gathered:
+    """All pieces of one choice so far, combined."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[GatheredCall] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Add the next piece."""
+        match piece:
+            case Text():
+                self.text += piece.text
+            case Reasoning():
+                self.reasoning += piece.text
+            case CallBegun():
+                self.calls.append(GatheredCall(piece.id, piece.name))
+            case Arguments():
+                self.calls[piece.number].arguments += piece.text

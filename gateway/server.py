@@ -1,6 +1,8 @@
-"""Serves the application over HTTP or HTTPS with uvicorn. Runs on the asyncio loop."""
+"""Serves the application over HTTP or HTTPS with uvicorn. At the end, running requests get time to finish, and new ones
+are refused. Runs on the asyncio loop."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -10,19 +12,22 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UnavailableError
 from gateway.app import Gateway
 from gateway.door.bounded_http import BoundedProtocol, allow_connections
-from gateway.door.drain import Drain
 from gateway.door.hosts import is_loopback
+from gateway.errors import error_body, status_of
 from gateway.upstream import Upstream
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 T = TypeVar("T")
+_OPEN = ("/health", "/metrics")
+"""Paths that are answered until the server has ended."""
 _CUT_S = 5
 """Seconds that uvicorn waits for answers whose streams have been ended."""
 
@@ -32,6 +37,40 @@ def run_on_own_loop(serving: Coroutine[Any, Any, T]) -> T:
     asyncio's own, and return its result. For the main thread of a process that serves HTTP; blocks."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serving)
+
+
+class Drain:
+    """ASGI application that wraps another one and counts its running requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._is_ending = False
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or refuse it with status 503 if the server is ending."""
+        if self._is_ending and scope["type"] == "http" and scope["path"] not in _OPEN:
+            error = UnavailableError("the HTTP gateway is ending: try again, on a new connection")
+            answer = JSONResponse(error_body(error), status_of(error), headers={"connection": "close"})
+            await answer(scope, receive, send)
+            return
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
+
+    async def end(self, grace_s: float) -> None:
+        """Start to refuse new requests. Return when no request runs, or after `grace_s` seconds."""
+        self._is_ending = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
 
 
 @dataclass(frozen=True)

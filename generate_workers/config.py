@@ -1,6 +1,6 @@
 """Settings of a generation engine. Imports neither torch nor grpc, because launchers read them as well."""
 
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -17,7 +17,6 @@ def _known_policy(name: str) -> str:
 ResidencyName = Annotated[str, AfterValidator(_known_policy)]
 """Name of a residency policy, which decides where KV is stored and which keys are attended to."""
 EvictionName = Literal["counter", "lru", "fifo"]
-EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 """Names of the policies that evict tokens from a pool of KV."""
 AcceptanceName = Literal["coupled", "maximal"]
 SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "ngram", "model"]

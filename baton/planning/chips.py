@@ -44,20 +44,3 @@ class Chip:
                 raise ConfigError(f"chip: {name} = {getattr(self, name)} is out of range: give a number of at least 0")
         if self.overlap > 1:
             raise ConfigError(f"chip: overlap = {self.overlap} is out of range: give 0 to 1")
-
-
-CHIPS = {
-    "tpu-v5e": Chip(flops=1.97e14, memory_bandwidth=8.2e11, memory_bytes=16e9),
-    "a100": Chip(flops=3.12e14, memory_bandwidth=2.039e12, memory_bytes=80e9),
-    "h100": Chip(flops=9.894e14, memory_bandwidth=3.35e12, memory_bytes=80e9),
-    "h200": Chip(flops=9.894e14, memory_bandwidth=4.8e12, memory_bytes=141e9),
-}
-"""Accelerators by name, with rates in dense bf16. A100 80 GB, H100 and H200 SXM: from data sheets. v5e: from "How To
-Scale Your Model"."""
-
-
-def chip_of(name: str) -> Chip:
-    """Return the accelerator with a name, ignoring case. Raises ConfigError for an unknown name."""
-    if name.lower() not in CHIPS:
-        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(CHIPS)}, or here for this machine")
-    return CHIPS[name.lower()]

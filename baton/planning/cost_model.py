@@ -124,21 +124,8 @@ class Protocol:
     """Number of times that a rank rewrites a layer's KV before it sends it."""
 
 
-PAPER = Protocol(Kernel.DENSE, Receive.BLOCKING, skip_last=False, num_copies=2)
-"""Protocol exactly as in table 5 of the KV-Runahead paper: receive, project, cat, stack, send, attend."""
-PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
-"""Protocol of section 4.3 of the KV-Runahead paper: receives overlap with the projections."""
 BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)
 """Protocol of `prefill_workers`. Their relay sends smaller pieces than the chunks assumed here."""
-STORE_AND_FORWARD = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
-"""Baton's protocol with a relay that sends KV on only after it has received the whole layer."""
-
-PROTOCOLS = {
-    "paper": PAPER,
-    "paper-overlapped": PAPER_OVERLAPPED,
-    "store-and-forward": STORE_AND_FORWARD,
-    "baton": BATON,
-}
 
 
 def _at_least_zero(where: str, name: str, value: float) -> None:

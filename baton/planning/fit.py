@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from baton.errors import InvalidArgumentError
 from baton.planning.chain.wavefront import rank_seconds, work_of
-from baton.planning.cost_model import CostModel, Kernel, LinkModel, Protocol
+from baton.planning.cost_model import CostModel, LinkModel, Protocol
 from baton.planning.work_cost import StepWork, WorkCost
 
 
@@ -44,20 +44,12 @@ class PrefillFit:
     """Largest relative deviation of a point from the fit."""
 
 
-def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
-    """Fit prefill costs to measurements (tokens, seconds) of whole prompts on one rank. Raises InvalidArgumentError for
-    too few points."""
-    tokens, seconds = _points("points", "token counts", points)
-    pairs = tokens**2 * kernel.own_part
-    columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
-    (linear_s, pair_s, fixed_s), residual = fit_relative(columns, seconds)
-    return PrefillFit(linear_s, pair_s, fixed_s, residual)
-
-
 def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
     """Fit prefill costs to chunks of chains whose ranks were all busy. Only num_layers and project_share of `known` are
     used. Raises InvalidArgumentError for too few rows."""
-    _points("rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows])
+    check_points(
+        "rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows]
+    )
     chunks = np.array([[row.tokens] for row in rows], dtype=np.float64)
     before = np.array([[row.before] for row in rows], dtype=np.float64)
     is_last = np.array([[row.is_last] for row in rows])
@@ -76,7 +68,7 @@ def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> 
 def fit_link(points: Sequence[tuple[float, float]]) -> LinkModel:
     """Fit a link to measurements (bytes, seconds) of single messages, which take latency_s + bytes / bandwidth. Raises
     InvalidArgumentError if there are too few points, or if times do not increase with the number of bytes."""
-    num_bytes, seconds = _points("points", "sizes", points)
+    num_bytes, seconds = check_points("points", "sizes", points)
     (latency_s, byte_s), _ = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
     if not byte_s > 0:
         raise InvalidArgumentError("points: larger messages took no longer: measure larger ones")
@@ -93,7 +85,9 @@ def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[
     return WorkCost(*costs, *([known.pair_s] if num_told == 3 else [])), residual
 
 
-def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tuple[NDArray[np.float64], ...]:
+def check_points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tuple[NDArray[np.float64], ...]:
+    """Return the points' numbers of tokens and their seconds as arrays. Raises InvalidArgumentError, which names
+    `name`, for fewer than two different points, or for values that are not positive and finite."""
     if len({x for x, _ in points}) < 2:
         raise InvalidArgumentError(f"{name}: {len(points)} given, with fewer than 2 different {what}: measure more")
     if not all(0 < each < math.inf for point in points for each in point):

@@ -66,32 +66,11 @@ def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -
     )
 
 
-HARDWARE = {
-    # Fitted by benchmarks.simulate_paper to the paper's one-GPU row: attention that stores its scores, NVLink.
-    "a100-eager": Hardware(
-        linear_flops=1.6988e14,
-        pair_flops=1.56e14,
-        link=LinkModel(9.738e-5, 300e9),
-        scores_per_s=5.1496e10,
-        memory_bandwidth=1.555e12,
-        fixed_s=3.215e-5,
-        issue_s=2.925e-3,
-    ),
-    # Assumed, not measured: 40 % of an H100's dense bf16 peak for matrices and attention, and a 400 Gbit/s network.
-    "h100-flash": Hardware(4e14, 4e14, LinkModel(15e-6, 50e9), memory_bandwidth=3.35e12),
-    # One core of an AMD EPYC (Zen 4) whose neighbours compute too, loopback between ranks: torch's bf16 matrices and
-    # the native attention kernel; in fp32, torch's matrices and attention.
-    "cpu-core": Hardware(2.1e11, 1.65e11, LinkModel(1e-4, 2e9), memory_bandwidth=1e10),
-    "cpu-core-fp32": Hardware(1e11, 7.5e10, LinkModel(1e-4, 2e9), memory_bandwidth=1e10),
-}
-"""Kinds of rank by name, for estimates. A running cluster measures its own rates (`baton.planning.calibration`)."""
-
-
-def hardware_of(name: str) -> Hardware:
-    """Return the kind of rank with a name. Raises ConfigError for an unknown name."""
-    if name not in HARDWARE:
-        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
-    return HARDWARE[name]
+# One core of an AMD EPYC (Zen 4) whose neighbours compute too, with loopback between ranks.
+CPU_CORE = Hardware(2.1e11, 1.65e11, LinkModel(1e-4, 2e9), memory_bandwidth=1e10)
+"""Rates assumed for a core in bf16: torch's matrices and the native attention kernel."""
+CPU_CORE_FP32 = Hardware(1e11, 7.5e10, LinkModel(1e-4, 2e9), memory_bandwidth=1e10)
+"""Rates assumed for a core in fp32: torch's matrices and attention."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +101,7 @@ class CoreRates:
 def cpu_rank(num_threads: int, dtype_bytes: int, core: CoreRates | None = None) -> Hardware:
     """Return the rates of a CPU rank with `num_threads` cores. `dtype_bytes` is 2 for bf16, 4 for fp32. The rates are
     derived from those of `core`, measured with that dtype; without `core` they are estimates."""
-    assumed = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
+    assumed = CPU_CORE if dtype_bytes == 2 else CPU_CORE_FP32
     if core is None:
         rates = {name: getattr(assumed, name) * num_threads for name in ("linear_flops", "pair_flops")}
         return dataclasses.replace(assumed, **rates)

@@ -1,38 +1,30 @@
 """Keeps a worker's channels to other workers open: one per endpoint, with a limit on the number of idle channels.
 
 Other workers restart with new ports while this worker runs. Without a bound, channels to workers that no longer exist
-would keep their memory and try to connect for ever. Does not depend on gRPC: a channel is any object that can be
-closed. Used by `prefill_workers.servicer` and `baton.transport.block_exchange`, on the loop.
+would keep their memory and try to connect for ever. Used by `prefill_workers.servicer` and
+`baton.transport.block_exchange`, on the loop.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Generic, Protocol, TypeVar
+
+import grpc
 
 
-class Closable(Protocol):
-    """The one method of a channel that the cache calls."""
-
-    async def close(self) -> None: ...
-
-
-Channel = TypeVar("Channel", bound=Closable)
-
-
-class ChannelCache(Generic[Channel]):
+class ChannelCache:
     """Open channels by endpoint: at most `most`, unless more are in use at the same time. The least recently used idle
     channels are closed first."""
 
-    def __init__(self, make: Callable[[str], Channel], most: int = 64) -> None:
+    def __init__(self, make: Callable[[str], grpc.aio.Channel], most: int = 64) -> None:
         self._make = make
         self._most = most
-        self._channels: OrderedDict[str, Channel] = OrderedDict()
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         """Open channels by endpoint, the least recently used first."""
         self._num_users: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def use(self, endpoint: str) -> AsyncIterator[Channel]:
+    async def use(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
         """Return a context that provides the endpoint's channel. The channel stays open until the context exits."""
         if endpoint not in self._channels:
             self._channels[endpoint] = self._make(endpoint)

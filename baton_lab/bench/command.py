@@ -39,7 +39,7 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `bench` command to the command line."""
     text = "send load to a server, and measure what its clients see"
-    parser = add_command(commands, "bench", text, _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "bench", text, _DESCRIPTION, examples=_EXAMPLES)
     options.add_server_options(parser)
     options.add_load_options(parser)
     options.add_request_options(parser)
@@ -49,7 +49,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group.add_argument("--json", type=Path, metavar="FILE", help="write settings, all numbers, and each request")
     text = "draw a PNG: distributions, or goodput and latencies over a sweep; needs the extra 'lab'"
     group.add_argument("--plot", type=Path, metavar="FILE", help=text)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

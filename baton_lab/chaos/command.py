@@ -36,7 +36,7 @@ _FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `chaos` command to the command line."""
     text = "start a cluster, inject faults by seeded schedules, and check invariants"
-    parser = add_command(commands, "chaos", text, _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "chaos", text, _DESCRIPTION, examples=_EXAMPLES)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=3, metavar="N", help="run schedules 1 to N (default: 3)")
     which.add_argument("--seed", type=int, metavar="K", help="run schedule K only")
@@ -64,7 +64,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--log", type=Path, default=Path("chaos.log"), help="file for the logs of the processes (default: chaos.log)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

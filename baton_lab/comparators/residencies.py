@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from baton.modeling.device.port import Device
 from baton_lab.comparators.fetched_h2o import FetchedH2oResidency
+from baton_lab.comparators.fetched_infinigen_int4 import FetchedInt4Residency
 from baton_lab.comparators.fetched_window import FetchedWindowResidency
 from baton_lab.comparators.h2o import H2oResidency
 from baton_lab.comparators.heavy_hitters import HeavyBudget
@@ -49,11 +50,19 @@ def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
     return FetchedH2oResidency(shape, decoder, halved)
 
 
+def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
+    if source.decoder.device.is_home:
+        return product.infinigen_int4(shape, source)
+    require_others("infinigen_int4", shape)
+    return FetchedInt4Residency(shape, source.load_early(), source.decoder)
+
+
 MAKERS: Mapping[str, Make] = {
     **product.MAKERS,
     "window": selecting("window", _window),
     "oracle": selecting("oracle", _oracle),
     "h2o": selecting("h2o", _h2o),
+    "infinigen_int4": selecting("infinigen_int4", _infinigen_int4),
 }
 """Makers of the policies in `traits.POLICIES`, by name."""
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.planning.hardware import HARDWARE, Hardware, hardware_of
+from baton.planning.hardware import Hardware
 from baton_lab.forecasts.plan_options import HERE, find_model
+from baton_lab.study.known_hardware import HARDWARE, hardware_of
 from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:

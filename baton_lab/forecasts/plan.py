@@ -11,10 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.planning.chips import CHIPS, Chip
+from baton.planning.chips import Chip
 from baton_lab.forecasts import explain, speculation
 from baton_lab.forecasts.plan_options import DEFAULT_CHIP, find_chip, find_model
 from baton_lab.forecasts.plan_results import SpeculationForecast, StepCell, StepForecast
+from baton_lab.study.known_hardware import CHIPS
 from baton_lab.study.roofline import ServedModel, critical_batch, largest_batch, step_time
 from deploy.options import numbers as option_values
 from deploy.options.subcommand import add_command
@@ -58,7 +59,7 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `plan` command to the command line."""
     text = "predict generation: step time, tokens per second, and memory, by batch size and context"
-    parser = add_command(commands, "plan", text, _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "plan", text, _DESCRIPTION, examples=_EXAMPLES)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="name, folder, or GGUF file")
     batches, contexts = "1,8,16,32,64,256", "1k,4k,8k,32k"
     parser.add_argument(
@@ -94,7 +95,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     speculation.add_options(parser)
     explain.add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.planning.cost_model import PROTOCOLS, CostModel, LinkModel
-from baton.planning.hardware import HARDWARE, derive, hardware_of
-from baton.planning.model_shape import SHAPES, shape_from, shape_of
+from baton.planning.cost_model import CostModel, LinkModel
+from baton.planning.hardware import derive
+from baton.planning.model_shape import shape_from
+from baton_lab.study.known_hardware import HARDWARE, hardware_of
+from baton_lab.study.known_models import SHAPES, shape_of
+from baton_lab.study.protocols import PROTOCOLS
 from deploy.options import numbers as option_values
 from deploy.options.subcommand import add_command
 
@@ -49,7 +52,7 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `simulate` command to the command line."""
     text = "predict the time to the first token for other ranks, links, models and hardware"
-    parser = add_command(commands, "simulate", text, _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "simulate", text, _DESCRIPTION, examples=_EXAMPLES)
     parser.add_argument(
         "--ranks", default="2,4,8", metavar="N,N,...", help="numbers of ranks of the group (default: %(default)s)"
     )
@@ -83,7 +86,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group.add_argument(
         "--calibration", type=Path, metavar="FILE", help="measured numbers, in place of --model and --hardware"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

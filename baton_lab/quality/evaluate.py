@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from baton.errors import InvalidArgumentError
 from baton_lab.comparators.traits import POLICIES
@@ -61,7 +61,7 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `evaluate` command to the command line."""
     text = "measure the quality of residency policies, compared with full attention"
-    parser = add_command(commands, "evaluate", text, _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "evaluate", text, _DESCRIPTION, examples=_EXAMPLES)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="name, folder, or GGUF file")
     parser.add_argument(
         "--text", required=True, nargs="+", type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
@@ -93,7 +93,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     _add_device(parser)
     add_model(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +155,7 @@ def find_rate(args: argparse.Namespace) -> float:
 def find_settings(args: argparse.Namespace) -> list[Setting]:
     """Return the settings to compare. A policy with its own budget is run once with it; any other with each size that
     applies to it, or once if no size applies. Raises InvalidArgumentError, and ConfigError for an unknown policy."""
-    from generate_workers.config import EVICTIONS  # imports pydantic
+    from generate_workers.config import EvictionName  # imports pydantic
 
     named = [name.strip().partition(":") for name in args.policies.split(",")]
     policies = [(policy_named(name, POLICIES), has_own, own) for name, has_own, own in dict.fromkeys(named)]
@@ -178,7 +177,7 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
         used = files if policy.needs_basis else files[:1] if policy.chooses_keys else [None]
         for path, size in itertools.product(used, meant):
             whole = Setting(policy.name, size.get("budget"), size.get("alpha"), path)
-            kept = itertools.product(pools, EVICTIONS) if policy.has_pool else ()
+            kept = itertools.product(pools, get_args(EvictionName)) if policy.has_pool else ()
             settings += [whole, *(dataclasses.replace(whole, pool=pool, eviction=how) for pool, how in kept)]
     return list(dict.fromkeys(settings))
 

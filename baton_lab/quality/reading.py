@@ -21,13 +21,13 @@ from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.text.tokenizer import Tokenizer
 from baton_lab.comparators.residencies import BudgetSource, make_residency
 from baton_lab.quality.evaluation import Cell, Evaluation, Setting, Size
+from baton_lab.quality.needles import NeedleTexts
 from deploy.config.environment import use_threads
 from deploy.machine.model_folder import resolve_folder
 from deploy.machine.this_machine import inspect_machine, prepare_kernels
 from deploy.options.screen import progress
-from deploy.tuning.selection.metrics import compatibility, perplexities, perplexity, relative_cost
+from deploy.tuning.selection.metrics import compatibility, perplexity, relative_cost
 from deploy.tuning.selection.passages import Context, PassageRows, Reading, prefill_contexts, read, shape_for
-from deploy.tuning.selection.texts import Texts
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 
@@ -91,7 +91,7 @@ def evaluate(
         device = make_device(args.device, LinkRate(bytes_per_s))
         reader = Decoder(decoder.config, decoder.weights, device=device)
     _check(reader, size, settings)
-    texts = Texts(Tokenizer.load(folder), args.text, size.num_rows)
+    texts = NeedleTexts(Tokenizer.load(folder), args.text, size.num_rows)
     cells = []
     for context in size.contexts:
         material = gather(decoder, texts, context, size, console)
@@ -110,7 +110,7 @@ def evaluate(
     return Evaluation(title, size.num_rows, size.num_steps, tuple(cells))
 
 
-def gather(decoder: Decoder, texts: Texts, context: int, size: Size, console: Console) -> Material:
+def gather(decoder: Decoder, texts: NeedleTexts, context: int, size: Size, console: Console) -> Material:
     """Prefill all contexts of one length. Raises InvalidArgumentError if the texts are too short, ConfigError if memory
     is insufficient."""
     passages = texts.passages(context, size.num_steps)
@@ -204,3 +204,10 @@ def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
     if kv_bytes > (available := inspect_machine().available_bytes):
         needs, has = f"{kv_bytes / 1e9:.1f} GB", f"{available / 1e9:.1f} GB"
         raise ConfigError(f"KV of {size.num_rows} rows takes {needs}, and {has} are free: use fewer --rows")
+
+
+def perplexities(losses_BM: Tensor, chunk_steps: int) -> list[float]:
+    """Return the perplexity of each consecutive chunk of `chunk_steps` steps, over all sequences. Remaining steps are
+    left out."""
+    num_chunks = losses_BM.shape[1] // chunk_steps
+    return [perplexity(losses_BM.narrow(1, chunk * chunk_steps, chunk_steps)) for chunk in range(num_chunks)]

@@ -5,7 +5,7 @@ Used by `baton simulate` and benchmarks. Pure; a comparison takes tens of millis
 
 from dataclasses import dataclass
 
-from baton.planning.chain.partition import even_partition
+from baton.planning.chain.partition import as_ranges, check_partition_request
 from baton.planning.chain.partition_table import build_table
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
@@ -82,3 +82,12 @@ def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
 
 def _lengths(ranges: tuple[TokenRange, ...]) -> tuple[int, ...]:
     return tuple(len(each) for each in ranges)
+
+
+def even_partition(tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
+    """Divide `tokens` into chunks of equal length (KVR-E); the first ranks get one more token each if there is a
+    remainder. Raises InvalidArgumentError for no tokens or no ranks."""
+    check_partition_request(tokens, num_ranks)
+    width = min(num_ranks, len(tokens))
+    base, extra = divmod(len(tokens), width)
+    return as_ranges([base + (rank < extra) for rank in range(width)], tokens.start)

@@ -17,11 +17,33 @@ from baton_lab.traffic.fleet import Fleet, Role, State
 from baton_lab.traffic.placing import Asked, Spot
 from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView
-from orchestrator.placement.chooser import Chooser
+from orchestrator.placement.chooser import Chooser, Plan
+from orchestrator.placement.predictions import AttemptPrompt, Prospects
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
+
+
+class ImmediateChooser(Chooser):
+    """Production chooser that never waits for a group."""
+
+    def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
+        """Return where the attempt is served, and add it to the generation group's load in `held`. Return None if
+        `plan` would wait for a generation group or for a prefill group."""
+        prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
+        generation = self._choose_generation(record, prospects, record.avoid)
+        if generation is None:
+            return None
+        way, placement = None, self._without_chain(generation, record, prospects)
+        if placement is None:
+            way = prospects.best_chain(generation, record.avoid)
+            if way is None:
+                return None
+            way, placement = self._compared(way, self._local(generation, prospects), record)
+        held.enter_context(self._members.hold(generation.name, record.request.num_slots))
+        prospects.held = generation.name
+        return self._planned(generation, record, prospects, way, placement)
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,7 @@ class WholeChooser:
         self._fleet = fleet
         self._clock = clock
         self._members = Membership()
-        self._chooser = Chooser(self._members, planner, clock, config)
+        self._chooser = ImmediateChooser(self._members, planner, clock, config)
         self._placed: dict[int, _Placed] = {}
         self.prefill_queues = self._members.prefill_queues
         """Queues of jobs of the prefill groups, as in production."""

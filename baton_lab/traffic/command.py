@@ -38,7 +38,7 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `simulate-traffic` command to the command line."""
     text = "simulate traffic on a cluster, and compare fixed with autoscaled groups"
-    parser = add_command(commands, "simulate-traffic", text, _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "simulate-traffic", text, _DESCRIPTION, examples=_EXAMPLES)
     parser.add_argument("--policy", default="static", metavar="NAME,...", help="policies to compare (default: static)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers and the scaler's decisions")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs as a PNG; needs the extra 'lab'")
@@ -47,7 +47,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     options.add_trace_options(parser)
     options.add_cluster_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

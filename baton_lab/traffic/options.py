@@ -4,8 +4,8 @@ because every `baton` command loads this module."""
 import argparse
 from pathlib import Path
 
-from baton.planning.hardware import HARDWARE
-from baton.planning.model_shape import SHAPES
+from baton_lab.study.known_hardware import HARDWARE
+from baton_lab.study.known_models import SHAPES
 
 GENERATORS = ("steady", "bursty", "diurnal", "bimodal", "shifting")
 

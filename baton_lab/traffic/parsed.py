@@ -5,8 +5,8 @@ from pathlib import Path
 
 from baton.errors import InvalidArgumentError
 from baton.planning import calibration, step_times
-from baton.planning.hardware import hardware_of
-from baton.planning.model_shape import shape_of
+from baton_lab.study.known_hardware import hardware_of
+from baton_lab.study.known_models import shape_of
 from baton_lab.traffic.comparing import Setting
 from baton_lab.traffic.options import GENERATORS
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner

@@ -19,7 +19,7 @@ from baton_lab.traffic.fleet import Fleet, Member
 from orchestrator.membership.loads import Load
 from orchestrator.membership.prefill_queues import PrefillQueues
 from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
-from orchestrator.placement.comparison import ChainWay, cheapest_chain, cheapest_group
+from orchestrator.placement.comparison import ChainWay, cheapest_group
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _NO_BATCH: Batch = (0.0, 0.0)
@@ -108,8 +108,7 @@ class Placing:
             del prefill[1:]  # no other group is free earlier than an idle one
         prefill += self._owners(prefill, blocks)
         ways = [self._way(member, asked, names, chains, now_s) for member in prefill]
-        way = cheapest_chain(ways)
-        assert way is not None
+        way = min(ways, key=lambda way: way.terms.cost_s)
         chosen = cheapest_group(
             [member.generation_view for member in roomy],
             lambda name: Load(num_slots=by_name[name].num_held),

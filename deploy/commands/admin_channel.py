@@ -13,11 +13,9 @@ from deploy.config.environment import SECRET_VARIABLE, read_variable
 if TYPE_CHECKING:
     import grpc
 
-    from baton.calls.cluster_state import ClusterState
     from baton.transport.identity import ClusterSecret
 
 _CONNECT_S = 5.0
-_ANSWER_S = 10.0
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +74,3 @@ def admin_channel(target: str, secret: "ClusterSecret", api_key: str | None = No
             raise UnavailableError(f"no orchestrator answers at {target} within {_CONNECT_S:g} s: {remedy}") from None
         with translate_rpc_errors():
             yield keyed(channel, api_key, secret)
-
-
-def ask_state(channel: "grpc.Channel") -> "ClusterState":
-    """Return the state of the cluster whose orchestrator is at the other end of the channel. Raises grpc.RpcError, and
-    VersionMismatchError if the orchestrator is incompatible."""
-    from baton.calls.cluster_state import cluster_state_from_proto
-    from baton.v1.orchestrator_pb2 import GetClusterStateRequest
-    from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-
-    return cluster_state_from_proto(
-        OrchestratorStub(channel).GetClusterState(GetClusterStateRequest(), timeout=_ANSWER_S)
-    )

@@ -2,17 +2,9 @@
 stays loaded. With --undo the worker returns to its former role."""
 
 import argparse
-from typing import TYPE_CHECKING
 
-from baton.errors import UnavailableError
-from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, cluster_channel
-from deploy.commands.drain import left_of
-from deploy.options.numbers import check_timeout
+from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout
 from deploy.options.subcommand import add_command
-
-if TYPE_CHECKING:
-    from baton.calls.cluster_state import GroupState
-    from baton.v1.admin_pb2_grpc import AdminStub
 
 _DESCRIPTION = """\
 Lends a group's last worker to the other role, where it serves as a group of its own: a rank of a chain becomes a
@@ -30,7 +22,7 @@ and the exit status is 1."""
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `flip` command to the command line."""
-    parser = add_command(commands, "flip", "move a worker between prefill and generation", _DESCRIPTION)
+    parser = add_command(commands, run, "flip", "move a worker between prefill and generation", _DESCRIPTION)
     parser.add_argument("group", help="name of the group, like prefill-0")
     add_cluster(parser)
     parser.add_argument(
@@ -42,17 +34,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         parser, "maximum time to wait (default: no limit); after it the flip continues and the exit status is 1"
     )
     add_key_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `baton flip`; return the exit status: 0 once the worker serves in its other role."""
-    check_timeout(args.timeout)
     # Imported here, so that --help and mistyped options are answered without grpc.
-    from baton.v1.admin_pb2_grpc import AdminStub
+    from deploy.commands.group_admin import group_admin
 
-    with cluster_channel(args) as channel:
-        state = flip(AdminStub(channel), args.group, undo=args.undo, timeout_s=args.timeout)
+    with group_admin(args) as admin:
+        state = admin.flip(args.group, undo=args.undo)
     if state is None:
         print(f"{args.group} has no worker of another group any more")
     elif state.lender:
@@ -60,28 +50,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{state.name} has its worker again")
     return 0
-
-
-def flip(stub: "AdminStub", group: str, *, undo: bool, timeout_s: float | None) -> "GroupState | None":
-    """Order the group to lend a worker to the other role, or with `undo` to take it back, and show the progress. Return
-    the state of the group that then serves with the worker; None if the worker has ended together with its own group.
-    Raises UnavailableError if the change takes longer than `timeout_s` seconds."""
-    from rich.console import Console
-
-    from baton.calls.cluster_state import group_state_from_proto
-    from baton.errors import DeadlineExceededError
-    from baton.rpc_status import translate_rpc_errors
-    from baton.v1 import admin_pb2
-
-    state: GroupState | None = None
-    request = admin_pb2.FlipRequest(group=group, undo=undo)
-    try:
-        with Console(stderr=True).status(f"changing a role at {group}") as status, translate_rpc_errors():
-            for message in stub.Flip(request, timeout=timeout_s):
-                state = group_state_from_proto(message)
-                status.update(f"draining {state.name}: {left_of(state)}")
-    except DeadlineExceededError as error:
-        raise UnavailableError(
-            f"the role of {group} has not changed after {timeout_s:g} s: the flip continues, see `baton status`"
-        ) from error
-    return None if state is None or state.is_drained else state

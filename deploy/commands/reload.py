@@ -7,16 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, UnavailableError
-from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, ask_state, cluster_channel
-from deploy.commands.drain import restore, withdraw
-from deploy.commands.flip import flip
-from deploy.options.numbers import check_timeout
+from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout
 from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
-    import grpc
-
-    from baton.calls.cluster_state import GroupState
+    from deploy.commands.group_admin import GroupAdmin
 
 _DESCRIPTION = """\
 Restarts the workers of each group, one group after another, like `baton drain` and `baton drain --undo`: a group
@@ -31,7 +26,7 @@ that serves, and prints how to continue."""
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `reload` command to the command line."""
     text = "restart the workers of all groups, one after the other, without losing a request"
-    parser = add_command(commands, "reload", text, _DESCRIPTION)
+    parser = add_command(commands, run, "reload", text, _DESCRIPTION)
     add_cluster(parser)
     parser.add_argument(
         "--group", action="append", default=[], metavar="GROUP", help="group to restart; may be repeated (default: all)"
@@ -44,16 +39,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_timeout(parser, "maximum time to wait for a group to finish, and to start (default: no limit)")
     add_key_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `baton reload`; return the exit status: 0 once all groups have new workers."""
-    check_timeout(args.timeout)
-    connecting = cluster_channel(args)  # first checks that the cluster runs
-    model = args.model if args.target else _resolved(args.model)
-    with connecting as channel:
-        rollout = _Rollout(channel, model, args.timeout)
+    from deploy.commands.group_admin import group_admin  # imports grpc
+
+    with group_admin(args) as admin:
+        rollout = _Rollout(admin, args.model if args.target else _resolved(args.model))
         names = args.group or rollout.names()
         for number, name in enumerate(names):
             try:
@@ -69,13 +62,9 @@ def run(args: argparse.Namespace) -> int:
 class _Rollout:
     """Replaces the workers of groups of a running cluster, one group at a time."""
 
-    def __init__(self, channel: "grpc.Channel", model: str, timeout_s: float | None) -> None:
-        from baton.v1.admin_pb2_grpc import AdminStub
-
-        self._admin = AdminStub(channel)
-        self._channel = channel
+    def __init__(self, admin: "GroupAdmin", model: str) -> None:
+        self._admin = admin
         self._model = model
-        self._timeout_s = timeout_s
         self._stand_in = ""
         """Name of the extra group that serves while the only generation group is being replaced; empty if there is
         none."""
@@ -84,24 +73,24 @@ class _Rollout:
 
     def names(self) -> list[str]:
         """Return the names of all groups that are not drained and do not use a borrowed worker."""
-        return [group.name for group in self._groups() if not group.is_drained and not group.lender]
+        return [group.name for group in self._admin.state().groups if not group.is_drained and not group.lender]
 
     def reload(self, name: str) -> None:
         """Replace the workers of the group; return when it serves again. Workers that it has lent to other groups are
         returned first. Raises BatonError; then the group may still be drained, or may have no workers."""
         self._is_withdrawn = False
-        for group in self._groups():
+        for group in self._admin.state().groups:
             if group.name == name and group.lender:
                 raise UnavailableError(f"{name} has a worker of {group.lender}: reload that, and the worker goes back")
             if group.lender == name:
-                flip(self._admin, group.name, undo=True, timeout_s=self._timeout_s)
+                self._admin.flip(group.name, undo=True)
         if self._is_last_to_generate(name):
             self._stand_in = self._start_stand_in(name)
         self._is_withdrawn = True
-        withdraw(self._admin, name, returns=True, timeout_s=self._timeout_s)
-        restore(self._admin, name, model=self._model, timeout_s=self._timeout_s)
+        self._admin.drain(name, returns=True)
+        self._admin.restore(name, model=self._model)
         if self._stand_in:
-            withdraw(self._admin, self._stand_in, timeout_s=self._timeout_s)
+            self._admin.drain(self._stand_in)
             self._stand_in = ""
 
     def advice(self, options: str, left: Sequence[str]) -> list[str]:
@@ -115,27 +104,17 @@ class _Rollout:
             lines.append(f"{self._stand_in} stands in for {name}: `baton drain {self._stand_in}` once that is back")
         return lines
 
-    def _groups(self) -> "tuple[GroupState, ...]":
-        return ask_state(self._channel).groups
-
     def _is_last_to_generate(self, name: str) -> bool:
-        able = [group.name for group in self._groups() if group.role == "generate" and group.is_ready]
+        able = [group.name for group in self._admin.state().groups if group.role == "generate" and group.is_ready]
         return able == [name]
 
     def _start_stand_in(self, name: str) -> str:
-        from rich.console import Console
-
-        from baton.rpc_status import translate_rpc_errors
-        from baton.v1 import admin_pb2
-
         try:
-            with Console(stderr=True).status(f"starting an extra group for {name}"), translate_rpc_errors():
-                state = self._admin.StandIn(admin_pb2.StandInRequest(group=name), timeout=self._timeout_s)
+            return self._admin.start_like(name, f"starting an extra group for {name}")
         except BatonError as error:
             raise UnavailableError(
                 f"{name} is the only group that generates, and none can stand in for it ({error}): make room for one"
             ) from error
-        return state.name
 
 
 def _resolved(model: str) -> str:

@@ -5,15 +5,11 @@ import argparse
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError
-from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout, ask_state, cluster_channel
-from deploy.commands.drain import restore, withdraw
-from deploy.options.numbers import check_timeout
+from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeout
 from deploy.options.subcommand import add_command
 
 if TYPE_CHECKING:
-    import grpc
-
-    from baton.v1.admin_pb2_grpc import AdminStub
+    from deploy.commands.group_admin import GroupAdmin
 
 POOLS = ("prefill", "generate")
 
@@ -28,13 +24,12 @@ If the command fails or is interrupted, groups that have started stay: repeat th
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `scale` command to the command line."""
-    parser = add_command(commands, "scale", "change the number of groups of a pool", _DESCRIPTION)
+    parser = add_command(commands, run, "scale", "change the number of groups of a pool", _DESCRIPTION)
     parser.add_argument("pool", choices=POOLS, help="role of the pool's groups")
     parser.add_argument("number", type=int, help="number of groups that receive requests")
     add_cluster(parser)
     add_timeout(parser, "maximum time to wait for a group to start, or to be removed (default: no limit)")
     add_key_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,47 +37,38 @@ def run(args: argparse.Namespace) -> int:
     least = 1 if args.pool == "generate" else 0
     if args.number < least:
         raise InvalidArgumentError(f"{args.number} groups are too few for the pool {args.pool}: use {least} or more")
-    check_timeout(args.timeout)
-    with cluster_channel(args) as channel:
-        while line := _step(channel, args.pool, args.number, args.timeout):
+    from deploy.commands.group_admin import group_admin  # imports grpc
+
+    with group_admin(args) as admin:
+        while line := _step(admin, args.pool, args.number):
             print(line)
     print(f"{args.pool} has {args.number} group{'' if args.number == 1 else 's'} that may get work")
     return 0
 
 
-def _step(channel: "grpc.Channel", pool: str, number: int, timeout_s: float | None) -> str:
+def _step(admin: "GroupAdmin", pool: str, number: int) -> str:
     """Add one group to the pool or remove one. Return a line of text about the change; empty if the pool already has
     `number` groups. Raises BatonError."""
-    from baton.v1.admin_pb2_grpc import AdminStub
-
-    admin, state = AdminStub(channel), ask_state(channel)
+    state = admin.state()
     groups = [group for group in state.groups if group.role == pool]
     working = [group for group in groups if not group.is_drained]
     drained = [group.name for group in groups if group.is_drained]
     away = drained + [name for name in state.groups_away if name.startswith(f"{pool}-")]
     if len(working) > number:
         least = min(working, key=lambda group: (group.num_requests, -_number(group.name)))
-        withdraw(admin, least.name, returns=True, timeout_s=timeout_s)
+        admin.drain(least.name, returns=True)
         return f"{least.name} has left"
     if len(working) == number:
         return ""
     if away:
         back = min(away, key=_number)
-        restore(admin, back, timeout_s=timeout_s)
+        admin.restore(back)
         return f"{back} may get work again"
     if not working:
         remedy = f"set {pool}.num_groups, and restart `baton serve`"
         raise ConfigError(f"the pool {pool} has no group to copy: {remedy}")
-    return f"{_start_like(admin, working[0].name, timeout_s)} has started"
-
-
-def _start_like(admin: "AdminStub", group: str, timeout_s: float | None) -> str:
-    from rich.console import Console
-
-    from baton.v1 import admin_pb2
-
-    with Console(stderr=True).status(f"starting another group like {group}"):
-        return str(admin.StandIn(admin_pb2.StandInRequest(group=group), timeout=timeout_s).name)
+    copied = working[0].name
+    return f"{admin.start_like(copied, f'starting another group like {copied}')} has started"
 
 
 def _number(group: str) -> int:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 import uuid
+from collections.abc import AsyncIterator
 
 from rich.console import Console
 from rich.status import Status
@@ -21,13 +22,15 @@ from baton.types import RequestId
 from deploy.commands.timeline import draw_timeline
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_cluster import running_scheduler
+from deploy.machine.calibrations import served_planner
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.model_folder import resolve_drafts, resolve_folder
 from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import prepare_machine
+from orchestrator.composition import build_orchestrator
 from orchestrator.requests.record import Finished, Started
 from orchestrator.requests.request import Request
+from orchestrator.scheduler import RequestScheduler
 
 
 def run_session(config: ClusterConfig, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
@@ -82,3 +85,17 @@ def _check_length(spec: Request, max_tokens: int) -> None:
             f"prompt of {len(spec.prompt_ids)} tokens and --max-tokens {spec.params.max_tokens} exceed the "
             f"{max_tokens} tokens that a slot holds and the model takes: shorten one of them"
         )
+
+
+@contextlib.asynccontextmanager
+async def running_scheduler(cluster: LocalCluster, clock: Clock) -> AsyncIterator[RequestScheduler]:
+    """Run an orchestrator that uses the running cluster until the end of the `with` block; then close it and all its
+    requests."""
+    config = cluster.plan.config.orchestrator_config(cluster.plan.model.folder)
+    planner = await asyncio.to_thread(served_planner, cluster.plan)
+    orchestrator = build_orchestrator(cluster.members, planner, clock, secret=cluster.secret, config=config)
+    orchestrator.start()
+    try:
+        yield orchestrator.scheduler
+    finally:
+        await orchestrator.close()

@@ -36,7 +36,7 @@ seconds for running streams to end."""
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `gateway` command to the command line."""
     text = "serve clients in front of an orchestrator that runs somewhere else"
-    parser = add_command(commands, "gateway", text, _DESCRIPTION)
+    parser = add_command(commands, run, "gateway", text, _DESCRIPTION)
     printed = "of the cluster, as `baton serve` prints it (default: %(default)s)"
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--orchestrator", default=DEFAULT_TARGET, metavar="HOST:PORT", help=printed)
@@ -49,7 +49,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--cluster", default="baton", metavar="NAME", help="the cluster's name, with --address (default: %(default)s)"
     )
     add_front_door(parser, port=50052)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

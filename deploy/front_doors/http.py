@@ -34,7 +34,7 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `http` command to the command line."""
     text = "serve OpenAI's API over HTTP, in front of a running server"
-    parser = add_command(commands, "http", text, _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "http", text, _DESCRIPTION, examples=_EXAMPLES)
     parser.add_argument(
         "--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the server (default: %(default)s)"
     )
@@ -71,7 +71,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     _add_rules(parser)
     parser.add_argument("--no-console", action="store_true", help="serve no web console at /console")
-    parser.set_defaults(run=run)
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:

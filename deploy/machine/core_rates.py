@@ -21,12 +21,12 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.modeling.kernels import native
 from baton.planning.hardware import CoreRates
-from baton.planning.model_shape import SHAPES
+from baton.planning.model_shape import ModelShape
 from baton.process.whole_files import whole
 
 logger = logging.getLogger(__name__)
 
-_SHAPE = SHAPES["smollm2-135m"]
+_SHAPE = ModelShape(30, 576, 9, 3, 64, ffn=1536, vocab=49152)
 _DTYPES = {"bfloat16": 2, "float32": 4}
 """Dtypes that are measured, with the number of bytes of one value."""
 _TOKENS = 256

@@ -1,10 +1,14 @@
 """A model in a folder that was found, and the facts that its files contain: configuration, shape, and bytes of the
 weights.
 
-Blocks on the disk.
+A model's config.json is read by its family (`baton.modeling.checkpoints.weights`), whose layers import torch, which
+takes seconds. Therefore the result is cached on the disk, in a file whose name is a hash of the files that were read
+and of the code that read them: a change of either one is always noticed. Blocks on the disk.
 """
 
+import hashlib
 import json
+import logging
 import math
 import re
 import struct
@@ -12,13 +16,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import baton.modeling
 from baton.errors import ConfigError
+from baton.modeling.checkpoints.stored_format import FORMAT_FILES
 from baton.modeling.forward.model_config import ModelConfig
 from baton.planning.model_shape import ModelShape
+from baton.process.whole_files import whole
+from baton.settings.base import from_json, to_json
+from baton.settings.paths import cache_folder
 from baton.types import DTYPE_BYTES
-from deploy.machine.kept_config import model_config
 from generate_workers.engine.model_shape import model_shape
 
+logger = logging.getLogger(__name__)
+
+_READ_FILES = ("generation_config.json", *FORMAT_FILES)
+"""Files of a model's folder that determine its configuration."""
+_READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
+"""Files of `baton.modeling` whose code reads the files of `_READ_FILES`."""
 _PACKED_NAMES = (".qweight", ".weight_packed")
 """Suffixes of the names of tensors that hold several weights in one word."""
 _QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
@@ -80,3 +94,33 @@ def _weights_a_word(config: Path) -> int:
     files = [path for path in (config, *map(config.with_name, _QUANTIZE_FILES)) if path.is_file()]
     named = [int(bits) for path in files for bits in _BITS.findall(path.read_text(encoding="utf-8", errors="replace"))]
     return 32 // min(named, default=4)
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """Return the configuration of the model in `folder`. Reads the kept file, or else the model's own files, and keeps
+    the result. Raises ModelError for a model that is not supported."""
+    path = _kept_path(folder)
+    try:
+        if path.exists():
+            return from_json(ModelConfig, path.read_bytes())
+    except (OSError, ConfigError) as error:
+        logger.warning("%s cannot be read (%s): the model's configuration is read again", path, error)
+    from baton.modeling.checkpoints.weights import load_config  # imports torch
+
+    config = load_config(folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as partial:
+            partial.write_text(to_json(config))
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the next start reads the model's configuration again", path, error)
+    return config
+
+
+def _kept_path(folder: Path) -> Path:
+    """Return the path of the kept configuration of the model in `folder`; the file may not exist."""
+    root = Path(baton.modeling.__path__[0])
+    code = sorted(path for pattern in _READERS for path in root.glob(pattern))
+    parts = [path.read_bytes() if path.is_file() else b"" for path in (*(folder / name for name in _READ_FILES), *code)]
+    digest = hashlib.blake2b(b"\0".join(hashlib.blake2b(part).digest() for part in parts), digest_size=16)
+    return cache_folder() / "configs" / f"{digest.hexdigest()}.json"

@@ -1,16 +1,22 @@
 """Adds commands with a longer description to the command line, all in the same form."""
 
 import argparse
+from collections.abc import Callable
 
 
 def add_command(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    run: Callable[[argparse.Namespace], int],
     name: str,
     text: str,
     description: str,
+    *,
     examples: str = "",
 ) -> argparse.ArgumentParser:
-    """Add the command of that name and return its parser. `text` is its line in the list of commands; its own help
-    shows the description above its options and the examples below them, as they are written."""
+    """Add the command `name`, which `run` executes, and return its parser. `text` is the command's line in the list of
+    commands. The command's own help shows the description above the options and the examples below them, both without
+    reflowing."""
     shown = argparse.RawDescriptionHelpFormatter
-    return commands.add_parser(name, help=text, description=description, epilog=examples, formatter_class=shown)
+    parser = commands.add_parser(name, help=text, description=description, epilog=examples, formatter_class=shown)
+    parser.set_defaults(run=run)
+    return parser

@@ -19,7 +19,7 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `top` command to the command line."""
-    parser = add_command(commands, "top", "show a running cluster as it works", _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "top", "show a running cluster as it works", _DESCRIPTION, examples=_EXAMPLES)
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     text = "the orchestrator of a cluster that was brought up on another machine"
     parser.add_argument("--target", metavar="HOST:PORT", help=text)
@@ -28,7 +28,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--once", action="store_true", help="print one frame, and end")
     add_key_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,14 @@
 """Watches one cluster: takes samples, and makes a frame from the latest sample, with rates over the last 30 seconds.
 Blocks."""
 
+import contextlib
+import os
+import select
+import sys
+import termios
+import tty
 from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from threading import Event
 
@@ -10,10 +17,9 @@ from rich.live import Live
 from rich.text import Text
 
 from baton.client import Client
-from baton.errors import DeadlineExceededError, UnavailableError
+from baton.errors import ConfigError, DeadlineExceededError, UnavailableError
 from baton.process.clock import Clock
 from deploy.top.frame import frame
-from deploy.top.keys import pressed_keys
 from deploy.top.rates import between
 from deploy.top.sampling import Snapshot, take
 
@@ -73,3 +79,26 @@ def draw_until_quit(watch: Watch, interval_s: float, console: Console) -> None:
             live.refresh()
             while wait(interval_s) != "q":
                 live.update(watch.look_patiently(), refresh=True)
+
+
+@contextlib.contextmanager
+def pressed_keys() -> Iterator[Callable[[float], str]]:
+    """Read keys without echo and without the return key, until the `with` block ends. Yields a function that waits for
+    a key for at most the given number of seconds, and returns it, or "" if no key was pressed.
+
+    Raises ConfigError when standard input is not a terminal.
+    """
+    descriptor = sys.stdin.fileno() if sys.stdin.isatty() else None
+    if descriptor is None:
+        raise ConfigError("standard input is not a terminal, so keys cannot be read: use --once")
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def wait(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

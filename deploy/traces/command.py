@@ -18,14 +18,13 @@ and in the header x-request-id over HTTP."""
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `trace` command to the command line."""
-    parser = add_command(commands, "trace", "write the timeline of a request as a file for Perfetto", _DESCRIPTION)
+    parser = add_command(commands, run, "trace", "write the timeline of a request as a file for Perfetto", _DESCRIPTION)
     parser.add_argument("request", help="id of the request")
     add_cluster(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: ID.trace.json; - is standard output)"
     )
     add_key_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,8 +18,7 @@ from gateway.answers import Object, line
 from gateway.bodies import ChatBody, CompletionBody
 from gateway.console.feed import Feed
 from gateway.console.pages import load_pages
-from gateway.console.tokens import begun, check_single, ended, token
-from gateway.console.views import snapshot
+from gateway.console.views import begun, check_single, ended, snapshot, token
 from gateway.door.json_bodies import BodyRoute
 from gateway.errors import error_body
 from gateway.fields.names import chat_names, completion_names

@@ -54,11 +54,6 @@ class OutputParser:
         if rules.format is not None:
             self._calls = CallParser(rules.format, rules.names, self._make_id, rules.most_calls)
 
-    @property
-    def has_calls(self) -> bool:
-        """True if a tool has been called so far."""
-        return self._calls is not None and self._calls.num_calls > 0
-
     def push(self, text: str, token_id: int | None = None) -> Iterator[Piece]:
         """Read the next token and its text. Yield the pieces that are complete enough to be passed on."""
         if token_id is not None:

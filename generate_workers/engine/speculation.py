@@ -42,8 +42,6 @@ class SpeculationStats:
     """Seconds predicted for the latest round; 0 for a round whose step also prefilled."""
     measured_s: float = 0.0
     """Seconds that the latest round took: its draft steps, and the step that verified the drafts."""
-    num_draft_steps: int = 0
-    """Number of forward passes that made the latest round's drafts."""
     num_draft_kv_bytes: int = 0
     """Bytes of KV that these forward passes read in all layers, assuming `draft_keys` keys per sequence. The true
     number is larger where keys are selected, and for drafts over keys that were selected in an earlier round. A draft

@@ -17,7 +17,6 @@ from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
-from generate_workers.residency.fetched.infinigen_int4 import FetchedInt4Residency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.int4.int4_infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
@@ -127,12 +126,13 @@ def _infinigen_anywhere(shape: KvShape, device: Device, source: SelectionSource 
     return FetchedInfinigenResidency(shape, source.load_early(), source.decoder, source.device_bytes)
 
 
-def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
-    decoder = source.decoder
-    if decoder.device.is_home:
-        return InfinigenInt4Residency(shape, decoder.device.row_memory, source.load(), decoder)
-    require_others("infinigen_int4", shape)
-    return FetchedInt4Residency(shape, source.load_early(), decoder)
+def infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
+    """Return policy `infinigen_int4`. Raises ConfigError on a device with memory of its own."""
+    device = source.decoder.device
+    if not device.is_home:
+        text = f"residency = 'infinigen_int4' is not supported on device {device.name}"
+        raise ConfigError(f"{text}: use residency infinigen, or device cpu")
+    return InfinigenInt4Residency(shape, device.row_memory, source.load(), source.decoder)
 
 
 def require_others(name: str, shape: KvShape) -> None:
@@ -145,7 +145,7 @@ MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": lambda shape, device, source: HostResidency(shape, device),
     "infinigen": _infinigen_anywhere,
-    "infinigen_int4": selecting("infinigen_int4", _infinigen_int4),
+    "infinigen_int4": selecting("infinigen_int4", infinigen_int4),
     "int4": lambda shape, device, source: make_int4(shape, device),
 }
 """Maker of each policy, by its name."""

@@ -22,13 +22,12 @@ from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, requir
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.draft_model import ModelProposer
-from generate_workers.speculation.draft_window import DraftWindowView
 from generate_workers.speculation.infinigen_view import InfinigenView
 from generate_workers.speculation.ngrams import KINDS, NgramProposer
 from generate_workers.speculation.self_drafts import DraftView, SelfProposer
 from generate_workers.speculation.snapkv import SnapKvView
 from generate_workers.speculation.speculator import DraftSource, DraftSteps, Speculator
-from generate_workers.speculation.streaming_view import StreamingView
+from generate_workers.speculation.streaming_view import DraftWindowView, StreamingView
 
 _SELF_ACCEPTED = {0: 0.8}
 """Initial estimate of the acceptance of drafts by the model itself, by kind."""

@@ -156,7 +156,6 @@ class Speculator:
             expected_tokens=tokens,
             predicted_s=seconds,
             measured_s=self._draft_s + verify_s,
-            num_draft_steps=drafting.num_steps,
             num_draft_kv_bytes=drafting.num_keys * self._draft_steps.token_bytes,
             num_draft_weight_bytes=drafting.num_steps * self._draft_steps.weight_bytes,
             sources=self._source_stats(),

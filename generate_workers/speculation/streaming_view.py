@@ -14,6 +14,7 @@ from baton.modeling.forward.decoder import SequenceSpan
 from baton.modeling.kv.buffers import KvPlace, KvRows
 from baton.types import SlotId, TokenRange
 from generate_workers.engine.rows import Row
+from generate_workers.residency.host import HostResidency
 from generate_workers.residency.port import DraftKeys, Residency, StepRows
 from generate_workers.speculation.self_drafts import DraftStep
 
@@ -73,3 +74,22 @@ class StreamingView:
     def _unseen(self, slot: SlotId, tokens: TokenRange) -> TokenRange:
         keys = self._keys_of.get(slot, self._keys)
         return TokenRange(keys.num_first, max(tokens.end - keys.num_last, keys.num_first))
+
+
+class DraftWindowView:
+    """DraftView of the copies that a HostResidency keeps."""
+
+    def __init__(self, residency: HostResidency) -> None:
+        self._residency = residency
+
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
+        """Bring the sequences' copies up to date."""
+        self._residency.follow((row.slot, row.num_cached) for row in rows)
+
+    @contextmanager
+    def step(self, rows: StepRows) -> Iterator[DraftStep]:
+        """Prepare a forward pass over the copies. The new tokens' KV is written only to the copies."""
+        yield DraftStep(self._residency.draft_spans(rows))
+
+    def forget(self, row: Row) -> None:
+        """Do nothing: copies are released with the slots' claims."""

@@ -111,23 +111,6 @@ class Chooser:
         look = partial(look, uses_cached=uses_cached, held=generation.name)
         return await self._decide(generation, record, prospects if uses_cached else look(), look)
 
-    def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
-        """Return where the attempt is served, and add it to the generation group's load in `held`. Return None if
-        `plan` would wait for a generation group or for a prefill group."""
-        prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
-        generation = self._choose_generation(record, prospects, record.avoid)
-        if generation is None:
-            return None
-        way, placement = None, self._without_chain(generation, record, prospects)
-        if placement is None:
-            way = prospects.best_chain(generation, record.avoid)
-            if way is None:
-                return None
-            way, placement = self._compared(way, self._local(generation, prospects), record)
-        held.enter_context(self._members.hold(generation.name, record.request.num_slots))
-        prospects.held = generation.name
-        return self._planned(generation, record, prospects, way, placement)
-
     def _planned(
         self,
         generation: GenerationGroup,

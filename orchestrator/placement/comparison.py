@@ -79,12 +79,6 @@ def cheapest_group(
     return min(groups, key=lambda group: (cost_of(group) // _ALIKE_S, load_of(group.name).num_slots - group.num_slots))
 
 
-def cheapest_chain(ways: Iterable[ChainWay]) -> ChainWay | None:
-    """Return the chain with the least cost to its own prompt and to others together, on ties the first; None if `ways`
-    is empty."""
-    return min(ways, key=lambda way: way.terms.cost_s, default=None)
-
-
 def compare(chain: PlacementTerms, local: PlacementTerms | None) -> Placement:
     """Return whether the chain or the generation group should prefill: the chain, unless the group is predicted to be
     faster."""

@@ -2,8 +2,9 @@
 
 from baton.planning.calibration import Calibration, Points
 from baton.planning.cost_model import CostModel, Kernel
-from baton.planning.fit import fit_link, fit_prefill
+from baton.planning.fit import fit_link
 from baton.planning.model_shape import ModelShape
+from baton_lab.study.one_rank_fit import fit_prefill
 
 
 def calibrate(

@@ -11,15 +11,6 @@ from baton.errors import InvalidArgumentError
 from baton.types import TokenRange
 
 
-def even_partition(tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-    """Divide `tokens` into chunks of equal length (KVR-E); the first ranks get one more token each if there is a
-    remainder. Raises InvalidArgumentError for no tokens or no ranks."""
-    check_partition_request(tokens, num_ranks)
-    width = min(num_ranks, len(tokens))
-    base, extra = divmod(len(tokens), width)
-    return as_ranges([base + (rank < extra) for rank in range(width)], tokens.start)
-
-
 def as_ranges(chunks: Sequence[int], start: int) -> tuple[TokenRange, ...]:
     """Return consecutive ranges, the first of which begins at `start`, with the lengths in `chunks`."""
     edges = itertools.pairwise(itertools.accumulate(chunks, initial=start))

@@ -41,7 +41,7 @@ row. The cluster keeps it, and decides by it which prompts their generation grou
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `calibrate` command to the command line."""
     text = "measure the costs of prefill on a running cluster, for its predictions"
-    parser = add_command(commands, "calibrate", text, _DESCRIPTION)
+    parser = add_command(commands, run, "calibrate", text, _DESCRIPTION)
     add_cluster(parser)
     parser.add_argument(
         "--generate",
@@ -65,7 +65,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--anyway", action="store_true", help="also while other requests run, which disturb each other")
     parser.add_argument("--force", action="store_true", help="hand over also what is far from what is in force")
     add_key_option(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,13 +22,6 @@ def perplexity(losses: Tensor) -> float:
     return math.exp(losses.double().mean())
 
 
-def perplexities(losses_BM: Tensor, chunk_steps: int) -> list[float]:
-    """Return the perplexity of each consecutive chunk of `chunk_steps` steps, over all sequences. Remaining steps are
-    left out."""
-    num_chunks = losses_BM.shape[1] // chunk_steps
-    return [perplexity(losses_BM.narrow(1, chunk * chunk_steps, chunk_steps)) for chunk in range(num_chunks)]
-
-
 def compatibility(choices_BM: Tensor, reference_BM: Tensor) -> float:
     """Return the fraction of chosen tokens that equal those of the reference."""
     return float((choices_BM == reference_BM).double().mean())

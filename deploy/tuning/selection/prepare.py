@@ -53,7 +53,7 @@ examples:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `prepare` command to the command line."""
     text = "fit the key selection of sparse generation to a model"
-    parser = add_command(commands, "prepare", text, _DESCRIPTION, _EXAMPLES)
+    parser = add_command(commands, run, "prepare", text, _DESCRIPTION, examples=_EXAMPLES)
     parser.add_argument("model", metavar="MODEL", help="name, Hugging Face folder, or GGUF file")
     parser.add_argument(
         "--text", required=True, type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
@@ -89,7 +89,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     read.add_argument("--rows", default="7", metavar="N", help="passages, at least 3 (default: %(default)s)")
     read.add_argument("--steps", default="128", metavar="N", help="tokens to predict (default: %(default)s)")
     add_model(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:

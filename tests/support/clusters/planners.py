@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from baton.planning.calibration import Calibration, nominal
 from baton.planning.cost_model import CostModel, Kernel
-from baton.planning.hardware import hardware_of
 from baton.planning.local_prefill import LocalPrefill
-from baton.planning.model_shape import ModelShape, shape_of
+from baton.planning.model_shape import ModelShape
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes, nominal_steps
 from baton.planning.work_cost import WorkCost
+from baton_lab.study.known_hardware import hardware_of
+from baton_lab.study.known_models import shape_of
 from baton_lab.traffic.service import RecallingPlanner
 
 _SHAPE = ModelShape(num_layers=1, hidden=4, num_heads=1, num_kv_heads=1, head_dim=4, ffn=4, vocab=4)

@@ -14,9 +14,9 @@ from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import RequestId, TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2
+from deploy.commands.session import running_scheduler
 from deploy.config.file import WrittenConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_cluster import running_scheduler
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.record import Finished

@@ -18,10 +18,9 @@ from safetensors.torch import load_file, save_file
 from baton import Client
 from baton.calls.cluster_state import GroupState
 from baton.errors import BatonError
-from baton.v1.admin_pb2_grpc import AdminStub
 from deploy.commands.admin_channel import admin_channel
 from deploy.commands.cluster_secrets import token_path
-from deploy.commands.flip import flip
+from deploy.commands.group_admin import GroupAdmin
 from deploy.commands.record import process_start
 from tests.support.clusters.on_ray.ray_clusters import (
     ANSWER,
@@ -161,7 +160,7 @@ def _group(client: Client, name: str) -> GroupState | None:
 def _change(one_host: ServedCluster, group: str) -> str:
     """A worker of the group changes its role; the group that serves with it then."""
     with admin_channel(one_host.target, secret_of(one_host.cache), None) as channel:
-        state = flip(AdminStub(channel), group, undo=False, timeout_s=180)
+        state = GroupAdmin(channel, 180).flip(group, undo=False)
     assert state is not None
     return state.name
 

@@ -36,7 +36,7 @@ PUSHED = [prompt(length, seed) for seed, length in enumerate((60, 25, 90))]
 LOCAL = [prompt(length, seed) for seed, length in enumerate((1, 40, 70))]
 CHOOSING = {"draft_tokens": 3, "draft_keys": 16}
 RESIDENCIES: dict[str, dict[str, Any]] = {
-    **{name: {"residency": name} for name in ("host", "infinigen", "infinigen_int4", "int4")},
+    **{name: {"residency": name} for name in ("host", "infinigen", "int4")},
     "pool": {"residency": "infinigen", "pool_tokens": 32},
 }
 SPECULATIONS: dict[str, dict[str, Any]] = {

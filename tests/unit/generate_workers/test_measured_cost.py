@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import SHAPES
 from baton.planning.step_times import nominal_steps, path_beside, save, tabulate
 from baton.planning.work_cost import StepWork
 from baton.settings.place import WorkerPlace
+from baton_lab.study.known_models import SHAPES
 from generate_workers.host import measured_cost
 
 ASSUMED = nominal_steps("tiny", "here", SHAPES["smollm2-135m"], cpu_rank(2, 2))

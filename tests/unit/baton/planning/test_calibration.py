@@ -12,7 +12,7 @@ from baton.planning.calibration import Calibration, calibrate_chain, dumps, load
 from baton.planning.cost_model import Kernel, LinkModel
 from baton.planning.fit import RankRow
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import SHAPES
+from baton_lab.study.known_models import SHAPES
 from tests.support.calibrating import calibrate
 
 SHAPE = SHAPES["smollm2-135m"]

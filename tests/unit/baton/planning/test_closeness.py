@@ -11,8 +11,8 @@ from baton.planning.closeness import MEASURED_FACTOR, NOMINAL_FACTOR, require_cl
 from baton.planning.cost_model import LinkModel
 from baton.planning.fit import RankRow
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import SHAPES
 from baton.planning.step_times import StepTimes, nominal_steps, tabulate
+from baton_lab.study.known_models import SHAPES
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))

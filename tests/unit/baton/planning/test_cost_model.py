@@ -8,8 +8,9 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.planning.cost_model import CostModel, LinkModel
-from baton.planning.hardware import HARDWARE, Hardware, derive, hardware_of
-from baton.planning.model_shape import SHAPES
+from baton.planning.hardware import Hardware, derive
+from baton_lab.study.known_hardware import HARDWARE, hardware_of
+from baton_lab.study.known_models import SHAPES
 
 COST = CostModel(2, 1e-6, 1e-9, 64)
 

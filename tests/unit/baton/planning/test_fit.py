@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, PAPER, CostModel, Kernel, LinkModel, Protocol
-from baton.planning.fit import RankRow, fit_link, fit_prefill, fit_ranks
+from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel, Protocol
+from baton.planning.fit import RankRow, fit_link, fit_ranks
+from baton_lab.study.one_rank_fit import fit_prefill
+from baton_lab.study.protocols import PAPER
 
 TOKENS = (256.0, 1024.0, 2048.0, 4096.0, 8192.0)
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.planning.model_shape import SHAPES, TIED, ModelShape, shape_from, shape_of
+from baton.planning.model_shape import ModelShape, shape_from
+from baton_lab.study.known_models import SHAPES, TIED, shape_of
 
 FIELDS = {
     "num_layers": 2, "hidden": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "ffn": 16, "vocab": 100,

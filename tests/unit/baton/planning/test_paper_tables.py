@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from baton.planning.cost_model import PAPER, LinkModel
-from baton.planning.hardware import HARDWARE
+from baton.planning.cost_model import LinkModel
+from baton_lab.study.known_hardware import HARDWARE
+from baton_lab.study.protocols import PAPER
 from benchmarks.simulate_paper import (
     MISPRINT,
     Cell,

@@ -15,11 +15,11 @@ from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import BATON, CostModel, LinkModel
 from baton.planning.hardware import cpu_rank
 from baton.planning.local_prefill import LocalPrefill
-from baton.planning.model_shape import SHAPES
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import nominal_steps
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
+from baton_lab.study.known_models import SHAPES
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.wavefront import reference
 

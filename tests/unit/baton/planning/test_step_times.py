@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import SHAPES
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes, dumps, load, loads, nominal_steps, save, tabulate
 from baton.planning.work_cost import StepWork, WorkCost
 from baton.types import TokenRange
+from baton_lab.study.known_models import SHAPES
 from tests.support.clusters.planners import linear_planner
 
 SHAPE = SHAPES["smollm2-135m"]

@@ -2,16 +2,21 @@
 
 from contextlib import AsyncExitStack
 
+import grpc
+
+from baton.transport.channel import IdentifiedChannel
 from baton.transport.channel_cache import ChannelCache
 
 
-class Channel:
+class Channel(IdentifiedChannel):
     def __init__(self, endpoint: str) -> None:
+        super().__init__(grpc.aio.insecure_channel(endpoint), ())
         self.endpoint = endpoint
         self.is_open = True
 
-    async def close(self) -> None:
+    async def close(self, grace: float | None = None) -> None:
         self.is_open = False
+        await super().close(grace)
 
 
 class Made:
@@ -28,6 +33,7 @@ class Made:
     async def use(self, *endpoints: str) -> None:
         for endpoint in endpoints:
             async with self.cache.use(endpoint) as channel:
+                assert isinstance(channel, Channel)
                 assert (channel.endpoint, channel.is_open) == (endpoint, True)
 
     def _make(self, endpoint: str) -> Channel:

@@ -8,10 +8,12 @@ import pytest
 from baton.planning.calibration import save
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, PAPER, Kernel
-from baton.planning.hardware import HARDWARE, derive
-from baton.planning.model_shape import SHAPES
+from baton.planning.cost_model import BATON, Kernel
+from baton.planning.hardware import derive
+from baton_lab.study.known_hardware import HARDWARE
+from baton_lab.study.known_models import SHAPES
 from baton_lab.study.peers import single
+from baton_lab.study.protocols import PAPER
 from tests.support.calibrating import calibrate
 from tests.support.wire.commands import Baton
 

@@ -21,6 +21,7 @@ from baton.modeling.sparse.bases import Basis, BasisKind
 from baton.modeling.sparse.selection_file import PreparedSelection, save_prepared
 from baton.types import TokenRange
 from baton_lab.quality.evaluate import find_settings
+from baton_lab.quality.needles import NeedleTexts
 from baton_lab.quality.reading import Material, num_found
 from deploy.cli import build_parser
 from deploy.tuning.selection.passages import Context, Passage
@@ -207,7 +208,7 @@ def test_rows_read_parts_of_texts_that_do_not_overlap(tmp_path: Path) -> None:
 def test_a_needle_is_told_in_the_first_half_and_asked_for_behind_the_text(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("\n".join("#" * 79 for _ in range(40)))
-    needles = Texts(letter_tokenizer(), [path], 4).needles(200, 50)
+    needles = NeedleTexts(letter_tokenizer(), [path], 4).needles(200, 50)
     places = []
     for needle in needles:
         ids = needle.passage.token_ids

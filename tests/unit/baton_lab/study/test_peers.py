@@ -6,10 +6,11 @@ import pytest
 
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, PAPER_OVERLAPPED, CostModel, Kernel, LinkModel, Protocol, Receive
+from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel, Protocol, Receive
 from baton.planning.hardware import Hardware, derive
-from baton.planning.model_shape import SHAPES
+from baton_lab.study.known_models import SHAPES
 from baton_lab.study.peers import bound, paper_bound, single, tsp, zigzag_ring
+from baton_lab.study.protocols import PAPER_OVERLAPPED
 
 PAIRS_ONLY = CostModel(1, 0.0, 1.0, 0)
 ROWS = [

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.planning.chips import CHIPS, Chip, chip_of
-from baton.planning.model_shape import ModelShape, shape_of
+from baton.planning.chips import Chip
+from baton.planning.model_shape import ModelShape
+from baton_lab.study.known_hardware import CHIPS, chip_of
+from baton_lab.study.known_models import shape_of
 from baton_lab.study.roofline import (
     Mixture,
     ServedModel,

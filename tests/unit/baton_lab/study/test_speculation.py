@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.planning.chips import CHIPS, Chip
+from baton.planning.chips import Chip
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import shape_of
 from baton.planning.speculation import expected_tokens
+from baton_lab.study.known_hardware import CHIPS
+from baton_lab.study.known_models import shape_of
 from baton_lab.study.roofline import ServedModel, served, step_time
 from baton_lab.study.speculation import Drafting, DraftRound, best_round, pays_from
 from tests.support.folders import DATA

@@ -8,11 +8,11 @@ import pytest
 
 from baton.planning.calibration import Calibration, nominal
 from baton.planning.cost_model import CostModel
-from baton.planning.hardware import hardware_of
-from baton.planning.model_shape import SHAPES
 from baton.planning.queueing import wait_for_servers
 from baton.planning.step_times import StepTimes
 from baton.planning.work_cost import WorkCost
+from baton_lab.study.known_hardware import hardware_of
+from baton_lab.study.known_models import SHAPES
 from baton_lab.traffic.results import Results, Targets
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.simulation import UNBOUNDED, Simulation

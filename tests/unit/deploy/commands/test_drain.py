@@ -11,11 +11,11 @@ import pytest
 from baton import __version__
 from baton.calls.cluster_state import GenerationStatus, GroupState
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import SHAPES
 from baton.planning.step_times import nominal_steps
 from baton.sampling_params import SamplingParams
+from baton_lab.study.known_models import SHAPES
 from deploy.commands.cluster_secrets import keep_secrets
-from deploy.commands.drain import left_of
+from deploy.commands.group_admin import left_of
 from deploy.commands.record import ClusterRecord, process_start, record_path
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -11,7 +12,7 @@ from baton.settings.place import WorkerPlace
 from baton.types import KernelChoice
 from deploy.config.file import WrittenConfig
 from deploy.config.worker import WorkerConfig
-from generate_workers.config import EVICTIONS, EngineConfig
+from generate_workers.config import EngineConfig, EvictionName
 from generate_workers.residency.sparse.pool import Eviction
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import hash_key
@@ -57,7 +58,7 @@ def test_engines_of_one_cluster_share_a_machine_s_memory() -> None:
 
 
 def test_the_ways_to_evict_are_the_pools() -> None:
-    assert tuple(each.value for each in Eviction) == EVICTIONS
+    assert tuple(each.value for each in Eviction) == get_args(EvictionName)
 
 
 def test_an_engine_is_told_its_pool() -> None:

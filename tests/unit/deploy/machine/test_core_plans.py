@@ -6,8 +6,8 @@ import pytest
 
 from baton.planning.calibration import nominal
 from baton.planning.hardware import CoreRates, cpu_rank
-from baton.planning.model_shape import SHAPES
 from baton.planning.step_times import nominal_steps
+from baton_lab.study.known_models import SHAPES
 from deploy.machine.core_plans import MOST_RANKS, CorePlan, Costs, best_core_plan, core_plans
 
 SHAPE = SHAPES["smollm2-135m"]

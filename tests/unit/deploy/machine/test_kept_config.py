@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import ModelError
 from baton.modeling.checkpoints import weights
-from deploy.machine.kept_config import model_config
+from deploy.machine.resolved_model import model_config
 from tests.support.models.config_folders import TINY, write_config
 
 SCALING = {

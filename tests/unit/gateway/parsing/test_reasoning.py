@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.parsing.gathered import Gathered
+from gateway.chat_answers import Gathered
 from gateway.parsing.output import OutputRules
 
 CASES = [

@@ -6,11 +6,10 @@ import pytest
 
 from baton.text.grammars import Grammars
 from gateway.bodies import ChatBody
+from gateway.chat_answers import Gathered
 from gateway.parsing.call_formats import OBLIGED
-from gateway.parsing.gathered import Gathered
 from gateway.parsing.output import OutputRules
-from gateway.tools.choice import obliged_form
-from gateway.tools.references import rebased
+from gateway.tools.choice import obliged_form, rebased
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_tokenizer
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}

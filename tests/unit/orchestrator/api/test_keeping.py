@@ -9,11 +9,11 @@ from baton.errors import ConfigError
 from baton.planning.calibration import nominal
 from baton.planning.hardware import cpu_rank
 from baton.planning.local_prefill import LocalPrefill
-from baton.planning.model_shape import SHAPES
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import nominal_steps
 from baton.types import MAX_EPOCH, Epoch, TokenRange
 from baton.v1 import keeping_pb2 as pb
+from baton_lab.study.known_models import SHAPES
 from orchestrator.api.keeping import (
     orders_from_proto,
     orders_to_proto,

@@ -14,13 +14,13 @@ from baton.planning import step_times
 from baton.planning.calibration import Calibration, calibrate_chain, dumps, load, loads, nominal, save
 from baton.planning.fit import RankRow
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import SHAPES
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes, nominal_steps, tabulate
 from baton.rpc_status import translate_rpc_errors
 from baton.transport.channel import make_channel, make_server
 from baton.v1 import planning_pb2 as pb
 from baton.v1.planning_pb2_grpc import PlanningStub, add_PlanningServicer_to_server
+from baton_lab.study.known_models import SHAPES
 from orchestrator.api.planning import Context, PlanningServicer
 from tests.support.eventually import eventually
 from tests.support.wire.rpc import listening

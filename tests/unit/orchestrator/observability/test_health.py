@@ -9,7 +9,7 @@ from baton.calls.cluster_state import GenerationStatus, GroupState, PrefillStatu
 from baton.v1.common_pb2 import PrefixStoreStatus
 from generate_workers.slots.leases import SlotState
 from orchestrator.membership.view import AbsentGroup
-from orchestrator.observability.health import why_degraded, why_not_serving
+from orchestrator.observability.state import why_degraded, why_not_serving
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.eventually import eventually

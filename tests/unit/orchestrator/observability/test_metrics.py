@@ -12,13 +12,13 @@ import pytest
 from baton.calls.cluster_state import ClusterState
 from baton.errors import BatonError, ConfigError, InvalidArgumentError, ResourceExhaustedError
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import SHAPES
 from baton.planning.step_times import nominal_steps
 from baton.results.prefill_trace import PrefillTrace, RankTiming
 from baton.results.stages import first_token_stages
 from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
+from baton_lab.study.known_models import SHAPES
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.metrics_server import MetricsServer
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig

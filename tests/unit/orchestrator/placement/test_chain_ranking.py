@@ -18,13 +18,14 @@ from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
+from baton_lab.traffic.choosing import ImmediateChooser
 from orchestrator.membership.breakers import Breakers
 from orchestrator.membership.members import Membership, NoGroupError
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_ranking import ChainRanking, GroupChain
 from orchestrator.placement.chain_width import WidthPolicy
-from orchestrator.placement.chooser import Chooser, Plan
+from orchestrator.placement.chooser import Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
@@ -64,14 +65,14 @@ class Cluster:
     num_groups: int
     clock: ManualClock = field(default_factory=lambda: ManualClock(1000.0))
     members: Membership = field(init=False)
-    chooser: Chooser = field(init=False)
+    chooser: ImmediateChooser = field(init=False)
 
     def __post_init__(self) -> None:
         self.members = Membership(Breakers(self.clock, 1))
         prefill = tuple(self._prefill(number) for number in range(self.rng.randint(0, 2 * self.num_groups)))
         generation = tuple(self._generation(number) for number in range(self.rng.randint(1, self.num_groups)))
         self.members.update(ClusterView(prefill, generation))
-        self.chooser = Chooser(self.members, planner(*self.rng.choice(PLANNERS)), self.clock, CONFIG)
+        self.chooser = ImmediateChooser(self.members, planner(*self.rng.choice(PLANNERS)), self.clock, CONFIG)
         for each in prefill:
             self._busy(each)
         for group in self.members.present.groups:

@@ -5,23 +5,18 @@ from dataclasses import replace
 
 from baton.results.prefill_trace import PlacementTerms
 from baton.sampling_params import SamplingParams
-from baton.types import Epoch, Rank, RequestId, TokenRange
+from baton.types import Epoch, RequestId
 from orchestrator.membership.loads import Load
-from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
-from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.comparison import (
-    ChainWay,
     LoadOf,
     able_groups,
-    cheapest_chain,
     cheapest_group,
     compare,
     groups_with_room,
 )
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
-from tests.support.clusters.planners import linear_planner
 
 A = GenerationGroup("a", "h:1", "layout", num_slots=2, max_slot_tokens=100)
 B = replace(A, name="b", endpoint="h:2", num_slots=4)
@@ -57,19 +52,6 @@ def choose(
     return cheapest_group(groups_with_room(able, load_of, record.request.num_slots), load_of, cost_of)
 
 
-def prefill(*groups: PrefillGroup, **busy_s: float) -> PrefillGroup | None:
-    policy, now_s = WidthPolicy(linear_planner(), elastic=True, overtaking=0.15), 1000.0
-
-    def way_of(group: PrefillGroup) -> ChainWay:
-        left_s = {Rank(rank): busy_s.get(group.name, 0.0) for rank in range(len(group.endpoints))}
-        pending = [Pending(now_s, now_s, left_s)] if group.name in busy_s else []
-        plan = policy.chains(TokenRange(0, REQUEST.num_tokens)).plan(len(group.endpoints), pending, now_s)
-        return ChainWay(group, plan, terms(prefill_s=plan.cost_s))
-
-    found = cheapest_chain(map(way_of, groups))
-    return None if found is None else found.group
-
-
 def test_the_most_free_slots_win() -> None:
     assert generation(A, B) == B
     assert generation(A, B, b=3) == A
@@ -92,15 +74,6 @@ def test_a_group_that_is_full_too_small_or_not_ready_takes_nobody() -> None:
 def test_a_life_to_avoid_is_avoided_and_its_next_is_not() -> None:
     assert generation(A, avoid=frozenset({A.incarnation})) is None
     assert generation(replace(A, endpoint="h:9"), avoid=frozenset({A.incarnation})) is not None
-
-
-def test_the_prompt_goes_where_it_is_done_first() -> None:
-    assert prefill(P, Q, p=1.0) == Q
-    assert prefill(P, Q, p=1.0, q=2.0) == P
-    assert prefill(P, Q, WIDE) == WIDE
-    assert prefill(P, Q, WIDE, p=1.0, w=1.0) == Q
-    assert prefill(Q, P) == Q  # of equals the first
-    assert prefill() is None
 
 
 def test_the_cheaper_group_wins_and_of_groups_alike_the_one_with_room() -> None:

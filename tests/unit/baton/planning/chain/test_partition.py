@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
-from baton.planning.chain.partition import even_partition
 from baton.planning.chain.partition_table import Knot, PartitionTable
 from baton.types import TokenRange
+from baton_lab.study.comparison import even_partition
 
 _SKEWED = tuple(Knot(100, (*(0.01,) * (n - 1), 1 - 0.01 * (n - 1))) for n in range(2, 10))
 PARTITIONS: dict[str, Callable[[TokenRange, int], tuple[TokenRange, ...]]] = {

@@ -8,8 +8,9 @@ from baton.errors import ConfigError, InvalidArgumentError
 from baton.planning.chain.partition_table import Knot, PartitionTable, build_table
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, LinkModel
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.types import TokenRange
+from baton_lab.study.protocols import PAPER, PAPER_OVERLAPPED
 
 COST = CostModel(32, 0.0790 / 1024 / 32, 0.02075 / 1024**2 / 32, 16384)
 """The paper's Llama-7B without links (test_search)."""

@@ -10,19 +10,10 @@ from numpy.typing import NDArray
 
 from baton.planning.chain.search import Evaluate, analytic_seed, rounded, search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import (
-    BATON,
-    PAPER,
-    PAPER_OVERLAPPED,
-    PROTOCOLS,
-    STORE_AND_FORWARD,
-    CostModel,
-    Kernel,
-    LinkModel,
-    Protocol,
-)
+from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel, Protocol
 from baton.planning.hardware import Hardware, derive
-from baton.planning.model_shape import SHAPES
+from baton_lab.study.known_models import SHAPES
+from baton_lab.study.protocols import PAPER, PAPER_OVERLAPPED, PROTOCOLS, STORE_AND_FORWARD
 
 PER_TOKEN, PER_PAIR = 0.0790 / 1024, 0.02075 / 1024**2
 """Llama-7B on one A100, the whole model, from the paper's one-GPU row."""

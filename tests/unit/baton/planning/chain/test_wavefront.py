@@ -13,19 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.planning.chain.wavefront import chain_ttft, work_of
-from baton.planning.cost_model import (
-    BATON,
-    PAPER,
-    PAPER_OVERLAPPED,
-    PROTOCOLS,
-    STORE_AND_FORWARD,
-    CostModel,
-    Kernel,
-    LinkModel,
-    Protocol,
-    Receive,
-)
+from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel, Protocol, Receive
 from baton_lab.study.peers import tsp
+from baton_lab.study.protocols import PAPER, PAPER_OVERLAPPED, PROTOCOLS, STORE_AND_FORWARD
 from tests.support.folders import DATA
 from tests.support.wavefront import reference
 

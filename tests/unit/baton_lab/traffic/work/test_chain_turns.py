@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from baton.planning.cost_model import CostModel, LinkModel
-from baton.planning.hardware import HARDWARE, derive
-from baton.planning.model_shape import SHAPES
+from baton.planning.hardware import derive
 from baton.results.prefill_trace import WidthChoice
 from baton.types import Rank, TokenRange
+from baton_lab.study.known_hardware import HARDWARE
+from baton_lab.study.known_models import SHAPES
 from baton_lab.traffic.work.chain_turns import ChainTurns
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy

@@ -9,10 +9,10 @@ from baton.errors import InvalidArgumentError
 from baton.planning.calibration import nominal
 from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.hardware import cpu_rank
-from baton.planning.model_shape import SHAPES
 from baton.planning.planner import ChainPlanner
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
+from baton_lab.study.known_models import SHAPES
 from deploy.tuning.calibration.chains import (
     Sample,
     evaluate,

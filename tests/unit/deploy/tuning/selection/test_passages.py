@@ -14,7 +14,8 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
 from baton.types import SlotId, TokenRange
-from deploy.tuning.selection.metrics import PicksMeter, compatibility, perplexities, perplexity, relative_cost
+from baton_lab.quality.reading import perplexities
+from deploy.tuning.selection.metrics import PicksMeter, compatibility, perplexity, relative_cost
 from deploy.tuning.selection.passages import Context, Passage, PassageRows, Reading, prefill, read, shape_for
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape

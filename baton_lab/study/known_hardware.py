@@ -1,0 +1,48 @@
+"""Rates of accelerators by name: those of data sheets, and those that a kind of prefill rank reaches in practice."""
+
+from baton.errors import ConfigError
+from baton.planning.chips import Chip
+from baton.planning.cost_model import LinkModel
+from baton.planning.hardware import CPU_CORE, CPU_CORE_FP32, Hardware
+
+CHIPS = {
+    "tpu-v5e": Chip(flops=1.97e14, memory_bandwidth=8.2e11, memory_bytes=16e9),
+    "a100": Chip(flops=3.12e14, memory_bandwidth=2.039e12, memory_bytes=80e9),
+    "h100": Chip(flops=9.894e14, memory_bandwidth=3.35e12, memory_bytes=80e9),
+    "h200": Chip(flops=9.894e14, memory_bandwidth=4.8e12, memory_bytes=141e9),
+}
+"""Accelerators by name, with rates in dense bf16. A100 80 GB, H100 and H200 SXM: from data sheets. v5e: from "How To
+Scale Your Model"."""
+
+
+def chip_of(name: str) -> Chip:
+    """Return the accelerator with a name, ignoring case. Raises ConfigError for an unknown name."""
+    if name.lower() not in CHIPS:
+        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(CHIPS)}, or here for this machine")
+    return CHIPS[name.lower()]
+
+
+HARDWARE = {
+    # Fitted by benchmarks.simulate_paper to the paper's one-GPU row: attention that stores its scores, NVLink.
+    "a100-eager": Hardware(
+        linear_flops=1.6988e14,
+        pair_flops=1.56e14,
+        link=LinkModel(9.738e-5, 300e9),
+        scores_per_s=5.1496e10,
+        memory_bandwidth=1.555e12,
+        fixed_s=3.215e-5,
+        issue_s=2.925e-3,
+    ),
+    # Assumed, not measured: 40 % of an H100's dense bf16 peak for matrices and attention, and a 400 Gbit/s network.
+    "h100-flash": Hardware(4e14, 4e14, LinkModel(15e-6, 50e9), memory_bandwidth=3.35e12),
+    "cpu-core": CPU_CORE,
+    "cpu-core-fp32": CPU_CORE_FP32,
+}
+"""Kinds of rank by name, for estimates. A running cluster measures its own rates (`baton.planning.calibration`)."""
+
+
+def hardware_of(name: str) -> Hardware:
+    """Return the kind of rank with a name. Raises ConfigError for an unknown name."""
+    if name not in HARDWARE:
+        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
+    return HARDWARE[name]

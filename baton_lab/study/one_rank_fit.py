@@ -1,0 +1,18 @@
+"""Fits prefill costs to one rank's times of whole prompts, such as those of a paper's table. Pure."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from baton.planning.cost_model import Kernel
+from baton.planning.fit import PrefillFit, check_points, fit_relative
+
+
+def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
+    """Fit prefill costs to measurements (tokens, seconds) of whole prompts on one rank. Raises InvalidArgumentError for
+    too few points."""
+    tokens, seconds = check_points("points", "token counts", points)
+    pairs = tokens**2 * kernel.own_part
+    columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
+    (linear_s, pair_s, fixed_s), residual = fit_relative(columns, seconds)
+    return PrefillFit(linear_s, pair_s, fixed_s, residual)
