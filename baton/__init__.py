@@ -1,6 +1,7 @@
-"""Baton's public names, which users import, and what all parts share. A client needs grpc and protobuf only.
+"""Public API of Baton.
 
-The names below are loaded at their first use, so that parts that must not import grpc can import this package.
+Names are imported lazily, at their first use. Modules that must not import grpc can therefore import this package. A
+client needs only grpc and protobuf.
 """
 
 import importlib

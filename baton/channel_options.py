@@ -1,10 +1,10 @@
-"""gRPC channel options of all Baton servers and clients, synchronous and asyncio, and the check that both sides of a
-call run compatible versions. Pure.
+"""gRPC channel options of all Baton servers and clients, and the version check between both sides of a call. Does no
+I/O.
 
-Versions that differ in their first two numbers may read one message differently. A caller therefore sends its version
-as its user agent. Servers check it (`baton.transport.status_interceptor`) before calls of workers and operators, and
-answers carry the server's version. Generate and GetModel, which clients call, mean the same in all versions and are not
-checked.
+Versions are compatible if their first two numbers are equal. A caller sends its version as its user agent. Servers
+check it (`baton.transport.status_interceptor`) before they run calls of workers and operators, and send their own
+version in the answer. The calls Generate and GetModel have the same meaning in all versions. They are not checked,
+because clients use them.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from baton.errors import VersionMismatchError
 from baton.limits import MAX_MESSAGE_BYTES
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-"""Default address, host:port, of a server on this machine."""
+"""Default address (host:port) of a server on the local machine."""
 
 USER_AGENT = f"baton/{__version__}"
 
@@ -22,31 +22,34 @@ Options = tuple[tuple[str, int | str], ...]
 
 
 def require_version(version: str, peer: str) -> None:
-    """Raise VersionMismatchError, which names `peer`, unless this version and the peer's share their first two
-    numbers. Empty: the peer did not send its version."""
+    """Raise VersionMismatchError unless the first two numbers of `version` and of this process's version are equal.
+    `version` is the peer's version, or empty if the peer did not send it. `peer` names the peer in the error."""
     if version.split(".")[:2] != __version__.split(".")[:2]:
         has = f"has Baton {version}" if version else "does not say its version of Baton"
         raise VersionMismatchError(f"{peer} {has}, and this side has {__version__}: run one version on both sides")
 
 
 def version_of(user_agent: str) -> str:
-    """Return the version of Baton that a call's user agent names; empty if it names none."""
+    """Return the version of Baton in a call's user agent. Empty if the user agent contains no version of Baton."""
     product, _, version = user_agent.partition(" ")[0].partition("/")
     return version if product == "baton" else ""
 
 
 @dataclass(frozen=True)
 class Keepalive:
-    """Pings by which a connection detects a peer that is gone without closing it (stopped, unplugged)."""
+    """Settings of keepalive pings. Pings detect a peer that has disappeared without closing the connection, for example
+    because its machine lost power."""
 
     interval_s: float = 10.0
-    """Seconds of silence on a connection after which a ping is sent."""
+    """Seconds without traffic on a connection after which a ping is sent."""
     timeout_s: float = 5.0
-    """Seconds without an answer to a ping after which the connection is dead: its calls end with UNAVAILABLE."""
+    """Seconds to wait for the answer to a ping. After this time the connection is considered dead, and its calls end
+    with UNAVAILABLE."""
 
 
 def channel_options(keepalive: Keepalive) -> Options:
-    """Return the options of a client's channel: a connection of its own, renewed within a second of breaking."""
+    """Return the gRPC options of a client's channel. The channel has its own connection, and attempts to reconnect at
+    most one second after the connection breaks."""
     return (
         *common_options(keepalive),
         ("grpc.primary_user_agent", USER_AGENT),
@@ -60,7 +63,8 @@ def channel_options(keepalive: Keepalive) -> Options:
 
 
 def common_options(keepalive: Keepalive) -> Options:
-    """Return the options that clients and servers share: message size, and the pings that detect a dead peer."""
+    """Return the gRPC options that clients and servers share: the maximum message size, and the keepalive pings that
+    detect a dead peer."""
     return (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

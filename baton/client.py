@@ -1,4 +1,5 @@
-"""Clients of a Baton server (`baton serve`), synchronous and asyncio: they send requests and return streams of tokens.
+"""Synchronous and asyncio clients of a Baton server (`baton serve`). A client sends requests and returns streams of
+tokens.
 
 Example:
 
@@ -40,7 +41,7 @@ StreamT = TypeVar("StreamT", bound=BaseStream[Any])
 
 
 class _BaseClient(ABC, Generic[StreamT]):
-    """Base class of both clients: opens the connection and starts requests' streams."""
+    """Base class of both clients. It opens the connection and creates the streams of requests."""
 
     def __init__(
         self,
@@ -51,10 +52,12 @@ class _BaseClient(ABC, Generic[StreamT]):
         reconnect: Reconnect | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Make a client of the server at `target`, host:port, without sending anything yet. `api_key` identifies the
-        caller to servers that have keys. It is sent in clear text, like everything else. `tenant` identifies the caller
-        to servers that trust their callers. Raises InvalidArgumentError for a key or tenant that is not printable
-        ASCII."""
+        """Create a client of the server at `target` (host:port). Nothing is sent yet.
+
+        `api_key` identifies the caller to servers that require API keys. The key is sent unencrypted, like all other
+        data. `tenant` names the tenant of the calls, for servers that trust this name (`trust_tenant_metadata`). Raises
+        InvalidArgumentError for a key or tenant that is not printable ASCII.
+        """
         self._caller = call_metadata(api_key, tenant)
         self._server = ServerState(target)
         self._reconnect = reconnect or Reconnect()
@@ -79,22 +82,27 @@ class _BaseClient(ABC, Generic[StreamT]):
         cache_salt: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> StreamT:
-        """Send a request and return its running stream at once. Does not block, and is not awaited.
+        """Send a request and return its stream. The call does not block and must not be awaited.
 
-        Give exactly one input: `prompt` (text), `messages` (a chat as mappings with `role` and `content`) or
-        `token_ids`. Sampling parameters are given as keywords (the fields of SamplingParams) or as `params`. The seed
-        of `params` is used even if it is 0. Without a seed the server draws one, which `stream.output.seed` returns.
-        `request_id` names the request in logs; if it is not given, an id is generated. `model`, if given, must be the
-        served model's name. With `echo`, each choice's text begins with the prompt's. The server ends the request
-        `deadline_s` seconds from now. It refuses the request at once if it predicts that the first token would be later
-        than that. `priority` is interactive, standard or batch. Among the waiting requests of a tenant, the most urgent
-        priority is served first. `metadata` is sent as gRPC metadata, and so is the caller's current span, if it traces
-        with OpenTelemetry. With `exact`, only groups that attend to all tokens may serve the request (see
-        `stream.output.exact`). The request is refused if no group does. Requests share cached KV only if their
-        `cache_salt` is equal.
+        Give exactly one input: `prompt` (text), `messages` (a chat: mappings with `role` and `content`) or `token_ids`.
+        Give sampling parameters either as keywords (the fields of SamplingParams) or as `params`.
 
-        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. Errors
-        of the server are raised by the stream.
+        - Seed: the seed in `params` is used even if it is 0. Without a seed the server draws one, and
+          `stream.output.seed` returns it.
+        - `request_id`: id of the request in logs. None: an id is generated.
+        - `model`: must be empty or the name of the served model.
+        - `echo`: the text of each choice begins with the prompt.
+        - `deadline_s`: the server ends the request this many seconds from now. It rejects the request immediately if
+          it predicts that the first token would arrive after the deadline.
+        - `priority`: interactive, standard or batch. Among the waiting requests of one tenant, the most urgent
+          priority is served first.
+        - `metadata`: sent as gRPC metadata, together with the caller's current OpenTelemetry span, if there is one.
+        - `exact`: only groups that attend to all tokens may serve the request. The request is rejected if there is no
+          such group. See `stream.output.exact`.
+        - `cache_salt`: requests share cached KV only if their `cache_salt` is equal.
+
+        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. The
+        stream raises the server's errors.
         """
         source = PromptInput(prompt, messages, token_ids)
         fields = orchestrator_pb2.GenerateRequest(
@@ -117,9 +125,9 @@ class _BaseClient(ABC, Generic[StreamT]):
 
 class Client(_BaseClient[Stream]):
     """Synchronous client with a connection to a server. Any number of threads may share it, and any number of streams
-    may run at once.
+    may run at the same time.
 
-    It connects at the first call and reconnects automatically. Use it as a context manager, or call `close`.
+    The client connects at the first call and reconnects automatically. Use it as a context manager, or call `close`.
     """
 
     def _connect(self) -> None:
@@ -129,15 +137,15 @@ class Client(_BaseClient[Stream]):
         self._is_closed = False
 
     def model(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ModelInfo:
-        """Return the served model. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
-        DeadlineExceededError if the server does not answer."""
+        """Return a description of the served model. `metadata` is sent as gRPC metadata. Blocks. Raises
+        UnavailableError or DeadlineExceededError if the server does not answer within `timeout_s`."""
         request, sent = orchestrator_pb2.GetModelRequest(), self._sent(metadata)
         with self._errors():
             return model_from_proto(self._stub.GetModel(request, timeout=timeout_s, metadata=sent))
 
     def cluster_state(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ClusterState:
-        """Return the cluster's state. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
-        DeadlineExceededError if the server does not answer."""
+        """Return the state of the cluster. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
+        DeadlineExceededError if the server does not answer within `timeout_s`."""
         request, sent = orchestrator_pb2.GetClusterStateRequest(), self._sent(metadata)
         with self._errors():
             return cluster_state_from_proto(self._stub.GetClusterState(request, timeout=timeout_s, metadata=sent))
@@ -145,9 +153,9 @@ class Client(_BaseClient[Stream]):
     def requests(
         self, timeout_s: float = 10.0, *, num_ended: int = 64, metadata: Mapping[str, str] | None = None
     ) -> RequestList:
-        """Return the waiting and running requests, and the latest `num_ended` requests that have ended, without prompts
-        and outputs. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or DeadlineExceededError if
-        the server does not answer."""
+        """Return the waiting and running requests, and the last `num_ended` requests that have ended. Prompts and
+        outputs are not included. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
+        DeadlineExceededError if the server does not answer within `timeout_s`."""
         request, sent = orchestrator_pb2.GetRequestsRequest(num_ended=num_ended), self._sent(metadata)
         with self._errors():
             return requests_from_proto(self._stub.GetRequests(request, timeout=timeout_s, metadata=sent))
@@ -187,16 +195,16 @@ class Client(_BaseClient[Stream]):
 
 
 class AsyncClient(_BaseClient[AsyncStream]):
-    """Asyncio client with a connection to a server. It must be made and used on one event loop. Otherwise it behaves
-    like Client."""
+    """Asyncio client with a connection to a server. Create and use it on one event loop. Otherwise it behaves like
+    Client."""
 
     def _connect(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._server.target, options=channel_options(Keepalive()))
         self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
 
     async def model(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ModelInfo:
-        """Return the model that is served. `metadata` is sent as gRPC metadata. Raises UnavailableError or
-        DeadlineExceededError if the server does not answer."""
+        """Return a description of the served model. `metadata` is sent as gRPC metadata. Raises UnavailableError or
+        DeadlineExceededError if the server does not answer within `timeout_s`."""
         request, sent = orchestrator_pb2.GetModelRequest(), self._sent(metadata)
         with self._errors():
             return model_from_proto(await self._stub.GetModel(request, timeout=timeout_s, metadata=sent))
@@ -204,8 +212,8 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def cluster_state(
         self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None
     ) -> ClusterState:
-        """Return the cluster's state. `metadata` is sent as gRPC metadata. Raises UnavailableError or
-        DeadlineExceededError if the server does not answer."""
+        """Return the state of the cluster. `metadata` is sent as gRPC metadata. Raises UnavailableError or
+        DeadlineExceededError if the server does not answer within `timeout_s`."""
         request, sent = orchestrator_pb2.GetClusterStateRequest(), self._sent(metadata)
         with self._errors():
             return cluster_state_from_proto(await self._stub.GetClusterState(request, timeout=timeout_s, metadata=sent))
@@ -213,9 +221,9 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def requests(
         self, timeout_s: float = 10.0, *, num_ended: int = 64, metadata: Mapping[str, str] | None = None
     ) -> RequestList:
-        """Return the waiting and running requests, and the latest `num_ended` requests that have ended, without prompts
-        and outputs. `metadata` is sent as gRPC metadata. Raises UnavailableError or DeadlineExceededError if the server
-        does not answer."""
+        """Return the waiting and running requests, and the last `num_ended` requests that have ended. Prompts and
+        outputs are not included. `metadata` is sent as gRPC metadata. Raises UnavailableError or DeadlineExceededError
+        if the server does not answer within `timeout_s`."""
         request, sent = orchestrator_pb2.GetRequestsRequest(num_ended=num_ended), self._sent(metadata)
         with self._errors():
             return requests_from_proto(await self._stub.GetRequests(request, timeout=timeout_s, metadata=sent))

@@ -1,34 +1,38 @@
-"""The one exception tree. `retryable` says whether the same request may succeed as a new attempt, unchanged.
+"""Exceptions that Baton raises. Their common base class is BatonError. The attribute `retryable` is True if the same
+request may succeed in a new attempt.
 
-These errors have causes outside the code; bugs of Baton itself are asserts. `baton.rpc_status` maps the tree to gRPC
-status codes in one table, and rebuilds the same class on the other side.
+These exceptions have causes outside the code. Bugs of Baton raise AssertionError instead. `baton.rpc_status` maps each
+class to a gRPC status code. The receiver of the status raises the same class again.
 """
 
 from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Base of all errors that Baton raises on purpose. Its text is one line: what, where, remedy."""
+    """Base class of all errors that Baton raises on purpose. The message is one line with the problem, its location and
+    the remedy."""
 
     retryable: ClassVar[bool] = False
     retry_after_s: float | None = None
-    """Seconds after which the request may be sent again; None if unknown. Crosses the wire as google.rpc.RetryInfo."""
+    """Number of seconds after which the request may be sent again. None if unknown. Transmitted over gRPC as
+    google.rpc.RetryInfo."""
 
 
 class InvalidArgumentError(BatonError):
-    """A request's field is out of its limits; the text names the field, the value and the remedy."""
+    """A field of a request is invalid. The message names the field, the value and the remedy."""
 
 
 class ConfigError(BatonError):
-    """A configuration field is wrong; the text names the field, the value and the remedy."""
+    """A configuration field is invalid. The message names the field, the value and the remedy."""
 
 
 class ModelError(BatonError):
-    """A model cannot be loaded: bad path, unsupported architecture, missing tensor, truncated file."""
+    """A model cannot be loaded. Examples: the path is wrong, the architecture is not supported, a tensor is missing, or
+    a file is truncated."""
 
 
 class ResourceExhaustedError(BatonError):
-    """There is no room now: a queue is full, or no slot is free."""
+    """A resource is exhausted for now: a queue is full, or no slot is free."""
 
     retryable = True
 
@@ -38,115 +42,123 @@ class ResourceExhaustedError(BatonError):
 
 
 class UnauthenticatedError(BatonError):
-    """The call does not identify its caller, or does so by an unknown key."""
+    """The call does not identify its caller, or its API key is unknown."""
 
 
 class PermissionDeniedError(BatonError):
-    """The call identifies its caller, and that caller may not make it."""
+    """The caller is known, but is not permitted to make this call."""
 
 
 class RequestCancelledError(BatonError):
-    """The request was cancelled, by the client or by the controller on its behalf."""
+    """The request was cancelled, either by the client or by the orchestrator."""
 
 
 class DeadlineExceededError(BatonError):
-    """The request's deadline passed before its end."""
+    """The deadline of a request passed before the request ended."""
 
 
 class NotFoundError(BatonError):
-    """The thing that a call names does not exist on this server."""
+    """The object that a call names does not exist on this server."""
 
 
 class StalePrefixError(NotFoundError):
-    """A job was to begin after cached tokens that are no longer in the store; it may be retried without them."""
+    """A prefill job was to reuse cached tokens that are no longer in the prefix store. The job may be retried without
+    them."""
 
 
 class UnavailableError(BatonError):
-    """A worker cannot serve now: starting, draining, or gone."""
+    """A worker or server cannot serve now, because it is starting, draining, or does not exist any more."""
 
     retryable = True
 
 
 class DrainedError(UnavailableError):
-    """Operators have drained all groups that could serve the request. It is not served before they undo that."""
+    """Operators have drained all groups that could serve the request. The request cannot be served until a group is
+    undrained."""
 
     retryable = False
     retry_after_s = 30.0
 
 
 class VersionMismatchError(BatonError):
-    """Two parts of one cluster run different versions, models or wire contracts."""
+    """Two parts of one cluster run different versions, serve different models, or use different wire formats."""
 
 
 class LeaseError(BatonError):
-    """A claim on a slot does not hold (any more)."""
+    """A lease on a slot is invalid or has ended."""
 
 
 class StaleStampError(LeaseError):
-    """The slot was freed or leased again after this stamp was given; nothing was changed."""
+    """A call used the stamp of an earlier lease. A stamp identifies one lease of a slot. The slot has been freed or
+    leased again since. The call changed nothing."""
 
 
 class LeaseExpiredError(LeaseError):
-    """The lease was not renewed in time; its slot is being freed."""
+    """A lease on a slot was not renewed in time. The slot is being freed."""
 
     retryable = True
 
 
 class TransferError(BatonError):
-    """A piece of KV was refused, which leaves the slot unchanged, or could not be copied to the device, which ends the
-    lease."""
+    """A piece of transferred KV was rejected, or could not be copied to the device. After a rejection the slot is
+    unchanged. After a failed copy the lease ends."""
 
     retryable = True
 
 
 class LayoutMismatchError(TransferError):
-    """The KV layouts of sender and receiver differ: model, layers, kv heads, head dim or dtype."""
+    """The KV layouts of sender and receiver differ in the model, the number of layers or kv heads, the head dim or the
+    dtype."""
 
     retryable = False
 
 
 class ByteCountError(TransferError):
-    """The length of a piece's payload does not match its token range."""
+    """The number of bytes in a piece of transferred KV does not match its token range."""
 
 
 class ChecksumError(TransferError):
-    """A piece's payload does not match its checksum."""
+    """The payload of a piece of transferred KV does not match its checksum."""
 
 
 class RangeError(TransferError):
-    """A piece lies outside the lease, or overlaps an earlier piece without being equal to it."""
+    """A piece of transferred KV lies outside the lease, or overlaps an earlier piece with different content."""
 
     retryable = False
 
 
 class IncompletePushError(TransferError):
-    """A commit was requested while bytes are missing; the text names the first missing range."""
+    """A KV transfer was to be committed although bytes are missing. The message names the first missing range."""
 
 
 class ChainError(BatonError):
-    """A prefill chain could not finish a job; another attempt may."""
+    """A prefill chain (a group of workers that compute one prompt together) could not finish a job. Another attempt may
+    succeed."""
 
     retryable = True
 
 
 class NotFiniteError(BatonError):
-    """The logits of a sequence are NaN or infinite, so that it has no next token: weights or KV are damaged, or the
-    model overflows."""
+    """The logits of a sequence contain NaN or infinity, so no next token can be selected. Weights or KV are damaged, or
+    the model overflows."""
 
     retryable = True
 
 
 class LinkBrokenError(ChainError):
-    """A neighbour's connection broke; the epoch is over."""
+    """The connection to a neighbouring rank of a prefill chain broke. The ranks must connect again, in a new epoch."""
 
 
 class LinkStalledError(ChainError):
-    """A link made no progress within its bound; the epoch is over."""
+    """A link between two ranks of a prefill chain made no progress within its timeout. The ranks must connect again, in
+    a new epoch."""
 
 
 class EpochEndedError(ChainError):
-    """The job belongs to an epoch whose links have ended."""
+    """A prefill job belongs to an earlier epoch of its chain. An epoch is the time during which the ranks of a chain
+    are connected. The connections of the earlier epoch are closed."""
 
 
 class JobAbortedError(ChainError):
-    """An earlier rank aborted the job, by a message on the chain's link."""
+    """A prefill job was aborted by an earlier rank of its chain (the group of workers that compute one prompt
+    together). The abort was sent over the link between the ranks."""

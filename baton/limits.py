@@ -1,7 +1,9 @@
-"""Bounds on what one client can cost a server. `python -m tools.pages` writes docs/reference/limits.md from them.
+"""Limits on the resources that one client can use on a server. `python -m tools.pages` generates
+docs/reference/limits.md from this module.
 
-Each constant is annotated with a `Limit`: the door that it guards, its unit, the error of a request that exceeds it,
-and its meaning. Limits that an operator sets, such as the queue's length, are settings (docs/tenants.md). Pure.
+Each constant is annotated with a `Limit`: the interface, the unit, the error that a request gets above the limit, and
+the meaning. Limits that an operator configures, such as the length of the queue, are not listed here (see
+docs/tenants.md). Does no I/O.
 """
 
 from dataclasses import dataclass
@@ -10,13 +12,13 @@ from typing import Annotated
 
 @dataclass(frozen=True)
 class Limit:
-    """Description of a bound for its page."""
+    """Description of one limit, for the generated page docs/reference/limits.md."""
 
     door: str
-    """Interface that the bound guards: a heading of the page."""
+    """Interface to which the limit applies, for example HTTP. It is a heading of the generated page."""
     unit: str
     error: str
-    """Answer to a request that exceeds the bound."""
+    """Error that a request gets if it exceeds the limit."""
     meaning: str
 
 

@@ -1,7 +1,8 @@
-"""Converts the values that users' clients exchange to and from their messages (proto/baton/v1). Pure.
+"""Conversion between Baton's values and the protobuf messages that clients exchange (proto/baton/v1). All functions are
+pure.
 
-No `x_from_proto` trusts its message: content of a hostile or newer peer may raise InvalidArgumentError or
-VersionMismatchError, but never fails an assert.
+Functions named `x_from_proto` validate their messages. Messages from hostile or newer peers may raise
+InvalidArgumentError or VersionMismatchError, but never fail an assert.
 """
 
 from collections.abc import Mapping
@@ -47,8 +48,9 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def read(kind: type[T], message: Message, **converted: Any) -> T:
-    """Return a value of a dataclass, with the fields in `converted` and all others from the message. A field that is
-    optional on the wire keeps the dataclass's default where the message leaves it unset."""
+    """Create a value of the dataclass `kind` from a message. The fields in `converted` have the given values, and all
+    other fields are copied from the message. Optional fields that are not set in the message get the dataclass's
+    default."""
     copied = _copied_fields(kind, message.DESCRIPTOR, *converted)
     same = {name: getattr(message, name) for name, is_optional in copied if not is_optional or message.HasField(name)}
     return kind(**same, **converted)
@@ -62,25 +64,26 @@ def _copied_fields(kind: type[Any], descriptor: Descriptor, *converted: str) -> 
 
 
 def scalars(kind: type[Message], value: object) -> dict[str, Any]:
-    """Return the numbers and texts of a value that messages of this kind have under the same names."""
+    """Return the fields of a value that can be copied to a message of type `kind`: those with the same name in both,
+    except fields that are messages themselves."""
     names = [each.name for each in kind.DESCRIPTOR.fields if each.message_type is None]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def range_to_proto(tokens: TokenRange) -> common_pb2.TokenRange:
-    """Return the token range as a message."""
+    """Convert a token range to a message."""
     return common_pb2.TokenRange(start=tokens.start, end=tokens.end)
 
 
 def range_from_proto(message: common_pb2.TokenRange) -> TokenRange:
-    """Return the message's token range. Raises InvalidArgumentError when it is reversed."""
+    """Convert a message to a token range. Raises InvalidArgumentError if the range ends before it starts."""
     if message.start > message.end:
         raise InvalidArgumentError(f"token range [{message.start}, {message.end}) is reversed: start must not be after")
     return TokenRange(message.start, message.end)
 
 
 def sampled_to_proto(token: SampledToken) -> common_pb2.SampledToken:
-    """Return the sampled token as a message. Logprobs are single precision on the wire."""
+    """Convert a sampled token to a message. Logprobs are sent in single precision."""
     if token.logprob is None and not token.top:  # nearly all tokens; each is converted several times
         return common_pb2.SampledToken(token_id=token.token_id)
     return common_pb2.SampledToken(
@@ -91,7 +94,7 @@ def sampled_to_proto(token: SampledToken) -> common_pb2.SampledToken:
 
 
 def sampled_from_proto(message: common_pb2.SampledToken) -> SampledToken:
-    """Return the message's sampled token, with logprobs only if the message has them."""
+    """Convert a message to a sampled token. The token has logprobs only if the message contains them."""
     return SampledToken(
         token_id=message.token_id,
         logprob=message.logprob if message.HasField("logprob") else None,
@@ -100,13 +103,14 @@ def sampled_from_proto(message: common_pb2.SampledToken) -> SampledToken:
 
 
 def params_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Return the sampling parameters as a message with all fields set explicitly."""
+    """Convert sampling parameters to a message. All fields are set explicitly, including those with default values."""
     structured = None if params.structured_output is None else _structured_to_proto(params.structured_output)
     return common_pb2.SamplingParams(**vars(params) | {"structured_output": structured})
 
 
 def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Return the message's parameters. Raises InvalidArgumentError, for a list that is too long before copying it."""
+    """Convert a message to sampling parameters. Raises InvalidArgumentError for invalid parameters. Lists that are too
+    long are rejected before they are copied."""
     check_list_lengths(len(message.stop), len(message.stop_token_ids), len(message.logit_bias))
     return read(
         SamplingParams,
@@ -135,7 +139,8 @@ def _structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOu
 
 
 def priority_from_proto(value: orchestrator_pb2.Priority.ValueType) -> Priority:
-    """Return the priority, STANDARD for UNSPECIFIED. Raises InvalidArgumentError for an unknown number."""
+    """Convert the number of a priority to its value. UNSPECIFIED becomes STANDARD. Raises InvalidArgumentError for an
+    unknown number."""
     if value == orchestrator_pb2.PRIORITY_UNSPECIFIED:
         return Priority.STANDARD
     try:
@@ -152,12 +157,14 @@ _FINISH_FROM_PROTO = MappingProxyType({value: reason for reason, value in _FINIS
 
 
 def finish_to_proto(finish: FinishReason | None) -> generate_pb2.FinishReason.ValueType:
-    """Return the finish reason's number on the wire: UNSPECIFIED for None, which means that the stream continues."""
+    """Convert a finish reason to its number in messages. None, which means that the stream continues, becomes
+    UNSPECIFIED."""
     return generate_pb2.FINISH_REASON_UNSPECIFIED if finish is None else _FINISH_TO_PROTO[finish]
 
 
 def finish_from_proto(value: generate_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """Return the finish reason, None for UNSPECIFIED. Raises VersionMismatchError for an unknown number."""
+    """Convert the number of a finish reason to its value. Return None for UNSPECIFIED, which means that the stream
+    continues. Raises VersionMismatchError for an unknown number."""
     if value == generate_pb2.FINISH_REASON_UNSPECIFIED:
         return None
     reason = _FINISH_FROM_PROTO.get(value)
@@ -167,7 +174,7 @@ def finish_from_proto(value: generate_pb2.FinishReason.ValueType) -> FinishReaso
 
 
 def event_to_proto(event: TokenEvent) -> generate_pb2.TokenEvent:
-    """Return the token event as a message."""
+    """Convert a token event to a message."""
     return generate_pb2.TokenEvent(
         index=event.index,
         token=None if event.token is None else sampled_to_proto(event.token),
@@ -183,7 +190,8 @@ def event_to_proto(event: TokenEvent) -> generate_pb2.TokenEvent:
 
 
 def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
-    """Return the message's event. Raises VersionMismatchError for a finish reason that this version does not know."""
+    """Convert a message to a token event. Raises VersionMismatchError for a finish reason that this version does not
+    support."""
     return TokenEvent(
         index=message.index,
         token=sampled_from_proto(message.token) if message.HasField("token") else None,
@@ -199,7 +207,7 @@ def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
 
 
 def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
-    """Return the times at which a request's stages began and ended, as a message."""
+    """Convert the timings of a request, the start and end times of its stages, to a message."""
     way = timings.prefill
     prefill = orchestrator_pb2.PrefillTrace(
         placement=None if way.placement is None else orchestrator_pb2.Placement(**asdict(way.placement)),
@@ -213,7 +221,8 @@ def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
 
 
 def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
-    """Return the message's timings of a request. Raises InvalidArgumentError for a rank's reversed token range."""
+    """Convert a message to the timings of a request. Raises InvalidArgumentError if the token range of a rank ends
+    before it starts."""
     prefill = PrefillTrace(
         placement=_placement_from_proto(message.prefill.placement) if message.prefill.HasField("placement") else None,
         width=_width_from_proto(message.prefill.width) if message.prefill.HasField("width") else None,
@@ -234,7 +243,8 @@ def _rank_timing_to_proto(rank: RankTiming) -> prefill_pb2.RankTiming:
 
 
 def rank_timing_from_proto(message: prefill_pb2.RankTiming) -> RankTiming:
-    """Return the message's timing of one prefill rank. Raises InvalidArgumentError for a reversed token range."""
+    """Convert a message to the timing of one prefill rank. Raises InvalidArgumentError if its token range ends before
+    it starts."""
     layers = tuple([Interval(layer.start_ns, layer.end_ns) for layer in message.layers])
     return read(RankTiming, message, tokens=range_from_proto(message.tokens), layers=layers)
 
@@ -250,7 +260,7 @@ def _placement_from_proto(message: orchestrator_pb2.Placement) -> Placement:
 
 
 def requests_to_proto(requests: RequestList) -> orchestrator_pb2.RequestList:
-    """Return the orchestrator's requests as a message."""
+    """Convert a list of an orchestrator's requests to a message."""
     return orchestrator_pb2.RequestList(
         now_ns=requests.now_ns,
         requests=[
@@ -268,8 +278,8 @@ def requests_to_proto(requests: RequestList) -> orchestrator_pb2.RequestList:
 
 
 def requests_from_proto(message: orchestrator_pb2.RequestList) -> RequestList:
-    """Return the message's requests. Raises InvalidArgumentError for a rank's reversed token range, and
-    VersionMismatchError for an unknown finish reason."""
+    """Convert a message to a list of requests. Raises InvalidArgumentError if the token range of a rank ends before it
+    starts, and VersionMismatchError for an unknown finish reason."""
     return RequestList(message.now_ns, tuple(_request_from_proto(each) for each in message.requests))
 
 
@@ -285,5 +295,5 @@ def _request_from_proto(message: orchestrator_pb2.RequestStatus) -> RequestStatu
 
 
 def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:
-    """Return the served model and its limits."""
+    """Convert a message to the description of the served model and its limits."""
     return read(ModelInfo, message)

@@ -1,6 +1,7 @@
-"""Errors across the wire: one table from error class to gRPC status; the class's name travels in the trailing metadata.
+"""Conversion between Baton's errors and gRPC statuses. A table maps each error class to a status code. The name of the
+class is sent in the trailing metadata of the call, so that the receiver can raise the same error.
 
-Used by servers (baton.transport.status_interceptor) and by both kinds of client, synchronous and asyncio. Pure.
+Used by servers (`baton.transport.status_interceptor`), and by synchronous and asyncio clients. All functions are pure.
 """
 
 import re
@@ -18,11 +19,12 @@ from baton import errors
 from baton.errors import BatonError, ResourceExhaustedError
 
 ERROR_KEY = "baton-error"
-"""Key of the trailing metadata that names the error's class."""
+"""Key of the trailing metadata that contains the name of the error's class."""
 DETAILS_KEY = "grpc-status-details-bin"
-"""Key of the trailing metadata in which gRPC's own conventions put a google.rpc.Status."""
+"""Key of the trailing metadata that contains a serialized google.rpc.Status, according to gRPC's conventions."""
 MAX_TEXT_CHARS = 1000
-"""Characters at which an error's text is cut: gRPC drops a whole status whose metadata exceeds 8 KiB."""
+"""Maximum number of characters of an error's text. Longer texts are cut, because gRPC drops the whole status if its
+metadata exceeds 8 KiB."""
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -74,18 +76,20 @@ _CLASS_OF_STATUS: Mapping[StatusCode, type[BatonError]] = MappingProxyType(
         StatusCode.UNIMPLEMENTED: errors.VersionMismatchError,
     }
 )
-"""The error class for each status that gRPC makes by itself; any other is a BatonError, which is not retried."""
+"""Error class for each status code that gRPC generates itself, for example when a server cannot be reached. All other
+codes are converted to BatonError, which is not retried."""
 _TOO_LARGE = re.compile("message larger than max|metadata size exceeds")
-"""Texts with which gRPC refuses a message or metadata for its size, as RESOURCE_EXHAUSTED: no retry succeeds."""
+"""Pattern for the texts with which gRPC rejects a message or metadata that is too large. The status code is
+RESOURCE_EXHAUSTED in this case, although a retry cannot succeed."""
 
 
 def table_class(error: BatonError) -> type[BatonError]:
-    """Return the error's class, or its nearest base that has a row in STATUS_OF."""
+    """Return the error's class if it is a key of STATUS_OF. Otherwise return its nearest base class that is a key."""
     return next(cast(type[BatonError], base) for base in type(error).__mro__ if base in STATUS_OF)
 
 
 def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
-    """Return the status, text and trailing metadata by which an error crosses the wire."""
+    """Convert an error to the status code, text and trailing metadata with which gRPC sends it."""
     row = table_class(error)
     code, text = STATUS_OF[row], str(error)[:MAX_TEXT_CHARS]
     metadata: Metadata = ((ERROR_KEY, row.__name__),)
@@ -99,18 +103,21 @@ def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
 
 
 def name_of(error: BatonError) -> str:
-    """Return the name of the error's class, as it is sent next to the error's text."""
+    """Return the name of the error's class for sending it to another process. If the class is not in STATUS_OF, the
+    name of its nearest base class in STATUS_OF is returned."""
     return table_class(error).__name__
 
 
 def error_of_name(name: str, text: str, retry_after_s: float | None = None) -> BatonError:
-    """Rebuild an error from its `name_of`; a plain BatonError for an unknown name."""
+    """Create an error from a class name that `name_of` has returned. For an unknown name, a BatonError is created.
+    `retry_after_s` is used only for ResourceExhaustedError."""
     named = _CLASS_OF_NAME.get(name, BatonError)
     return ResourceExhaustedError(text, retry_after_s) if named is ResourceExhaustedError else named(text)
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
-    """Return the error that the other side raised, or the one that matches a status of gRPC itself."""
+    """Convert a gRPC error to a BatonError. If the server raised a BatonError, the result has the same class. If gRPC
+    itself generated the status, the class is determined by the status code."""
     status = cast(_Status, error)
     metadata = dict(status.trailing_metadata() or ())
     text = status.details() or "no details"
@@ -127,7 +134,7 @@ def from_rpc_error(error: grpc.RpcError) -> BatonError:
 
 @contextmanager
 def translate_rpc_errors() -> Iterator[None]:
-    """Raise a gRPC error of the `with` body as the BatonError that it stands for."""
+    """Return a context manager that converts a gRPC error raised in its block to the corresponding BatonError."""
     try:
         yield
     except grpc.RpcError as error:
@@ -135,7 +142,8 @@ def translate_rpc_errors() -> Iterator[None]:
 
 
 class _Status(Protocol):
-    """Methods that both of grpc's error classes have and their common base class does not declare."""
+    """Methods of grpc's error classes that are used here. Both the synchronous and the asyncio class have them, but
+    their common base class does not declare them."""
 
     def code(self) -> StatusCode: ...
     def details(self) -> str | None: ...

@@ -1,6 +1,7 @@
-"""A request's sampling parameters, validated once, where they enter.
+"""Sampling parameters of a request. They are validated once, when a SamplingParams object is created.
 
-The names and defaults are those of OpenAI's and vLLM's interfaces. `baton.modeling.forward.sampling` applies them.
+Names and defaults are those of OpenAI's and vLLM's interfaces. `baton.modeling.forward.sampling` applies the
+parameters.
 """
 
 import copy
@@ -25,7 +26,7 @@ from baton.limits import (
 
 _FIELD = "sampling.structured_output"
 _KINDS = ("json", "json_object", "regex", "grammar", "choice")
-"""Fields of which one is set."""
+"""Names of the fields of StructuredOutput that specify a form. Exactly one of them must be set."""
 _ABOVE_ZERO = math.ulp(0.0)
 _RANGES = (
     ("max_tokens", 0, math.inf, "use at least 1"),
@@ -43,25 +44,26 @@ _RANGES = (
     ("n", 1, MAX_CHOICES, f"use 1 to {MAX_CHOICES}"),
     ("num_drafts", 0, MAX_DRAFTS, f"use 0 to {MAX_DRAFTS}"),
 )
-"""(field, least value, largest value, remedy)."""
+"""Permitted ranges of numeric parameters, as (field, minimum, maximum, remedy for the error message)."""
 
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """The form that a request's output must have. Exactly one field is set; raises InvalidArgumentError otherwise."""
+    """Form that a request's output must have. Exactly one of `json`, `json_object`, `regex`, `grammar` and `choice`
+    must be set. Raises InvalidArgumentError otherwise."""
 
     json: str | None = None
-    """A JSON schema, as JSON: the output is a JSON value that it allows."""
+    """JSON schema, as JSON text. The output is a JSON value that is valid according to the schema."""
     json_object: bool = False
     """True: the output is a JSON object of any form."""
     regex: str | None = None
-    """A regular expression that matches the whole output. Without look-around and back references."""
+    """Regular expression that matches the whole output. Look-around and back references are not supported."""
     grammar: str | None = None
-    """A context-free grammar in Lark's notation, or in GBNF, whose start symbol derives the output."""
+    """Context-free grammar in Lark's notation or in GBNF. The output is a text that its start symbol derives."""
     choice: tuple[str, ...] = ()
-    """Texts, one of which is the output. At most 1,024."""
+    """Permitted outputs. The output is exactly one of these texts. At most 1,024."""
     compiled_bytes: int = field(default=0, compare=False)
-    """Bytes of the compiled form, as measured by the orchestrator; 0: not known."""
+    """Size in bytes of the compiled form, measured by the orchestrator. 0: not measured."""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False, ())]
@@ -81,17 +83,18 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """Return the name of the field that is set."""
+        """Return the name of the field that specifies the form, for example "json"."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False, ()))
 
 
 StructuredOption = StructuredOutput | Mapping[str, Any]
-"""A StructuredOutput, or its fields as a mapping, whose schema may also be given as an object instead of JSON text."""
+"""Value of the sampling option `structured_output`: a StructuredOutput, or a mapping of its fields. In a mapping,
+`json` may be the schema itself instead of its JSON text."""
 
 
 def structured_from_option(option: StructuredOption | None) -> StructuredOutput | None:
-    """Return the value of the sampling option `structured_output`. Raises InvalidArgumentError for an unknown field
-    and for a value of the wrong type."""
+    """Convert the sampling option `structured_output` to a StructuredOutput. None stays None. Raises
+    InvalidArgumentError for an unknown field, and for a value of the wrong type."""
     if option is None or isinstance(option, StructuredOutput):
         return option
     values = {name: value for name, value in option.items() if value is not None}
@@ -114,58 +117,74 @@ def structured_from_option(option: StructuredOption | None) -> StructuredOutput 
 
 
 def check_choice_length(num_choices: int) -> None:
-    """Raise InvalidArgumentError for a list of texts that is too long, before it is copied."""
+    """Raise InvalidArgumentError if `choice` of a structured output has too many texts. It is called with their number
+    before the texts are copied."""
     if num_choices > MAX_FORM_CHOICES:
         raise InvalidArgumentError(f"{_FIELD}.choice has {num_choices} entries: use at most {MAX_FORM_CHOICES}")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when its stream ends. Raises InvalidArgumentError on a bad field."""
+    """Sampling parameters of one request: how tokens are selected, and when the output ends. Raises
+    InvalidArgumentError for an invalid field."""
 
     max_tokens: int = 256
-    """Output tokens, at most (>= 1); with `prompt_logprobs` 0 as well: the logprobs of the prompt alone, no output."""
+    """Maximum number of output tokens (at least 1). 0 is permitted if `prompt_logprobs` is set: the request then
+    returns only the logprobs of the prompt."""
     min_tokens: int = 0
-    """Output tokens before which neither an end-of-sequence token nor a stop token id may be sampled, and in whose text
-    no stop string ends the stream."""
+    """Minimum number of output tokens. Before this number is reached, end-of-sequence tokens and stop token ids are not
+    sampled, and stop strings do not end the stream."""
     temperature: float = 0.0
-    """Number that logits are divided by before sampling (<= 100); 0 is greedy."""
+    """Sampling temperature (0 to 100), by which logits are divided. 0: greedy sampling."""
     top_k: int = 0
-    """Number of most likely tokens that are kept; 0 keeps all."""
+    """Number of most likely tokens from which a token is sampled. 0: all tokens."""
     top_p: float = 1.0
-    """Probability, in (0, 1], that the kept tokens reach together: the smallest set of most likely ones is kept."""
+    """Cumulative probability in (0, 1] for nucleus sampling. Tokens are sampled from the smallest set of most likely
+    tokens whose total probability reaches this value. 1: all tokens."""
     min_p: float = 0.0
-    """Fraction, in [0, 1], of the most likely token's probability that a token needs to be kept."""
+    """Minimum probability of a token, as a fraction in [0, 1] of the most likely token's probability. Less likely
+    tokens are not sampled. 0: all tokens."""
     repetition_penalty: float = 1.0
-    """Penalty for tokens seen in prompt or output: divides their positive logits and multiplies negative ones; > 0."""
+    """Penalty in (0, 100] for tokens that occur in the prompt or the output. Positive logits of these tokens are
+    divided by it, and negative ones are multiplied by it. 1: no penalty."""
     presence_penalty: float = 0.0
-    """Amount subtracted once from the logits of tokens seen in the output; in [-2, 2]."""
+    """Value in [-2, 2] that is subtracted once from the logit of each token that occurs in the output. 0: no
+    penalty."""
     frequency_penalty: float = 0.0
-    """Amount subtracted, for each occurrence, from the logits of tokens seen in the output; in [-2, 2]."""
+    """Value in [-2, 2] that is subtracted from the logit of a token for each of its occurrences in the output. 0: no
+    penalty."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Values in [-100, 100] to add to the logits of these token ids; at most 1,024 entries."""
+    """Values in [-100, 100] that are added to the logits, by token id. At most 1,024 entries."""
     seed: int = 0
-    """Unsigned 64 bits. The sampling noise is a function of (seed, output position, token id) alone."""
+    """Seed of the sampling, an unsigned integer of 64 bits. The sampling noise depends only on the seed, the output
+    position and the token id."""
     stop: tuple[str, ...] = ()
-    """Strings that end the stream. At most 16, each of 1 to 1,024 characters."""
+    """Stop strings, which end the stream when they occur in the output. At most 16, with 1 to 1,024 characters each."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the stream, as the model's end-of-sequence tokens do. At most 1,024; each is kept once."""
+    """Token ids that end the stream, in addition to the model's end-of-sequence tokens. At most 1,024. Duplicates are
+    removed."""
     include_stop_str_in_output: bool = False
-    """True: the text ends with the stop string, or the text of the stop token, that ended the stream."""
+    """True: the output text includes the stop string, or the text of the stop token, that ended the stream."""
     ignore_eos: bool = False
-    """True: the output continues after the model's end-of-sequence tokens."""
+    """True: end-of-sequence tokens of the model do not end the output."""
     logprobs: int | None = None
-    """Number of most likely tokens to report with each output token's own logprob (0 to 20); None: no logprobs."""
+    """Number of most likely tokens (0 to 20) whose logprobs are returned for each output token, in addition to the
+    logprob of the token itself. None: no logprobs are returned."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens to report with the logprob of each prompt token except the first (0 to 20), from the
-    model's own distribution, without penalties and bias; None: no logprobs."""
+    """Number of most likely tokens (0 to 20) whose logprobs are returned for each prompt token, in addition to the
+    logprob of the token itself. None: no logprobs are returned.
+
+    The first prompt token has no logprobs. The logprobs are those of the model, without penalties and biases.
+    """
     n: int = 1
-    """Number of choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
+    """Number of choices, which are independent outputs for the same prompt (1 to 64). With greedy sampling, all choices
+    are equal."""
     num_drafts: int | None = None
-    """Most drafts that a step verifies for a choice (0 to 8), if the server speculates; None: the server chooses."""
+    """Maximum number of draft tokens (0 to 8) that a step verifies for each choice, if the server uses speculative
+    decoding. None: the server chooses the number."""
     structured_output: StructuredOutput | None = None
-    """Form that the output's tokens are constrained to; None: any text. The output ends where the form is complete, or
-    earlier by `max_tokens`, a stop string or a stop token id."""
+    """Form that the output must have, for example a JSON schema. None: any text. The output ends when the form is
+    complete. It ends earlier if `max_tokens`, a stop string or a stop token id ends it."""
 
     def __post_init__(self) -> None:
         check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))
@@ -184,8 +203,9 @@ class SamplingParams:
         self._check_structured()
 
     def of_choice(self, choice: int) -> "SamplingParams":
-        """Return the parameters of one choice as those of a request with one choice: seed + `choice` is its seed, and
-        only choice 0 scores the prompt. Nothing is validated again, and lists are shared, not copied."""
+        """Return the parameters for one choice, as those of a separate request with one choice. Its seed is `seed` +
+        `choice`. Only choice 0 returns logprobs of the prompt. Values are not validated again, and lists are shared
+        instead of copied."""
         made = copy.copy(self)  # copy.copy does not call __post_init__
         object.__setattr__(made, "n", 1)
         object.__setattr__(made, "seed", (self.seed + choice) % 2**64)
@@ -212,8 +232,8 @@ class SamplingParams:
 
 
 def check_list_lengths(num_stops: int, num_stop_token_ids: int, num_biases: int) -> None:
-    """Raise InvalidArgumentError when one of the lists `stop`, `stop_token_ids` and `logit_bias` is too long. Takes
-    their lengths, so that a caller can refuse a list of millions before it is copied."""
+    """Raise InvalidArgumentError if `stop`, `stop_token_ids` or `logit_bias` has too many entries. The arguments are
+    the lengths of these lists, so that lists that are too long can be rejected before they are copied."""
     for name, length, most in (
         ("stop", num_stops, MAX_STOP_STRINGS),
         ("stop_token_ids", num_stop_token_ids, MAX_STOP_TOKEN_IDS),
@@ -224,7 +244,8 @@ def check_list_lengths(num_stops: int, num_stop_token_ids: int, num_biases: int)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of SamplingParams as keyword arguments; a field that is left out has SamplingParams' default."""
+    """Keyword arguments with the fields of SamplingParams. Arguments that are omitted have the defaults of
+    SamplingParams."""
 
     max_tokens: int
     min_tokens: int
@@ -249,7 +270,8 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def params_from_options(options: SamplingOptions) -> SamplingParams:
-    """Return the sampling parameters. Raises InvalidArgumentError for a bad value, TypeError for an unknown one."""
+    """Create sampling parameters from keyword arguments. Raises InvalidArgumentError for an invalid value, and
+    TypeError for an unknown name."""
     stop = options.get("stop", ())
     values: dict[str, Any] = {
         **options,

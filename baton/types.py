@@ -1,4 +1,5 @@
-"""Values that several parts exchange: token ranges, KV layout, leases, sampled tokens, finish reasons, kernel choices.
+"""Value types that several parts of Baton exchange, for example token ranges, KV layout, leases, sampled tokens, finish
+reasons and kernel choices.
 
 All are frozen, hold no tensors, and are safe to share between threads.
 """
@@ -10,41 +11,47 @@ from functools import cached_property
 from typing import Literal, NewType, get_args
 
 RequestId = NewType("RequestId", str)
-"""Id of a client's request, the same for all of its attempts."""
+"""Id of a client's request. All attempts of the request have the same id."""
 
 JobId = NewType("JobId", int)
-"""Number of one attempt at prefilling one request, assigned in ascending order by the group's job scheduler."""
+"""Number of one attempt to prefill one request. The prefill group's job scheduler assigns the numbers in ascending
+order."""
 
 StreamNumber = NewType("StreamNumber", int)
-"""Number of one stream that an orchestrator opens at a generation group; unique across the orchestrator's restarts."""
+"""Number of one stream that an orchestrator opens to a generation group. Not reused when the orchestrator restarts."""
 
 ReserveNumber = NewType("ReserveNumber", int)
-"""Number of one Reserve call, unique across the orchestrator's restarts. A call without an answer is undone by it."""
+"""Number of one Reserve call, which requests a lease from a generation group. A call whose answer is lost is undone by
+its number. Numbers are not reused when the orchestrator restarts."""
 
 SlotId = NewType("SlotId", int)
-"""Id of a slot: the place of one sequence in a generation group's batch."""
+"""Id of a slot. A slot holds the KV of one sequence in a generation group's batch."""
 
 Stamp = NewType("Stamp", int)
-"""Generation of a slot, raised by every lease of that slot, so that a late writer is recognised."""
+"""Number that each new lease of a slot increments. Writes with the stamp of an earlier lease are recognised as stale
+and refused."""
 
 Epoch = NewType("Epoch", int)
-"""Number of one incarnation of a prefill group's links."""
+"""Number of one set of connections between the ranks of a prefill group. It increases each time the ranks reconnect."""
 
 MAX_EPOCH = Epoch(2**48 - 1)
-"""The highest epoch that a rank joins: far beyond what links ever reach, and well within the field's 64 bits."""
+"""Highest epoch that a rank accepts. Real epochs never come close to it, and it fits into the message's 64-bit
+field."""
 
 Rank = NewType("Rank", int)
-"""A worker's place in its group, from 0."""
+"""Index of a worker in its group, from 0."""
 Dtype = Literal["bfloat16", "float32"]
 """Number format that a model is served in."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 Quantization = Literal["none", "int8"]
-"""Quantization of projections' weights: none, or rounded to int8 with one scale an output."""
+"""Quantization of the weights of linear projections. `none`: not quantized. `int8`: rounded to int8, with one scale for
+each output channel."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 DeviceName = Literal["auto", "cpu", "cuda", "emulated"]
-"""Device that a worker computes on: the CPU, a GPU, or a GPU that the CPU emulates, with own memory behind a link."""
+"""Device that a worker computes on. `emulated` is a GPU emulated by the CPU, with separate device memory behind a
+simulated link. `auto` is the CPU."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element, by the dtype's name on the wire."""
+"""Number of bytes of one element, by the dtype's name in messages."""
 
 
 @dataclass(frozen=True, order=True)
@@ -61,7 +68,8 @@ class TokenRange:
         return self.end - self.start
 
     def split(self, max_tokens: int) -> "list[TokenRange]":
-        """Return consecutive parts of at most `max_tokens` tokens each, in order; none for an empty range."""
+        """Split the range into consecutive ranges of at most `max_tokens` tokens each. Return an empty list for an
+        empty range."""
         return [
             TokenRange(start, min(start + max_tokens, self.end)) for start in range(self.start, self.end, max_tokens)
         ]
@@ -69,13 +77,14 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Layout of KV in memory and on the wire: per layer, per token one row `[2, kv_heads, head_dim]` (K, then V).
+    """Layout of KV in memory and in messages. Each layer has one row of shape `[2, kv_heads, head_dim]` for each token,
+    with K first and V second.
 
-    Keys are stored after RoPE. A layer's token range is one piece (docs/decisions/0002-kv-layout.md).
+    Keys are stored after RoPE. A token range of one layer is called a piece (docs/decisions/0002-kv-layout.md).
     """
 
     model_fingerprint: str
-    """Hash of the weights that made the KV; KV of other weights is never mixed with it."""
+    """Hash of the weights that computed the KV. KV computed with different weights is never mixed."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -84,24 +93,24 @@ class KvLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token in one layer, K and V."""
+        """Number of bytes of one token's K and V in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers, K and V."""
+        """Number of bytes of one token's K and V in all layers."""
         return self.num_layers * self.row_bytes
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that are equal exactly when two layouts are."""
+        """Hash of the layout as 16 hex digits. Equal layouts have equal fingerprints."""
         text = f"{self.model_fingerprint}/{self.num_layers}/{self.num_kv_heads}/{self.head_dim}/{self.dtype}/token,kv"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
 class LeaseRef:
-    """Identifies one lease of one slot. Every push, commit and abort carries it."""
+    """Identity of one lease: its slot and its stamp. Every push, commit and abort carries it."""
 
     slot: SlotId
     stamp: Stamp
@@ -109,24 +118,27 @@ class LeaseRef:
 
 @dataclass(frozen=True)
 class Lease:
-    """A timed, fenced claim on a slot of a generation group."""
+    """Lease on a slot of a generation group. The lease has a time to live, and its stamp lets the group refuse writes
+    under an earlier lease."""
 
     ref: LeaseRef
     request_id: RequestId
     attempt: int
     num_tokens: int
-    """Tokens whose KV must be present before commit: positions [0, num_tokens)."""
+    """Number of tokens whose KV must be in the slot before the lease can be committed, at positions [0, num_tokens)."""
     endpoint: str
-    """Address, host:port, of the KvReceiver that granted the lease."""
+    """Address (`host:port`) of the KvReceiver service that granted the lease."""
     ttl_s: float
     """Seconds without a push or renewal after which the slot is freed."""
     num_present_tokens: int = 0
-    """Leading tokens whose KV the receiver puts into the slot itself: senders do not push it."""
+    """Number of leading tokens whose KV the receiver copies into the slot from its cache. Senders do not push these
+    tokens."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A candidate token and its log-probability (natural log, after penalties, before temperature and filters)."""
+    """Candidate token and its log-probability. The log-probability is a natural logarithm, after penalties, and before
+    temperature and filters such as top-k."""
 
     token_id: int
     logprob: float
@@ -134,7 +146,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One sampled token, or one of a prompt. `logprob` and `top` are filled only if the request asked for logprobs."""
+    """One sampled token or one prompt token. `logprob` and `top` (the most likely candidates) are set only if the
+    request asked for logprobs."""
 
     token_id: int
     logprob: float | None = None
@@ -142,17 +155,18 @@ class SampledToken:
 
 
 class Priority(IntEnum):
-    """Urgency of a request, by the wire's numbers: of a tenant's waiting requests, lower numbers are served first."""
+    """Priority of a request. The values are those of the protobuf messages. Among the waiting requests of one tenant,
+    lower values are served first."""
 
     INTERACTIVE = 1
-    """A person waits for the answer."""
+    """Request of a user who waits for the answer."""
     STANDARD = 2
     BATCH = 3
-    """Work without haste: it gets the capacity that the tenant's other requests leave."""
+    """Request that is not urgent. It uses the capacity that the tenant's other requests leave free."""
 
 
 class FinishReason(Enum):
-    """Why a stream ended: its one terminal event carries one of these."""
+    """Reason why a choice ended. The last event of each choice carries one."""
 
     LENGTH = "length"
     """The output reached max_tokens, or prompt and output reached the model's context length."""
@@ -165,71 +179,77 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class DraftRound:
-    """A step that verified drafts for one choice."""
+    """Statistics of one step that verified draft tokens for one choice."""
 
     source: str
-    """Name of the proposer: streaming (the model over few keys) or ngram (the text). Later versions may add others."""
+    """Name of the proposer of the drafts: `streaming` (the model itself with attention to few keys) or `ngram` (n-grams
+    of the text). Later versions may add names."""
     num_drafts: int
-    """Drafts that were verified."""
+    """Number of draft tokens that were verified."""
     num_accepted: int
-    """Drafts that became tokens."""
+    """Number of draft tokens that were accepted."""
     num_tokens: int
-    """Output tokens of the step: the accepted drafts and one more token, unless the choice ended with a draft."""
+    """Number of output tokens of the step. It is the accepted drafts plus one, unless the choice ended with a draft."""
 
 
 @dataclass(frozen=True)
 class TokenOrigin:
-    """Groups that make a choice's tokens, starting at one token."""
+    """Groups that compute a choice's tokens. Applies from one token on, until a later token has another origin."""
 
     generation: str
-    """Name of the generation group that decodes the choice."""
+    """Name of the generation group that decodes the choice's tokens."""
     prefill: str = ""
-    """Name of the prefill group whose last rank sampled this one token; empty: the generation group did."""
+    """Name of the prefill group whose last rank sampled the token. Empty if the generation group sampled it."""
     predicted_step_s: float = 0.0
-    """Predicted seconds of a step of the generation group without drafts, with the sequences that it had when the
-    attempt was placed; 0 where nothing was predicted."""
+    """Predicted duration in seconds of a generation step without drafts, for the batch at the time the attempt was
+    scheduled. 0 if no prediction was made."""
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One event of a stream: one choice's next token, or its end, or both.
+    """One event of a request's output stream: the next token of one choice, the end of the choice, or both.
 
-    `text` holds the characters that became certain with this event. It may be empty (half a UTF-8 character, a possible
-    stop string) and may belong to earlier tokens.
+    `text` holds the characters that this event completes. It may be empty, for example after half of a UTF-8 character
+    or during a possible stop string. It may include characters of earlier tokens.
     """
 
     index: int
-    """Output position of `token`, from 0; in an end without a token, the number of output tokens."""
+    """Position of `token` in the output, from 0. For an end event without a token: the number of output tokens."""
     token: SampledToken | None
     text: str
     unix_ns: int
-    """When the token was made, in unix nanoseconds."""
+    """Time at which the token was sampled, in nanoseconds since the Unix epoch."""
     finish: FinishReason | None = None
-    """Why the choice ended; set on the choice's last event only."""
+    """Reason why the choice ended; None except in the choice's last event."""
     error: str = ""
-    """Description of the error, when `finish` is ERROR."""
+    """Error message if `finish` is ERROR; otherwise empty."""
     choice: int = 0
-    """Index of the request's choice that the event belongs to."""
+    """Index of the choice that the event belongs to, from 0."""
     prompt: tuple[SampledToken, ...] = ()
-    """The prompt's tokens with their logprobs, if these were asked for; sent with position 0 of choice 0."""
+    """Prompt tokens with their logprobs, if the request asked for prompt logprobs. Set only in the event with position
+    0 of choice 0."""
     drafts: DraftRound | None = None
-    """The drafts that were verified for the choice in one step; set on the step's last token."""
+    """Statistics of the drafts that one step verified for the choice. Set in the event of the step's last token;
+    otherwise None."""
     origin: TokenOrigin | None = None
-    """The groups that the token comes from; set where they differ from those of the choice's token before."""
+    """Groups that computed the token. None if they are the same as for the choice's previous token."""
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernels for bfloat16 on one kind of processor, chosen by measurements (`baton.modeling.kernels.choosing`)."""
+    """Fastest bfloat16 kernels on one kind of processor, as measured by `baton.modeling.kernels.choosing`."""
 
     processor: str
-    """Kind of processor: its name, and a hash of the features that distinguish it from others of that name."""
+    """Kind of processor: the processor's name, and a hash of the features in which processors of the same name
+    differ."""
     attention: str
-    """Kind of product that attention uses, named in `baton.modeling.kernels.products`."""
+    """Name of the matrix product kernel that attention uses, as listed in `baton.modeling.kernels.products`."""
     panels: str
-    """Kind of product that linear layers in C++ use, named in `baton.modeling.kernels.products`."""
+    """Name of the matrix product kernel that linear layers in C++ use, as listed in
+    `baton.modeling.kernels.products`."""
     torch_rows: int | None
-    """Number of rows from which a linear layer is computed by torch: 1 for always, None for never."""
+    """Minimum number of input rows (tokens) from which torch computes a linear layer instead of the C++ kernel. 1:
+    always torch; None: never."""
 
     def __str__(self) -> str:
         if self.torch_rows == 1:

@@ -1,4 +1,5 @@
-"""Commands that `baton_lab` adds to the `baton` command line. Their modules import little until a command runs."""
+"""Commands that the package `baton_lab` adds to the `baton` command line. Heavy imports are deferred until a command
+runs."""
 
 from baton_lab.bench import command as bench
 from baton_lab.chaos import command as chaos

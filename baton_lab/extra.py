@@ -1,4 +1,4 @@
-"""Packages of the extra `lab`, which only `baton_lab` needs."""
+"""Check for the optional packages of the extra `lab`, which only `baton_lab` needs."""
 
 import importlib
 
@@ -6,7 +6,8 @@ from baton.errors import ConfigError
 
 
 def require(package: str, option: str) -> None:
-    """Raise ConfigError, which names the extra, if the package that `option` needs is not installed."""
+    """Check that `package` is installed, which the option `option` needs. Raises ConfigError otherwise; its message
+    names the extra to install."""
     try:
         importlib.import_module(package)
     except ImportError as error:

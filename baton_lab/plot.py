@@ -1,4 +1,5 @@
-"""Option --plot of several commands: checks before the command's work, and writing the finished plot."""
+"""Support for the option --plot of several commands. It checks the option before the command's work starts, and writes
+the finished plot."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,14 +12,15 @@ if TYPE_CHECKING:
 
 
 def require_plots(path: Path) -> None:
-    """Raise InvalidArgumentError if the path does not end in .png, ConfigError if matplotlib is not installed."""
+    """Check that a plot can be made. Raises InvalidArgumentError if `path` does not end in .png, and ConfigError if
+    matplotlib is not installed."""
     if path.suffix != ".png":
         raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
     require("matplotlib", "--plot")
 
 
 def write_plot(figure: "Figure", title: str, path: Path) -> None:
-    """Write the figure as a PNG, with a title and grids. Raises ConfigError if the path cannot be written to."""
+    """Write the figure as a PNG file, with a title and grids. Raises ConfigError if the file cannot be written."""
     for panel in figure.axes:
         panel.grid(visible=True, alpha=0.3)
     figure.suptitle(title, fontsize="medium")

@@ -1,7 +1,7 @@
-"""Runs `baton serve` as a child process for a limited time, and leaves none of its processes behind.
+"""Runs `baton serve` as a child process for a limited time, and ensures that none of its processes remain.
 
-The demo and benchmarks use it. The child has its own session, so that Ctrl-C at the terminal reaches only its owner,
-which then ends the child. Runs on the owner's event loop.
+Used by the demo and by benchmarks. The child has its own session, so Ctrl-C at the terminal reaches only the process
+that started the child, which then ends the child. Runs on the owner's event loop.
 """
 
 import asyncio
@@ -29,20 +29,23 @@ _READY = "ready: "
 
 @dataclass(frozen=True)
 class OwnCluster:
-    """Addresses of a running cluster."""
+    """Addresses of a cluster that this process started."""
 
     name: str
     target: str
-    """Address of its orchestrator, host:port."""
+    """Address (`host:port`) of the cluster's orchestrator."""
     ray_address: str
-    """Address of its Ray, host:port, which another cluster may join."""
+    """Address (`host:port`) of the cluster's Ray instance. Another cluster may join it."""
 
 
 @contextlib.asynccontextmanager
 async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[str], None]) -> AsyncIterator[OwnCluster]:
-    """Start a cluster on a free port, with the options of `baton serve`, under a name that starts with `purpose`, and
-    yield its addresses. The cluster is shut down at the end of the block. `report` receives each line that the child
-    prints. Raises ConfigError or UnavailableError with the reason if the cluster does not start."""
+    """Start a cluster with the options of `baton serve` on a free port, and yield its addresses. The cluster's name
+    starts with `purpose`. The cluster is shut down at the end of the block.
+
+    `report` is called with each line that the child prints. Raises ConfigError or UnavailableError, with the reason, if
+    the cluster does not start.
+    """
     name = f"{purpose}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     fixed = ("--set", f"name={name}", "--set", "orchestrator.port=0", "--set", "http.port=-1")
     command = (sys.executable, "-m", "deploy.cli", "serve", *options, *fixed)
@@ -58,8 +61,8 @@ async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[st
 
 
 async def until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """Run `work` and return its result. The first termination signal to this process cancels the work, and the result
-    is then 128 plus the signal's number. Further signals are ignored."""
+    """Run `work` and return its result. The first termination signal to this process cancels `work`, and the result is
+    then 128 plus the signal's number. Further signals are ignored."""
     task = asyncio.create_task(work)
     caught: list[int] = []
 
@@ -75,7 +78,7 @@ async def until_signal(work: Coroutine[Any, Any, int]) -> int:
 
 
 class _Child:
-    """The child process of `baton serve`, and the record of its cluster."""
+    """Child process that runs `baton serve`, and the record that describes its cluster."""
 
     def __init__(self, process: Process, name: str, report: Callable[[str], None]) -> None:
         self._process = process
@@ -87,8 +90,8 @@ class _Child:
         self._following = asyncio.create_task(self._follow())
 
     async def ready(self) -> ClusterRecord:
-        """Wait until clients may connect; return the cluster's record. Raises the child's error if it ends before
-        that."""
+        """Wait until clients can connect, and return the record of the cluster. If the child ends earlier, raise the
+        error that it reported."""
         serving = asyncio.create_task(self._serves.wait())
         try:
             await asyncio.wait((serving, self._following), return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +104,8 @@ class _Child:
         return self._record
 
     async def end(self) -> None:
-        """End the child and all processes that it started, including those that an interrupted start left behind."""
+        """End the child and all processes that it started. This includes processes that remain from an interrupted
+        start."""
         self._report = lambda line: None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)

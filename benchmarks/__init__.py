@@ -1,1 +1,2 @@
-"""Benchmarks, one module per question: `python -m benchmarks.NAME [--json] [--quick]`. Not part of the wheel."""
+"""Benchmarks. Each module answers one question, and is run as `python -m benchmarks.NAME [--json] [--quick]`. Not part
+of the wheel."""

@@ -1,9 +1,9 @@
-"""How fast is prefill attention on one core? Compares Baton's native kernel with torch's SDPA and bf16 linear layers.
+"""Speed of prefill attention on one core: compares Baton's native kernel with torch's SDPA and with bf16 linear layers.
 
-One thread. For each number of keys there are two cases: `causal`, with as many queries as keys, for which only the
-visible query-key pairs count, and `dense`, with `--queries` queries. All kernels are measured alternately. `matmul` is
-the rate of the linear layers of one model layer over the same number of tokens, which attention could reach if it were
-a matrix product.
+Uses one thread. Two cases are measured for each number of keys. In `causal`, there are as many queries as keys, and
+only the visible query-key pairs are counted. In `dense`, there are `--queries` queries, and each attends to all keys.
+The kernels are measured alternately. `matmul` is the rate (operations per second) of the linear layers of one model
+layer over the same number of tokens. Attention could reach it if it were a plain matrix product.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from deploy.machine.resolved_model import ResolvedModel
 KEYS = "512,1024,2048,3000,6000"
 QUICK_KEYS = "512"
 _CALL_S = 0.05
-"""Minimum seconds for which each kernel is called in each round."""
+"""Minimum time in seconds for which each kernel is called repeatedly in each round."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all lengths and return 0. Rows of a kernel that cannot run here are absent."""
+    """Measure all numbers of keys and return 0. Kernels that cannot run on this machine are left out of the results."""
     shape, pairs = ResolvedModel(resolve(args)).shape(args.dtype), QUICK_PAIRS if args.quick else PAIRS
     use_cores(sorted(os.sched_getaffinity(0))[:1], 1)
     reporter, kernels = Reporter("attention", args.json), runnable(list(KERNELS))
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run the benchmark; return the exit status."""
+    """Run the benchmark from the command line. Return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--keys", default=None, help=f"numbers of keys (default {KEYS})")
     parser.add_argument("--queries", type=int, default=512, help="number of queries of dense cases")

@@ -1,11 +1,12 @@
-"""Is a chain the fastest scheme to prefill one prompt on several ranks? Compares it with TSP, zigzag ring attention,
-and one process.
+"""Compares the chain with other schemes that prefill one prompt on several ranks: TSP, zigzag ring attention, and one
+process.
 
 Each rank has one thread on its own core. All schemes use the same decoder and attention kernel, and are measured
-alternately. The chain's chunks are even (`even`), or searched with a cost model (`kvr_s`) that is calibrated first,
-while all ranks are busy. Rows compare KVR-S with every other scheme, and its time with the model's prediction
-(`model`). The baseline `single` is one process with one thread per rank. `--bars` measures only the cases that have
-bars.
+alternately. The chunks of the chain have equal lengths (`even`), or their lengths are searched with a cost model
+(`kvr_s`). The cost model is calibrated first, while all ranks are busy.
+
+Each result compares KVR-S with one other scheme, or its time with the model's prediction (`model`). The scheme `single`
+is one process with one thread per rank. `--bars` measures only the cases that have a required ratio.
 """
 
 import argparse
@@ -50,14 +51,16 @@ SCHEME_NAMES = (*SCHEMES, "even", "single")
 BAR_TOKENS = "2048,6000"
 BAR_SCHEMES = ("tsp_dense", "zigzag")
 TSP_BARS = {2048: 1.35, 6000: 1.65}
-"""Minimum ratio of dense TSP's time to KVR-S's time with SDPA, by prompt length."""
+"""Required ratios of dense TSP's time to KVR-S's time with the SDPA kernel, by prompt length in tokens. With --bars,
+the benchmark fails if a ratio is smaller."""
 ZIGZAG_BAR = 0.97
-"""Minimum ratio of zigzag ring attention's time to KVR-S's time, for every length and kernel."""
+"""Required ratio of zigzag ring attention's time to KVR-S's time, for every length and kernel. With --bars, the
+benchmark fails if the ratio is smaller."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One case: a prompt length, a kernel, and the schemes to compare with."""
+    """One case of the benchmark: a prompt length, an attention kernel, and the schemes to compare KVR-S with."""
 
     num_tokens: int
     kernel: str
@@ -66,14 +69,15 @@ class Contest:
 
 
 class Arena:
-    """The ranks, the single process, and the cost models by kernel. Every method blocks."""
+    """Processes that are compared: the ranks, and the single process. Also has the cost models by attention kernel.
+    Every method blocks."""
 
     def __init__(self, ranks: Ranks, single: Ranks | None, calibrations: Mapping[str, Calibration]) -> None:
         self._ranks, self._single, self._calibrations = ranks, single, calibrations
 
     def measure(self, contest: Contest) -> dict[str, list[float]]:
-        """Return the seconds of each round by scheme, and KVR-S's predicted seconds as `model`. A short warm-up round
-        is run first."""
+        """Measure one case, after a short warm-up round. Return the seconds of each round by scheme. The key `model`
+        has the seconds that the cost model predicts for KVR-S."""
         found: dict[str, list[float]] = {name: [] for name in ("kvr_s", *contest.schemes)}
         self._round(contest, min(contest.num_tokens, 512), seed=contest.pairs)
         with progress(f"{contest.num_tokens} tokens, {contest.kernel}", contest.pairs) as advance:
@@ -86,7 +90,7 @@ class Arena:
         return found | {"model": [predicted_s] * contest.pairs}
 
     def searched(self, num_tokens: int, kernel: str) -> tuple[TokenRange, ...]:
-        """Return the chunks of KVR-S for a prompt of `num_tokens` tokens."""
+        """Return the chunks of the ranks that the search (KVR-S) finds for a prompt of `num_tokens` tokens."""
         return as_ranges(search(num_tokens, len(self._ranks), self._calibrations[kernel].cost, BATON), 0)
 
     def _round(self, contest: Contest, num_tokens: int, seed: int) -> dict[str, float]:
@@ -103,7 +107,8 @@ class Arena:
 
 
 def contests(args: argparse.Namespace, kernels: Sequence[str]) -> list[Contest]:
-    """Return the cases to measure, shortest prompts first."""
+    """Return the cases to measure, in ascending order of prompt length. `kernels`: names of the attention kernels to
+    measure."""
     default = BAR_TOKENS if args.bars else QUICK_TOKENS if args.quick else TOKENS
     schemes = BAR_SCHEMES if args.bars else tuple(name for name in SCHEME_NAMES if name in args.schemes.split(","))
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
@@ -112,7 +117,7 @@ def contests(args: argparse.Namespace, kernels: Sequence[str]) -> list[Contest]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all lengths, kernels and schemes. Return 1 if a bar is missed."""
+    """Measure all prompt lengths, kernels and schemes. Return 1 if a required ratio is missed, otherwise 0."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     origin, kernels = nominal_calibration(ResolvedModel(folder), args.dtype, 1), runnable(args.kernel.split(","))
     planned, bars, reporter = contests(args, kernels), Bars(), Reporter("chain", args.json)
@@ -132,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
 def report(
     reporter: Reporter, contest: Contest, num_ranks: int, found: Mapping[str, list[float]], bars: Bars | None
 ) -> None:
-    """Report KVR-S compared with every other scheme, and with the model's prediction."""
+    """Report the results of one case: KVR-S compared with every other scheme, and with the cost model's prediction.
+    `found`: seconds of each round by scheme. `bars`: checks of the required ratios; None: no checks."""
     num_tokens, kernel = contest.num_tokens, contest.kernel
     name = case(tokens=num_tokens, ranks=num_ranks, scheme="kvr_s", kernel=kernel)
     for baseline, seconds in found.items():
@@ -147,7 +153,7 @@ def report(
 
 
 def main() -> int:
-    """Run the benchmark; return the exit status."""
+    """Run the benchmark from the command line. Return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS}; {BAR_TOKENS} with --bars)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks of the chain, one core each")

@@ -1,11 +1,12 @@
-"""Is this checkout as fast as another one? Runs one benchmark alternately in both, and compares every row.
+"""Compares the speed of this checkout with that of another one. Runs one benchmark alternately in both, and compares
+every result row.
 
 `python -m benchmarks.checkouts ../before decode --alone --pairs 1` runs `python -m benchmarks.decode --json --alone
---pairs 1` alternately here and in `../before`, a checkout of another commit. Both use this environment's packages. Each
-uses its own kernels, which are built first.
+--pairs 1` alternately in this checkout and in `../before`, a checkout of another commit. Both use the packages of this
+environment. Each uses its own kernels, which are built first.
 
-Each row's value here is paired with its value in the other checkout. The median of the ratios is reported; it is above
-1 if this checkout is better. `--bars` fails if a ratio is below 0.95.
+Each value measured in this checkout is paired with the same value in the other checkout. The median of the ratios is
+reported; it is above 1 if this checkout is better. With `--bars`, the command fails if a ratio is below 0.95.
 """
 
 import json
@@ -18,14 +19,15 @@ from pathlib import Path
 from benchmarks.support.harness import PAIRS, Bars, Pairs, Reporter, progress
 
 BAR = 0.95
-"""Minimum ratio to the other checkout, as the median of the pairs."""
+"""Minimum ratio of this checkout's performance to that of the other, as the median of all pairs. `--bars` fails below
+it."""
 Key = tuple[str, str, str]
-"""(case, metric, unit) of a row."""
+"""Identity of a result row: (case, metric, unit)."""
 
 
 def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
-    """Run a benchmark in a checkout and return the values of its rows. A missed bar of the benchmark is ignored. Raises
-    SystemExit with the benchmark's output if it prints no rows."""
+    """Run a benchmark in a checkout, and return the values of its result rows. Missed requirements (`--bars`) of the
+    benchmark are ignored. Raises SystemExit with the benchmark's output if it prints no rows."""
     name, *options = benchmark
     command = ["env", f"PYTHONPATH={checkout}", sys.executable, "-m", f"benchmarks.{name}", "--json", *options]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
@@ -36,8 +38,8 @@ def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
 
 
 def build(checkout: Path) -> None:
-    """Build the checkout's kernels in its tree. A checkout without setup.py builds them at first use. Raises
-    CalledProcessError."""
+    """Build the native kernels of a checkout in its source tree. Does nothing for a checkout without setup.py, which
+    builds them at first use. Raises CalledProcessError if the build fails."""
     if (checkout / "setup.py").exists():
         subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=checkout, check=True)
 

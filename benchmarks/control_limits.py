@@ -1,10 +1,12 @@
-"""How much does the orchestrator's bookkeeping cost, by size: the prefix index, workers' statuses, the cluster's view?
+"""Measures the cost of the orchestrator's bookkeeping by size: the prefix index, the statuses of workers, and the view
+of the cluster.
 
-`prefix index`: eight stores of 125,000 blocks each. Rows: memory per block, and the times to write a block, to look up
-a block in one store, and to look up one name in all stores. `worker_poller`: the orchestrator's processor time for the
-status of one worker, reported by scripted generation groups in another process. Every worker is queried twice a second
-by the orchestrator, and once a second by the supervisor with the same call. `view`: time to parse a view of
-`num_groups` groups, which the supervisor pushes once a second.
+    prefix index    eight stores of 125,000 blocks each: memory per block, and the times to write a block, to look up a
+                    block in one store, and to look up one name in all stores
+    worker_poller   CPU time of the orchestrator for the status of one worker. Scripted generation groups in another
+                    process report the statuses. In production, the orchestrator queries every worker twice a second,
+                    and the supervisor once a second with the same call
+    view            time to parse a view of `num_groups` groups, which the supervisor pushes once a second
 """
 
 import argparse
@@ -30,16 +32,17 @@ from orchestrator.workers.worker_poller import WorkerPoller
 
 T = TypeVar("T")
 Row = tuple[str, str, float, str]
-"""(part, measure, value, unit)."""
+"""One line of the result table: (part, measure, value, unit)."""
 STORES = tuple(f"store-{number}" for number in range(8))
 BLOCKS = 64
-"""Number of blocks of a prompt; 8,192 tokens."""
+"""Number of blocks of each prompt in the prefix index. With the default block size of 128 tokens, this is a prompt of
+8,192 tokens."""
 ROUNDS = 20
 SECRET = ClusterSecret("0" * 64)
 
 
 def main() -> int:
-    """Print the table; return 0."""
+    """Run the measurements and print the table. Return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--blocks", default=1_000_000, type=int, metavar="N", help="number of blocks (default: %(default)s)"
@@ -60,7 +63,7 @@ def main() -> int:
 
 
 def index_rows(num_blocks: int) -> list[Row]:
-    """Measure memory and times of a prefix index with `num_blocks` blocks."""
+    """Measure the memory and the access times of a prefix index with `num_blocks` blocks."""
     num_prompts = max(num_blocks // BLOCKS, 1)
     tracemalloc.start()
     index = PrefixIndex()
@@ -78,7 +81,7 @@ def index_rows(num_blocks: int) -> list[Row]:
 
 
 async def census_row(num_workers: int) -> Row:
-    """Measure the processor time that the status of one worker takes in this process."""
+    """Measure the CPU time of this process for the status of one worker, when `num_workers` workers are queried."""
     async with child(engines, Groups(num_workers, num_slots=32, step_s=1.0)) as scripted:
         members, clients = Membership(), Clients(SECRET)
         groups = [
@@ -99,7 +102,8 @@ async def census_row(num_workers: int) -> Row:
 
 
 def view_row(num_groups: int) -> Row:
-    """Measure the processor time to parse a view of `num_groups` groups, half of each role."""
+    """Measure the CPU time to parse a view of `num_groups` groups, half of which are prefill groups and half generation
+    groups."""
     half = num_groups // 2
     view = ClusterView(
         tuple(PrefillGroup(f"prefill-{each}", (f"node-{each}:1",), Epoch(0)) for each in range(half)),

@@ -1,6 +1,7 @@
-"""How close does a GPU get to the limits of its memory, its tensor cores and its link?
+"""Measures how close Baton gets to the limits of a GPU: its memory, its tensor cores and its link to the host.
 
-Models of real shapes with random weights in bf16 (benchmarks.device). Rates are measured in the same run:
+The models have real shapes and random weights in bf16 (`benchmarks.device`). The device's rates are measured in the
+same run:
 
     steps     decode steps over paged KV, compared with (bytes read / rate of a copy) (`roofline`), and steps of an
               engine that replays CUDA graphs, compared with those of an engine without graphs (`launched`)
@@ -11,12 +12,13 @@ Models of real shapes with random weights in bf16 (benchmarks.device). Rates are
     overheads launches, graph replays and pinned memory, compared with an operator of torch (`torch`)
     kernels   attention, products and sampling of one layer, compared with the device's rates and torch's attention.
               Needs a GPU
-    served    an engine in process under closed loops of users: its steps, times to first token and gaps, compared with
-              the minimum times of their bytes and operations (`floor`), and a profile of the loaded engine.
-              `--log FOLDER` writes each step, each compilation and a trace
+    served    an engine in this process under closed-loop loads: its steps, times to first token and gaps between
+              tokens, compared with the minimum times of their bytes and operations (`floor`), and a profile of the
+              loaded engine. `--log FOLDER` writes each step, each compilation and a trace
 
-`--bars`: steps reach 0.8 of the roofline, and a prefill 0.6 of the product's rate. On devices other than a GPU, which
-serve as a smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
+With `--bars`, the benchmark fails unless steps reach 0.8 of the roofline and a prefill reaches 0.6 of the rate of the
+matrix product. On devices other than a GPU, the benchmark is only a smoke test. Steps then need Triton's interpreter:
+set TRITON_INTERPRET=1 in the environment.
 """
 
 import argparse
@@ -48,23 +50,23 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the cases."""
+    """Sizes of the models, batches and prompts that the benchmark measures."""
 
     model: Shape
     chained: Shape
-    """Model of each process of a chain."""
+    """Shape of the model that each process of a chain loads."""
     steps: tuple[tuple[int, int], ...]
-    """(sequences, tokens of each) of each case."""
+    """Batches of the decode steps to measure, each as (number of sequences, tokens of each sequence)."""
     offload: tuple[int, int]
     prompt: int
-    """Number of prompt tokens of `prefill` and of `chain`."""
+    """Number of prompt tokens in the parts `prefill` and `chain`."""
     copied: int
-    """Bytes of the copy that measures memory and link rates."""
+    """Number of bytes of the copies that measure the rates of the memory and of the link."""
     product: int
-    """Number of rows and of columns of the matrices that measure the rate of products."""
+    """Number of rows, and of columns, of the square matrices that measure the rate of matrix products."""
     rounds: int
     settings: tuple[loads.Setting, ...]
-    """Engines of `served`, with their loads."""
+    """Engine settings of the part `served`, each with its loads."""
 
 
 FULL = Sizes(SEVEN_B, ONE_B, ((16, 4096), (64, 1024)), (16, 4096), 8192, 2 << 30, 8192, 5, loads.FULL)
@@ -73,18 +75,19 @@ PINNED_BYTES = 1 << 30
 
 
 class Benchmark:
-    """One run on one device."""
+    """One run of the benchmark on one device. Each method measures one part."""
 
     def __init__(
         self, device: Device, sizes: Sizes, reporter: Reporter, bars: Bars | None, log: Path | None = None
     ) -> None:
-        """`bars`: checks of the bars; None: no checks. `log`: folder for the logs of single steps."""
+        """Prepare a run on a device. `bars`: collects the checks of required values; None: no checks. `log`: folder for
+        the logs of single steps; None: no logs."""
         self._device, self._sizes, self._reporter, self._bars, self._log = device, sizes, reporter, bars, log
         self._is_gpu = device.torch_device.type == "cuda"
         self._console = Console(stderr=True, highlight=False)
 
     def steps(self) -> None:
-        """Measure decode steps over paged KV."""
+        """Measure decode steps over paged KV, and compare them with the roofline."""
         if not self._is_gpu and not _has_interpreter():
             self._console.print("  steps: skipped, needs a GPU or TRITON_INTERPRET=1", style="dim")
             return
@@ -103,7 +106,7 @@ class Benchmark:
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """Measure the forward pass of a whole prompt."""
+        """Measure one forward pass over a whole prompt."""
         num_tokens, shape, rounds = self._sizes.prompt, self._sizes.model, self._sizes.rounds
         rate = product_rate(self._device, self._sizes.product, torch.bfloat16)
         self._console.print(f"  product: {rate / 1e12:.3f} TFLOP/s", style="dim")
@@ -123,7 +126,7 @@ class Benchmark:
         self._check(f"{name}: part of the product's rate", row.ratio, PRODUCT_BAR)
 
     def offload(self) -> None:
-        """Measure steps with KV in host memory, and steps with KV in device memory."""
+        """Measure steps with KV in host memory, and compare them with steps with KV in device memory."""
         batch, context = self._sizes.offload
         rounds = self._sizes.rounds
         fetch_rate, store_rate = link_rates(self._device, self._sizes.copied)
@@ -144,7 +147,7 @@ class Benchmark:
             self._reporter.add(name, "step_ms", "ms", "link", Pairs(step_ms, [bound_ms] * rounds))
 
     def chain(self) -> None:
-        """Measure the prefill of a prompt by two processes on the device."""
+        """Measure the prefill of a prompt by a chain of two processes that share the device."""
         found = dict[int, list[float]]()
         num_tokens, shape = self._sizes.prompt, self._sizes.chained
         for num_ranks in (1, 2):
@@ -166,7 +169,7 @@ class Benchmark:
 
     @torch.inference_mode()
     def kernels(self) -> None:
-        """Measure the kernels of one layer."""
+        """Measure the kernels of one layer: attention, matrix products and sampling."""
         if not self._is_gpu:
             self._console.print("  kernels: skipped, needs a GPU", style="dim")
             return
@@ -177,7 +180,7 @@ class Benchmark:
         self._add(kernels.draws(self._device, rates))
 
     def served(self) -> None:
-        """Measure an engine under load."""
+        """Measure an engine under load: its steps, times to first token, and gaps between tokens."""
         shape, most = self._sizes.model, max(each.config.max_slot_tokens for each in self._sizes.settings)
         decoder = random_model(shape, self._device, max_position=most)
         self._add(loads.measure(decoder, shape, self._rates(), self._sizes.settings, self._log))
@@ -211,7 +214,7 @@ def _has_interpreter() -> bool:
 
 
 def main() -> int:
-    """Run the benchmark; return the exit status."""
+    """Run the benchmark from the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--device", default="", choices=("cuda", "cpu", "emulated"), help="default: a GPU if there is one"

@@ -1,12 +1,16 @@
-"""How long does a placement take, by number of groups, and how long an autoscaler's decision?
+"""Measures how long the orchestrator takes to place a request, and how long the autoscaler takes to decide, by number
+of groups.
 
-`idle` and `busy` measure how long the orchestrator (`orchestrator.placement.chooser`) takes to place a prompt of 1,500
-tokens. Idle: no group has work, and no store has a block. Busy: each prefill group has two queued jobs, and each
-generation group has 8 to 12 sequences and its own prefix store. The stores of an eighth of the groups have one to five
-of the prompt's blocks, which all other groups may fetch, and generation groups may prefill locally. `shortlist` is the
-placement in the traffic simulator, which compares only the groups that can be chosen. `autoscaler` is one decision with
-a budget of that number of groups. Nominal costs of Llama-3.1-8B on H100s, half of the groups in each role. Values are
-median milliseconds of a few calls on this machine.
+    idle        placement of a prompt of 1,500 tokens by the orchestrator (`orchestrator.placement.chooser`). No group
+                has work, and no prefix store has a block
+    busy        the same placement when each prefill group has two queued jobs, and each generation group has 8 to 12
+                sequences and its own prefix store. The stores of an eighth of the groups have one to five of the
+                prompt's blocks. All other groups may fetch them, and generation groups may prefill locally
+    shortlist   placement in the traffic simulator, which compares only a few candidate groups
+    autoscaler  one decision, with this number of groups as the maximum
+
+The planner uses nominal costs of Llama-3.1-8B on H100s. Half of the groups are prefill groups, half are generation
+groups. Values are median milliseconds of a few calls on this machine.
 """
 
 import argparse
@@ -50,7 +54,7 @@ PROMPT = 1500
 
 
 def main() -> int:
-    """Print the table; return 0."""
+    """Run the measurements and print the table. Return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--groups", default="4,20,100,1000,10000", metavar="N,...", help="numbers of groups (default: %(default)s)"
@@ -74,7 +78,8 @@ def main() -> int:
 
 
 def planner_here(local: LocalPrefill | None) -> RecallingPlanner:
-    """Return a planner with nominal costs. `local`: local prefill of generation groups; None if they do not prefill."""
+    """Return a planner with nominal costs. `local`: speed of prefill by generation groups; None if they do not
+    prefill."""
     shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
     steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
     planner = RecallingPlanner(nominal("llama-3.1-8b", "", shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
@@ -83,7 +88,8 @@ def planner_here(local: LocalPrefill | None) -> RecallingPlanner:
 
 
 def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int, *, is_busy: bool) -> float:
-    """Return the milliseconds of one placement by the orchestrator."""
+    """Return the median milliseconds of one placement by the orchestrator, with `num_groups` groups. `is_busy`: True if
+    the groups have work and their prefix stores have blocks."""
     members, half, clock = Membership(), num_groups // 2, SystemClock()
     stores = [f"store-{each}" if is_busy else "" for each in range(half)]
     members.update(
@@ -140,7 +146,7 @@ def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
 
 
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
-    """Return the milliseconds of one placement in the simulator."""
+    """Return the median milliseconds of one placement in the traffic simulator, with `num_groups` groups."""
     assert planner.steps is not None
     timeline = Timeline()
     fleet = Fleet(GroupSizes(), planner.cost, StepLines(planner.steps), timeline, GapHistogram())
@@ -152,7 +158,8 @@ def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> 
 
 
 def autoscaler_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
-    """Return the milliseconds of one decision with a budget of `num_groups` groups, all of which are needed."""
+    """Return the median milliseconds of one decision of the autoscaler. The maximum is `num_groups` groups, and the
+    load needs all of them."""
     half = num_groups // 2
     config = AutoscalingConfig(min=2, max=num_groups)
     autoscaler = Autoscaler(config, ServiceModel(planner, 1, 32), LeadTimes(30.0, 2.0))

@@ -1,18 +1,21 @@
-"""How long is a generation step, how close is it to the lower bound, and does the roofline predict it?
+"""Measures the duration of a generation step, and compares it with its lower bound, with the roofline's prediction, and
+with another server.
 
-The grid is batch x context. The sequences of a batch have different lengths, spread evenly within a tenth of the
-context, and their KV is stored as in a served request. A step is one step of the engine, including sampling and
-detokenization (benchmarks.sides.engine_rows).
+The cases (cells) are pairs of a batch size and a context length. The sequences of a batch have different lengths,
+spread evenly within a tenth of the context. Their KV is stored as in a served request. A step is one step of the
+engine, including sampling and detokenization (`benchmarks.sides.engine_rows`).
 
-The other side is vLLM-CPU if it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with sequences of the
-same lengths, stepped by vLLM's engine in its own process. Otherwise it is transformers (`plain`). The sides alternate
-after every four steps, each time after one warm-up step. The side that waits is idle.
+Baton is compared with vLLM-CPU if it is named (`--peer-python`, `--peer-model`; benchmarks/peers). vLLM's engine steps
+sequences of the same lengths in its own process. Otherwise Baton is compared with transformers (`plain`). The two
+alternate after every four steps, each time after one warm-up step. The one that waits is idle.
 
 `floor` is the number of bytes that a step must read, as counted by the engine, divided by the bandwidth with which all
 threads read memory. `operations` is the sum over matrices and attention of max(time to read, time to compute), with
-rates that are measured before the first cell. `roofline` is the prediction of `baton plan --hardware here`, from
-measurements at the same time. `--plot` draws floor and roofline with the measured steps. `--bars` checks the bars for
-vLLM, the operations and the prediction.
+rates that are measured before the first case. `roofline` is the prediction of `baton plan --hardware here`, from
+measurements at the same time.
+
+`--plot` draws floor and roofline with the measured steps. `--bars` checks the required ratios to vLLM, the operations
+and the prediction, and fails if one is missed.
 """
 
 import argparse
@@ -48,13 +51,15 @@ from generate_workers.engine.status import StepStats
 GRID = "1x192,16x192,32x192,16x1024,8x4096,16x4096"
 QUICK_GRID = "1x192,4x512"
 BARS = {(1, 192): 1.15, (16, 192): 0.85, (32, 192): 0.85, (16, 1024): 0.75, (8, 4096): 0.75, (16, 4096): 0.75}
-"""Maximum ratio of Baton's step time to vLLM's, by (batch, context)."""
+"""Maximum ratio of Baton's step time to vLLM's, by (batch size, context length in tokens). With --bars, the benchmark
+fails above it."""
 INT8_BARS = BARS | {(1, 192): 0.65}
-"""Maximum ratio of Baton's step time with --weights int8 to vLLM's with bf16 weights, by (batch, context)."""
+"""Maximum ratio of Baton's step time with --weights int8 to vLLM's step time with bf16 weights, by (batch size, context
+length in tokens)."""
 OPERATIONS_BAR = 1.5
-"""Maximum ratio of Baton's step time to the sum of its operations' times."""
+"""Maximum ratio of Baton's step time to the sum of the minimum times of the step's operations."""
 PREDICTION_BAR = 0.20
-"""Maximum error of the prediction, as a fraction of the measured time."""
+"""Maximum error of the predicted step time, as a fraction of the measured step time."""
 _STEPS = 4
 _PEER_KV_GB = 3
 _PROMPT_TOKENS = 256
@@ -63,26 +68,26 @@ _RATE_S = 1.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size at one context length."""
+    """One case of the benchmark: a batch size and a context length in tokens."""
 
     batch: int
     context: int
 
     @classmethod
     def parse(cls, text: str) -> "Cell":
-        """Parse a cell from text like `16x192`."""
+        """Parse a case from text: batch size and context length in tokens, for example `16x192`."""
         batch, context = map(int, text.split("x"))
         return cls(batch, context)
 
     def lengths(self, num_rounds: int) -> list[int]:
-        """Return the length of each sequence in tokens before the first of `num_rounds` rounds. The mean equals the
-        context half-way through the rounds."""
+        """Return the initial number of tokens of each sequence for a measurement of `num_rounds` rounds. Sequences grow
+        in each round; half-way through the rounds, their mean length is `context`."""
         return row_lengths(self.batch, self.context, less=num_rounds * (_STEPS + 1) // 2)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The measurements and predictions of one cell."""
+    """Measured and predicted times of one case."""
 
     cell: Cell
     pairs: Pairs
@@ -93,8 +98,11 @@ class Outcome:
 
 
 def plain_step(folder: Path, dtype: torch.dtype, lengths: list[int]) -> Callable[[], float]:
-    """Return a function that measures the milliseconds of a step of transformers with SDPA and a dynamic cache, which
-    is cropped after each step. All sequences have the mean of `lengths`, because transformers would pad them."""
+    """Return a function that runs steps of transformers and returns the milliseconds of a step. It uses SDPA and a
+    dynamic cache, which is cropped after each step.
+
+    All sequences have the mean of `lengths` as their length, because transformers would pad shorter sequences.
+    """
     from transformers import AutoModelForCausalLM, DynamicCache
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
@@ -122,8 +130,8 @@ def plain_step(folder: Path, dtype: torch.dtype, lengths: list[int]) -> Callable
 
 
 def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
-    """Return a function that measures the milliseconds of a step of vLLM. `lengths`: initial lengths of the
-    sequences."""
+    """Return a function that runs steps of vLLM and returns the mean milliseconds of a step. `lengths`: number of
+    tokens of each sequence before the first step."""
     peer.ask({"rows": lengths})
 
     def step_ms() -> float:
@@ -135,13 +143,13 @@ def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
 
 
 def bare(chip: Chip, prompt_flops: float) -> Chip:
-    """Return a Chip whose operations take max(time to read, time to compute). Its compute rate is max(rate of large
-    batches, `prompt_flops`), and it reads KV at the full memory bandwidth."""
+    """Return a simplified Chip on which each operation takes max(time to read, time to compute). Its compute rate is
+    max(`chip.flops`, `prompt_flops`), in FLOP/s. It reads KV at the full memory bandwidth."""
     return Chip(max(chip.flops, prompt_flops), chip.memory_bandwidth, chip.memory_bytes)
 
 
 class Bench:
-    """Decoder, measured machine and options, which all cells share."""
+    """Decoder, measured rates of the machine, and options, which all cases share."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, num_threads: int) -> None:
         self._args = args
@@ -164,7 +172,7 @@ class Bench:
         collect_rarely()  # as workers do
 
     def run(self, cell: Cell, peer: VllmPeer | None) -> Outcome:
-        """Measure both sides of a cell, or only Baton with --alone."""
+        """Measure the steps of Baton and of the other server in one case. With --alone, measure only Baton."""
         lengths = cell.lengths(self.num_rounds)
         max_steps = self.num_rounds * (_STEPS + 1) + 1
         config = EngineConfig(num_slots=cell.batch, max_slot_tokens=max(lengths) + max_steps + 1)
@@ -192,7 +200,8 @@ class Bench:
 
 
 def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars: Bars) -> None:
-    """Report the rows and bars of a cell. `baseline` is empty if there is no other side."""
+    """Report the results of a case and check them against the required values. `baseline`: name of the server that
+    Baton is compared with; empty if there is none."""
     ours, cell = outcome.pairs.ours, outcome.cell
     if baseline:
         reporter.add(name, "step_ms", "ms", baseline, outcome.pairs)
@@ -223,7 +232,7 @@ def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars:
 
 @contextlib.contextmanager
 def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> Iterator[VllmPeer | None]:
-    """Start vLLM if the options name it, and yield it; else yield None."""
+    """Start vLLM if the options name it, and yield it. Otherwise yield None."""
     if args.peer_python is None:
         yield None
         return
@@ -234,7 +243,7 @@ def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> It
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the grid. With --bars, return 1 if a bar is missed."""
+    """Measure all cases. With --bars, return 1 if a required value is missed, otherwise 0."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))
@@ -260,7 +269,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run the benchmark; return the exit status."""
+    """Run the benchmark from the command line. Return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
     parser.add_argument("--weights", default=None, choices=("int8",), help="weight format of Baton, instead of --dtype")

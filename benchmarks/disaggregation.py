@@ -1,14 +1,20 @@
-"""Does it pay to decide for each prompt whether a chain prefills it? Compares `auto` with always and never using a
-chain.
+"""Benchmark of the per-prompt choice between disaggregated and local prefill.
 
-A local cluster (orchestrator, a prefill rank and a generation engine with one thread each, KV pushed and committed)
-runs streams all the time. Short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) arrive at random times;
-each requests one token. Fewer than one prompt in twenty is long, so the 95th percentile is that of a short prompt. The
-policies are those of the orchestrator (`orchestrator.disaggregation`), with the same workers and the same cost model,
-which is calibrated first. They serve the same arrivals, one policy after another. Rows compare `policy=auto` with each
-other policy: mean and 95th percentile of the time to first token, and 99th percentile of the time between two tokens of
-the streams. At the end, the reasons for each choice are printed. `--bars`: auto is better in mean and 95th percentile
-than both.
+The policy `auto` decides for each prompt whether a chain of prefill ranks or the generation engine prefills it. The
+benchmark compares `auto` with the policies that always or never use the chain.
+
+The load runs on a local cluster: an orchestrator, a prefill rank and a generation engine with one thread each. Some
+streams generate tokens all the time. Short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) arrive at
+random times; each requests one token. Fewer than one prompt in twenty is long, so the 95th percentile is that of a
+short prompt.
+
+The policies are those of the orchestrator (`orchestrator.disaggregation`). All use the same workers and the same cost
+model, which is calibrated first. They serve the same arrivals, one policy after another. Each output row compares
+`auto` with another policy in one metric: the mean or the 95th percentile of the time to first token, or the 99th
+percentile of the time between two tokens of the streams. At the end, the reasons for each choice are printed.
+
+With `--bars`, the benchmark fails unless `auto` is better than both other policies in the mean and in the 95th
+percentile.
 """
 
 import argparse
@@ -43,16 +49,16 @@ NUM_SHORT, NUM_LONG, SECONDS = 40, 2, 24.0
 QUICK_SHORT, QUICK_LONG, QUICK_SECONDS = 5, 1, 3.0
 NUM_STREAMS = 4
 BAR = 1.0
-"""Minimum ratio of the other policy's time to auto's."""
+"""Minimum ratio of the other policy's time to first token to that of `auto`."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Results of one round of one policy."""
+    """Measurements of one policy in one round."""
 
     asked: list[Asked]
     gaps_ms: list[float]
-    """Milliseconds between two tokens of the streams while prompts were served."""
+    """Times between consecutive tokens of the running streams in milliseconds, measured while prompts were served."""
 
     @property
     def mean_s(self) -> float:
@@ -66,12 +72,13 @@ class Served:
 
     @property
     def p99_ms(self) -> float:
-        """99th percentile of the gaps between two tokens, in milliseconds."""
+        """99th percentile of the time between two consecutive tokens of a running stream, in milliseconds."""
         return p99(self.gaps_ms)
 
 
 async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregation, seed: int, quick: bool) -> Served:
-    """Serve the arrivals of one round while streams run."""
+    """Serve the arrivals of one round under the disaggregation policy `way`, while other streams generate tokens.
+    Return the measurements."""
     sizes = (QUICK_SHORT, QUICK_LONG, QUICK_SECONDS) if quick else (NUM_SHORT, NUM_LONG, SECONDS)
     async with (
         controlled(cluster, planner, OrchestratorConfig(disaggregation=way)) as scheduler,
@@ -83,7 +90,8 @@ async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregatio
 
 
 def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggregation, list[Served]]) -> None:
-    """Report auto compared with the other policies, and the reasons of all placements."""
+    """Report `auto` compared with each other policy, and how often each reason decided between chain and local
+    prefill."""
     name = case(streams=NUM_STREAMS, ranks=1, policy="auto", trace="mixed")
     for way in WAYS[1:]:
         for metric, unit, attribute in (
@@ -102,7 +110,7 @@ def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggr
 
 
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
-    """Measure all rounds, after a warm-up round. With --bars, return 1 if a bar is missed."""
+    """Measure all rounds, after a warm-up round. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     reporter, bars, console = Reporter("disaggregation", args.json), Bars(), Console(stderr=True, highlight=False)
     folder, config = (
         resolve(args),

@@ -1,12 +1,16 @@
-"""How much does elastic chain width gain when short prompts arrive after long ones? Compares it with full width in
-order of arrival.
+"""Benchmark of elastic chain width, in which the scheduler decides for each prompt how many ranks of a chain prefill
+it.
 
-Two prompts of 6,000 tokens arrive at once, and ten of 256 tokens 0.2 to 2 s later, for one output token each. They pass
-through a whole local cluster (orchestrator, a chain of two ranks with one thread each, a generation engine, KV pushed
-and committed). Both policies are those of the orchestrator (`elastic` on, and off as the baseline `static`), with the
-same workers and the same cost model, which is calibrated first. They serve the whole burst alternately. Rows: mean TTFT
-of the short prompts, and of the long ones. `--bars`: the short prompts' mean is at least 3 times better, and the long
-ones' at most 15 % worse.
+Two prompts of 6,000 tokens arrive at once, and ten of 256 tokens arrive 0.2 to 2 s later. Each requests one output
+token. The benchmark compares two settings of the orchestrator: `elastic`, and the baseline `static`, which prefills
+each prompt on all ranks in order of arrival.
+
+Prompts pass through a whole local cluster: an orchestrator, a chain of two ranks with one thread each, and a generation
+engine. Both settings use the same workers and the same cost model, which is calibrated first. They serve the whole
+burst alternately. Output rows: mean time to first token (TTFT) of the short prompts, and of the long prompts.
+
+With `--bars`, the benchmark fails unless the mean TTFT of short prompts is at least 3 times better, and that of long
+prompts at most 15 % worse.
 """
 
 import argparse
@@ -49,9 +53,9 @@ ROUNDS = 5
 QUICK_ROUNDS = 2
 QUICK_LONG_TOKENS = 600
 SHORT_BAR = 3.0
-"""Minimum ratio of static's to elastic's mean TTFT, for short prompts."""
+"""Minimum ratio of the mean TTFT of `static` to that of `elastic`, for short prompts."""
 LONG_BAR = 0.15
-"""Maximum increase of the long prompts' mean TTFT, as a fraction."""
+"""Maximum increase of the long prompts' mean TTFT with `elastic`, as a fraction of that with `static`."""
 _POLICIES = {"elastic": True, "static": False}
 
 
@@ -64,11 +68,11 @@ class Served:
     num_ranks: int
     """Number of ranks that prefilled the prompt."""
     reason: str
-    """Reason for that number of ranks."""
+    """Scheduler's reason for the number of ranks, or a note that the generation group prefilled the prompt."""
 
 
 async def serve(scheduler: RequestScheduler, arrival: Arrival) -> Served:
-    """Send a prompt at its arrival time, and return when its stream has ended."""
+    """Wait until the prompt's arrival time, send the prompt, and read its stream to the end. Return the result."""
     await asyncio.sleep(arrival.at_s)  # from the burst's start
     clock, first_s, finished = SystemClock(), 0.0, None
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -88,7 +92,7 @@ async def serve(scheduler: RequestScheduler, arrival: Arrival) -> Served:
 
 
 class _Bench:
-    """Workers that both policies share, and their measurements."""
+    """Local cluster whose workers serve both policies, and the measurements on it."""
 
     def __init__(self, args: argparse.Namespace, cluster: LocalCluster, planner: ChainPlanner) -> None:
         self._args, self._cluster, self._planner = args, cluster, planner
@@ -96,8 +100,8 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def measure(self) -> dict[str, list[list[Served]]]:
-        """Measure the burst of every round, and return the results by policy. A warm-up round of short prompts is run
-        first."""
+        """Run a warm-up round of short prompts, then the burst of every round with each policy. Return the results of
+        the rounds by policy."""
         found: dict[str, list[list[Served]]] = {policy: [] for policy in _POLICIES}
         rounds = self._args.pairs or (QUICK_ROUNDS if self._args.quick else ROUNDS)
         with progress("bursts", rounds + 1) as advance:
@@ -111,7 +115,7 @@ class _Bench:
         return found
 
     def report(self, reporter: Reporter, bars: Bars, found: dict[str, list[list[Served]]]) -> None:
-        """Report the mean TTFT of short and of long prompts, and the numbers of ranks that they used."""
+        """Report the mean TTFT of short and of long prompts, and the numbers of ranks that prefilled them."""
         ratios = {}
         for num_tokens in (SHORT_TOKENS, self._long_tokens):
             means = {policy: [_mean(served, num_tokens) for served in rounds] for policy, rounds in found.items()}
@@ -148,7 +152,7 @@ def _mean(served: Sequence[Served], num_tokens: int) -> float:
 
 
 def calibrate(args: argparse.Namespace) -> Calibration:
-    """Return the cost model of ranks that are configured as the cluster's."""
+    """Return a cost model, calibrated on ranks that have the same configuration as the cluster's ranks."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
         lengths = QUICK_CALIBRATED if args.quick else CALIBRATED
@@ -157,7 +161,7 @@ def calibrate(args: argparse.Namespace) -> Calibration:
 
 
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
-    """Measure all rounds. With --bars, return 1 if a bar is missed."""
+    """Measure all rounds. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     reporter, bars = Reporter("elastic", args.json), Bars()
     config = local_config(args.dtype, num_ranks=args.ranks)  # keeps no prefixes: the prompts come again
     async with LocalCluster(ClusterPlan(config, ResolvedModel(resolve(args))), SystemClock()) as cluster:

@@ -1,21 +1,24 @@
-"""How many streams can one orchestrator serve, and what does each forwarded token cost?
+"""Benchmark of the number of streams that one orchestrator can serve, and of the cost of each forwarded token.
 
-The real server, with gRPC on both sides. Generation groups emit scripted tokens at a given pace without computing
-(benchmarks.gateways.engines). Clients check each token (benchmarks.gateways.load). Each side has its own process.
-Prompts are text, which the server tokenizes; nothing is prefilled.
+The server is the real one, with gRPC on both sides. Generation groups emit scripted tokens at a given pace without
+computing (`benchmarks.gateways.engines`). Clients check each token (`benchmarks.gateways.load`). Clients, server and
+engines each run in their own process. Prompts are text, which the server tokenizes; nothing is prefilled.
 
-`trace=paced`: all streams at once, each at a few tokens per second, so that the processor suffices for all three
-processes. In a window in which all streams run, it measures: tokens forwarded per second (baseline `made`: tokens that
-the groups make at their pace), the server's processor time per token in microseconds, and the p99 of the time from the
-engine to the client. The server's memory per stream is its growth since a tenth of the streams had run and ended.
-`trace=flood`: fewer streams, whose tokens are made faster than they can be forwarded. `trace=burst`: short requests at
-random times within a few seconds: the p99 of the time to first token, and the server's processor time per request. A
-value without another baseline is shown with its bar (`promised`).
+- `trace=paced`: all streams run at once, each at a few tokens per second, so that the processor suffices for all three
+  processes. While all streams run, the benchmark measures the tokens forwarded per second, the server's processor time
+  per token in microseconds, and the p99 of the time from the engine to the client. The baseline `made` is the number of
+  tokens that the groups emit. The server's memory per stream is also measured. It does not include the memory
+  that the server uses after a tenth of the streams have run and ended.
+- `trace=flood`: fewer streams, whose tokens are emitted faster than they can be forwarded.
+- `trace=burst`: short requests at random times within a few seconds. The benchmark measures the p99 of the time to
+  first token, and the server's processor time per request.
 
-A missing or misplaced token, a stream without its last message, and any status except OK are errors. `--bars`: no
-errors; in `paced`, 0.95 of the tokens made, and the bars for processor time and memory. `--profile FILE` samples the
-server during `paced` and `burst` and writes where it spent its time. Rows of a profiled run must not be compared with
-the bars.
+A value without another baseline is compared with its limit (`promised`). A missing or misplaced token, a stream without
+its last message, and any status except OK count as errors. With `--bars`, the benchmark fails on errors, if less than
+0.95 of the tokens are forwarded in `paced`, or if the limit of the processor time or of the memory is exceeded.
+
+`--profile FILE` samples the server during `paced` and `burst`, and writes the profile to FILE. Profiling slows the
+server down, so the results of a profiled run must not be compared with the limits.
 """
 
 import argparse
@@ -46,14 +49,14 @@ BURST_CPU_BAR_MS = 5.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the loads."""
+    """Numbers of streams and tokens, rates and durations of the benchmark's loads."""
 
     num_streams: int
     stream_tokens: int
     rate: float
-    """Tokens per second of each stream."""
+    """Number of tokens per second that each stream emits."""
     ramp_s: float
-    """Seconds within which the streams start."""
+    """Length in seconds of the period in which the streams are started."""
     window_s: float
     num_flood: int
     flood_tokens: int
@@ -69,7 +72,7 @@ _BURST_TOKENS, _BURST_RATE = 4, 20.0
 
 @dataclass(frozen=True)
 class Looked:
-    """Resources used by the server, and tokens received by the clients, between two points in time."""
+    """Resources used by the server, and tokens received by the clients, in one measured period."""
 
     before: Usage
     after: Usage
@@ -79,12 +82,12 @@ class Looked:
 
     @property
     def cpu_us(self) -> float:
-        """Processor time of the server per token, in microseconds."""
+        """Processor time of the server per received token, in microseconds."""
         return (self.after.cpu_s - self.before.cpu_s) * 1e6 / max(self.num_tokens, 1)
 
 
 class _Bench:
-    """Processes of the benchmark, its options and its results."""
+    """Runs the benchmark's processes, and collects their measurements."""
 
     def __init__(self, args: argparse.Namespace, sizes: Sizes, folder: Path) -> None:
         self._sizes, self._folder = sizes, folder
@@ -95,7 +98,7 @@ class _Bench:
         self._profiles: list[str] = []
 
     async def run(self) -> Bars:
-        """Measure all requested traces, and return the bars."""
+        """Measure all requested traces. Return the limits (bars) and whether the measured values meet them."""
         sizes = self._sizes
         traces = {
             "paced": (sizes.rate, sizes.num_streams, self._paced),
@@ -207,7 +210,7 @@ class _Bench:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all traces. With --bars, return 1 if a bar is missed."""
+    """Measure all traces. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     bars = await _Bench(args, QUICK if args.quick else FULL, resolve(args)).run()
     return bars.close() if args.bars else 0
 

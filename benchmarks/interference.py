@@ -1,20 +1,23 @@
-"""How much do long prompts slow down running streams?
+"""Benchmark of the interference of long prompts with running streams.
 
-Eight streams run. At first they run alone; then prompts of 6,000 tokens arrive one after the other, for one output
-token each. The main metric is the 99th percentile of the time between two tokens of a stream while prompts arrive,
-relative to that of the streams alone (baseline `idle`). The sides are measured one after another:
+Eight streams run alone at first. Then prompts of 6,000 tokens arrive one after the other, and each requests one output
+token. The main metric is the 99th percentile of the time between two tokens of a stream while prompts arrive, divided
+by the same percentile while the streams run alone (baseline `idle`). The sides of the comparison are measured one after
+another:
 
   disaggregated   a generation engine on its own core; the prefill rank, the orchestrator and this process on the other
                   cores
-  streamed        like disaggregated, with KV over gRPC instead of shared memory (prefill.transfer)
-  colocated       one engine with all cores, which prefills locally within its bound (generate.max_step_stretch)
-  unbounded       like colocated, with up to max_prefill_tokens_per_step prompt tokens per step
-  vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens (its default) or of 256 (as in Baton). Needs
-                  `--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`
+  streamed        like disaggregated, but KV is transferred over gRPC instead of shared memory (prefill.transfer)
+  colocated       one engine with all cores, which prefills locally; generate.max_step_stretch limits the prefill work
+                  per step
+  unbounded       like colocated, but with up to max_prefill_tokens_per_step prompt tokens per step
+  vllm, vllm_256  vLLM's CPU build with chunks of 2,048 tokens (its default) or of 256 (as in Baton). Needs
+                  `--peer-python PATH`, the Python that `peers/setup_vllm_cpu.sh` installs, and `--peer-model DIR`
 
-Rows, by `policy`: p99_ms, step_ms (median between two tokens), and ttft_s of the long prompts that received their token
-in time, compared with `disaggregated`. `--plot FILE`: distributions of all gaps. `--bars`: disaggregated is at most 1.4
-times idle, which is also the limit for colocated prefill.
+Output rows per side (`policy`): p99_ms and step_ms (the median time between two tokens), compared with `idle`; and
+ttft_s of the long prompts, compared with `disaggregated`. Prompts that received no token in time are excluded from
+ttft_s. `--plot FILE` draws the distributions of all gaps. With `--bars`, the benchmark fails if `disaggregated` is more
+than 1.4 times `idle`.
 """
 
 import argparse
@@ -50,16 +53,16 @@ from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import OrchestratorConfig
 
 BAR = 1.4
-"""Maximum ratio of the p99 between tokens of disaggregated streams while prompts arrive to that of the streams
-alone."""
+"""Maximum ratio of two 99th percentiles of the time between tokens, for disaggregated streams: while prompts arrive,
+divided by while the streams run alone."""
 _PEER_CHUNKS = {"vllm": 2048, "vllm_256": 256}
-"""Maximum number of tokens in a vLLM step, by the name of the side."""
+"""Maximum number of tokens per engine step of vLLM, by the name of the side."""
 _PEER_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the load."""
+    """Numbers, lengths and durations that define the load."""
 
     num_streams: int
     num_tokens: int
@@ -71,7 +74,8 @@ class Sizes:
 
     @property
     def arrivals(self) -> tuple[Arrival, ...]:
-        """Arrivals of the long prompts, in seconds from the end of the period in which only the streams run."""
+        """Arrivals of the long prompts. Arrival times are in seconds from the end of the initial period, in which only
+        the streams run."""
         count = max(1, round(self.loaded_s / self.every_s))
         return tuple(Arrival(number * self.every_s, self.num_tokens, number) for number in range(count))
 
@@ -82,7 +86,8 @@ QUICK = Sizes(2, 600, 2.0, 2.0, 4.0, 1)
 
 @dataclass(frozen=True)
 class Felt:
-    """Gaps between tokens of one side's streams, and times to first token of its prompts, in one round."""
+    """Measurements of one side in one round: times between tokens of the streams without and with load, and times to
+    first token of the prompts."""
 
     idle_ms: Sequence[float]
     loaded_ms: Sequence[float]
@@ -90,7 +95,7 @@ class Felt:
 
 
 class Side(Protocol):
-    """One side of the comparison, which serves streams and prompts."""
+    """One system in the comparison. It runs streams, and serves prompts that arrive in the meantime."""
 
     async def measure(self, sizes: Sizes) -> Felt:
         """Run one round and return its measurements."""
@@ -98,8 +103,8 @@ class Side(Protocol):
 
 
 class RelaySide:
-    """Local cluster. While the side is measured, this process, which runs the orchestrator, is bound to `cores`; empty:
-    not bound."""
+    """Side of the comparison that runs a local cluster of Baton. This process runs the orchestrator. During the
+    measurement it is bound to `cores`; an empty set leaves it unbound."""
 
     def __init__(self, cluster: LocalCluster, planner: ChainPlanner, cores: Sequence[int]) -> None:
         self._cluster = cluster
@@ -107,8 +112,8 @@ class RelaySide:
         self._cores = cores
 
     async def measure(self, sizes: Sizes) -> Felt:
-        """Run one round. A prompt that has no token by the end of the round is excluded from the times to first
-        token."""
+        """Run one round and return its measurements. Prompts that have received no token by the end of the round are
+        excluded from the times to first token."""
         before = os.sched_getaffinity(0)
         if self._cores:
             use_cores(self._cores, 1)
@@ -137,7 +142,7 @@ class RelaySide:
 
 
 class PeerSide:
-    """Side that runs in a vLLM process."""
+    """Side of the comparison that runs vLLM in a separate process."""
 
     def __init__(self, peer: VllmPeer) -> None:
         self._peer = peer
@@ -197,7 +202,8 @@ async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) 
 
 
 def report(reporter: Reporter, bars: Bars, sizes: Sizes, found: dict[str, list[Felt]]) -> None:
-    """Report each side compared with its own streams alone, and with the disaggregated side."""
+    """For each side, report the times between tokens while prompts arrive, compared with those while its streams run
+    alone, and the prompts' times to first token, compared with the side `disaggregated`. Check the limit."""
     medians = {name: [_median(each.ttft_s) for each in rounds] for name, rounds in found.items()}
     for name, rounds in found.items():
         keys = case(tokens=sizes.num_tokens, streams=sizes.num_streams, policy=name, trace="steady")
@@ -216,7 +222,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all sides one after another, after a warm-up round. With --bars, return 1 if a bar is missed."""
+    """Measure all sides one after another, after a warm-up round. Return 0, or 1 if `--bars` is given and a value
+    misses its limit."""
     sizes = QUICK if args.quick else FULL
     reporter, bars = Reporter("interference", args.json), Bars()
     found: dict[str, list[Felt]] = {}

@@ -1,15 +1,20 @@
-"""Does the automatic choice between kernels select the faster one, for steps of few sequences and for long prefills?
+"""Benchmark of the automatic choice between kernels for linear layers, for decode steps of few sequences and for long
+prefills.
 
-Three sides are measured alternately, each in its own process with the whole decoder: `panels` (linear layers in C++ for
-any number of rows), `torch` (linear layers by torch for any number of rows), and `chosen`, which uses the result of
-`baton.modeling.kernels.choosing`, measured at its start. Steps are those of a generation engine
-(benchmarks.sides.engine_rows) on all cores. A prefill is one forward pass of the decoder on one thread, as in a rank.
+Three sides are measured alternately. Each runs the whole decoder in its own process:
 
-`--without-amx` disables AMX in Baton's kernels but not in torch, which is then faster for many rows. With
-ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment torch does not use AMX either, as on a processor without AMX.
+- `panels`: linear layers run on Baton's C++ kernels for any number of rows of the input matrix
+- `torch`: linear layers run on torch for any number of rows
+- `chosen`: `baton.modeling.kernels.choosing` measures both at the start, and the result selects the kernel
 
-The baseline of a row is the faster of `panels` and `torch` in that cell. `--bars`: `chosen` takes at most 1.10 times as
-long.
+Steps are those of a generation engine (`benchmarks.sides.engine_rows`) on all cores. A prefill is one forward pass of
+the decoder on one thread, as in a prefill rank.
+
+`--without-amx` disables AMX in Baton's kernels but not in torch, which is then faster for many rows. To disable AMX in
+torch too, set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment.
+
+The baseline of an output row is the faster of `panels` and `torch` in the same case. With `--bars`, the benchmark fails
+if `chosen` takes more than 1.10 times as long.
 """
 
 import argparse
@@ -54,7 +59,7 @@ STEPS = "1x192,16x192,32x192,16x1024,8x4096"
 PREFILLS = "100,1200"
 QUICK_STEPS, QUICK_PREFILLS = "1x192,16x192", "100"
 BAR = 1.10
-"""Maximum ratio of `chosen`'s time to that of the faster forced side."""
+"""Maximum ratio of the time of `chosen` to the time of the faster of `panels` and `torch`."""
 SIDES = ("chosen", "panels", "torch")
 _NUM_STEPS = 4
 _END_S = 10.0
@@ -62,16 +67,17 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class SideSpec:
-    """Arguments of the process of one side."""
+    """Arguments of the process of one side of the comparison."""
 
     name: str
     folder: Path
     dtype: str
     tiles: bool
-    """True: Baton's kernels may use the processor's AMX."""
+    """True if Baton's kernels may use the processor's AMX instructions."""
 
     def choice(self) -> KernelChoice:
-        """Measure the choice between kernels, and override it if this side forces a kernel."""
+        """Measure which kernel is faster for which number of rows, and return the result. The sides `panels` and
+        `torch` replace it by a choice that always uses their kernel."""
         chosen = measure_choice(tiles=self.tiles)
         if self.name == "panels":
             return replace(chosen, torch_rows=None)
@@ -82,13 +88,13 @@ class SideSpec:
 
 @dataclass(frozen=True)
 class Cell:
-    """One case: a step of `batch` sequences with `context` keys each or, if `batch` is 0, a prefill of `context`
-    tokens."""
+    """One measured case. If `batch` is not 0, the case is a decode step of `batch` sequences with `context` keys each.
+    If `batch` is 0, it is a prefill of `context` tokens."""
 
     batch: int
     context: int
     num_runs: int
-    """Number of measurements per side."""
+    """Number of runs that are measured on each side."""
 
     @property
     def num_threads(self) -> int:
@@ -102,7 +108,7 @@ class Cell:
 
 
 class Side:
-    """Process of one side. Create with `running`."""
+    """Connection to the process of one side of the comparison. Create with `running`."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -111,7 +117,8 @@ class Side:
     @classmethod
     @contextlib.contextmanager
     def running(cls, spec: SideSpec) -> Iterator["Side"]:
-        """Start a side and yield it when it is ready. Its process ends with the block."""
+        """Context manager. Start the process of a side, and yield the side when it is ready. The process ends with the
+        block."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(theirs, spec), daemon=True)
@@ -125,11 +132,11 @@ class Side:
             process.kill()
 
     def begin(self, cell: Cell) -> None:
-        """Set up a cell in the side's process, replacing the previous one."""
+        """Set up a case in the side's process. It replaces the previous case."""
         self._ask(cell)
 
     def run_ms(self) -> float:
-        """Return the milliseconds of one step, or one prefill, of the cell."""
+        """Run one step or one prefill of the current case in the side's process. Return its milliseconds."""
         return self._ask(None)
 
     def _ask(self, question: Cell | None) -> float:
@@ -172,7 +179,7 @@ class _Steps:
 
 
 class _Prefill:
-    """Measures forward passes of a whole prompt."""
+    """Measures the time of a prefill: one forward pass of a whole prompt."""
 
     def __init__(self, decoder: Decoder, cell: Cell) -> None:
         self._decoder = decoder
@@ -189,7 +196,8 @@ class _Prefill:
 
 
 def measure(sides: dict[str, Side], cell: Cell, reporter: Reporter, bars: Bars) -> None:
-    """Measure all sides alternately, and report `chosen` compared with the forced sides."""
+    """Measure all sides alternately on one case. Report `chosen` compared with the faster of the two sides that always
+    use one kernel."""
     for side in sides.values():
         side.begin(cell)
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -209,7 +217,7 @@ def measure(sides: dict[str, Side], cell: Cell, reporter: Reporter, bars: Bars) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells. With --bars, return 1 if a bar is missed."""
+    """Measure all cases. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     folder, reporter, bars = resolve(args), Reporter("kernels", args.json), Bars()
     num_runs = 1 + (args.pairs or (QUICK_PAIRS if args.quick else PAIRS))
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)

@@ -1,19 +1,21 @@
-"""How fast are long contexts on a device whose memory holds few of them? A whole cluster, whose engine has a device of
-1 GiB.
+"""Benchmark of long contexts on a device with little memory. The engine's device has only `--device-gib` GiB (default:
+1) for weights and KV; the limit is also enforced on a CPU.
 
-The cluster has an orchestrator, a prefill rank and a generation engine, with KV pushed and committed. Prompts are
-passages of a novel with different beginnings. The device has `--device-gib` GiB for weights and KV (a limit that is
-also enforced on a CPU). Policies `host` and `infinigen` keep KV in host memory (`device` does not fit:
-`benchmarks.residency`). Each prompt is first sent for one output token, so that its KV is cached; then all prompts are
-sent at once. Rows: milliseconds per token, while all streams run, of `infinigen` (or of `--policies`) compared with
-`host`; and the engine's memory at the end of that period compared with its start. Keys are selected as in
+A whole local cluster runs: an orchestrator, a prefill rank and a generation engine. Prompts are passages of a novel
+that start at different positions. The policies `host` and `infinigen` keep KV in host memory. The policy `device` is
+not measured, because its KV does not fit (see `benchmarks.residency`).
+
+Each prompt is first sent alone for one output token, so that its KV is in the prefix cache. Then all prompts are sent
+at once. Output rows: milliseconds per token while all streams run, for `infinigen` (or the policies in `--policies`)
+compared with `host`; and the engine's memory at the end of this period compared with its start. Keys are selected as in
 `benchmarks.sparse`.
 
 With `--device emulated --link 4GBps` the engine's device has separate memory, and all policies use the same link
-(docs/devices.md). On a CPU there is no link: `host` copies each layer and reads the copy, `infinigen` reads keys in
-place and copies nothing. So the ratio on a CPU compares copying with not copying, and is not that of a device.
-`--bars`: no request is refused (a refusal ends the benchmark), at least 1.5 times as fast, at most 1.05 times the
-memory.
+(docs/devices.md). Without it, on a CPU, no data crosses a link: `host` copies each layer's KV and reads the copy, and
+`infinigen` reads keys in place and copies nothing. The ratio on a CPU therefore does not apply to a device.
+
+With `--bars`, the benchmark fails unless `infinigen` is at least 1.5 times as fast, and its memory at the end is at
+most 1.05 times that at the start. A refused request ends the benchmark.
 """
 
 import argparse
@@ -52,25 +54,26 @@ SPEED_BAR = 1.5
 MEMORY_BAR = 1.05
 _TEXT = "emma.txt.gz"
 _STRIDE = 1000
-"""Distance in tokens between the beginnings of two prompts in the text."""
+"""Distance in tokens between the starts of two consecutive prompts in the novel."""
 _PREFIX_SHARE = 0.3
-"""Fraction of /dev/shm for the prompts' KV."""
+"""Fraction of /dev/shm that is used to cache the prompts' KV."""
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @dataclass(frozen=True)
 class Ran:
-    """Results of one policy with all streams at once."""
+    """Measurements of one policy while all streams run at once."""
 
     measured: Measured
     early_mib: float
-    """Resident MiB of the engine's process when the last stream has received its first token."""
+    """Resident memory of the engine's process in MiB, measured when the last stream received its first token."""
     late_mib: float
-    """Resident MiB of the engine's process when the first stream has received its last token."""
+    """Resident memory of the engine's process in MiB, measured when the first stream received its last token."""
 
 
 class _Watch:
-    """Measures the engine's memory at the start and at the end of the period in which all streams run."""
+    """Measures the memory of the engine's process at the start and at the end of the period in which all streams
+    run."""
 
     def __init__(self, pid: int, num_streams: int) -> None:
         self._statm = Path(f"/proc/{pid}/statm")
@@ -78,13 +81,14 @@ class _Watch:
         self.early_mib = self.late_mib = 0.0
 
     def began(self) -> None:
-        """Record that a stream has received its first token."""
+        """Record that a stream has received its first token. When all streams have received theirs, measure the
+        engine's memory."""
         self._num_idle -= 1
         if not self._num_idle:
             self.early_mib = self._resident_mib()
 
     def ended(self) -> None:
-        """Record that a stream has received its last token."""
+        """Record that a stream has received its last token. The first call also measures the engine's memory."""
         self.late_mib = self.late_mib or self._resident_mib()
 
     def _resident_mib(self) -> float:
@@ -94,7 +98,8 @@ class _Watch:
 async def follow(
     scheduler: RequestScheduler, prompt: tuple[int, ...], max_tokens: int, watch: _Watch | None
 ) -> StreamTimes:
-    """Read one stream to its end and return its times. Raises the error that ended the request, if any."""
+    """Send a prompt, read its stream to the end, and return the times of its tokens. Raises the error that ended the
+    request, if any. `watch` is notified of the first and of the last token; None: not used."""
     asked_ns, first_ns, token_ns = time_ns(), 0, []
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     spec = Request(RequestId(uuid.uuid4().hex), prompt, params)
@@ -114,7 +119,8 @@ async def follow(
 
 
 async def run_policy(config: ClusterConfig, folder: Path, load: Load) -> Ran:
-    """Run all prompts one after the other, then all at once; return the measurements of the latter."""
+    """Run all prompts one after the other to fill the prefix cache, then all at once. Return the measurements of the
+    second run."""
     clock = SystemClock()
     async with (
         LocalCluster(ClusterPlan(config, ResolvedModel(folder)), clock) as cluster,
@@ -130,18 +136,19 @@ async def run_policy(config: ClusterConfig, folder: Path, load: Load) -> Ran:
 
 
 def make_prompts(folder: Path, num_streams: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Return `num_streams` passages of a novel, which overlap but begin at different positions."""
+    """Return `num_streams` passages of a novel with `num_tokens` tokens each. The passages overlap, but start at
+    different positions."""
     token_ids = text_ids(folder, _TEXT, num_tokens + (num_streams - 1) * _STRIDE)
     return tuple(tuple(token_ids[start : start + num_tokens]) for start in range(0, num_streams * _STRIDE, _STRIDE))
 
 
 def save_selection(args: argparse.Namespace, folder: Path, path: Path) -> None:
-    """Write the file that configures how `infinigen` selects keys."""
+    """Write the file from which the policy `infinigen` reads how to select keys."""
     save_prepared(find_source(load_decoder(folder, dtype=args.dtype), folder, args.selection).load(), path)
 
 
 async def run(args: argparse.Namespace, selection_file: Path) -> int:
-    """Measure the policies. With --bars, return 1 if a bar is missed."""
+    """Measure the policies. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     folder = resolve(args)
     save_selection(args, folder, selection_file)
     sizes = (QUICK_STREAMS, QUICK_TOKENS, QUICK_OUTPUT) if args.quick else (NUM_STREAMS, NUM_TOKENS, OUTPUT_TOKENS)

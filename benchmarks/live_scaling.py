@@ -1,22 +1,28 @@
-"""Does a live cluster serve traffic as the traffic simulator predicts?
+"""Benchmark of the traffic simulator: compares a live cluster with the simulator's predictions.
 
 The cluster has a real orchestrator and supervisor, gRPC, KV transfers, and one process per worker. Only the engines are
-paced (tests.support.paced): they compute with a tiny model, then wait until the time has passed that the cost model
-predicts for a large one. The same traces are sent to the cluster in an open loop, and run through the simulator, with
-the same cost model. The model includes the time of a request outside its chain, measured on the idle cluster as in
-`baton calibrate`.
+paced (`tests.support.paced`): they compute with a tiny model, then wait until the time has passed that the cost model
+predicts for a large model. The same traces are sent to the cluster in an open loop, and run through the simulator with
+the same cost model. The cost model includes the time that a request spends outside its prefill chain, measured on the
+idle cluster as in `baton calibrate`.
 
-There are three traces, with seeds that were fixed before any run: `bimodal` (30 % of the prompts have 3,000 tokens, the
-others 100), `bursty` (gaps with a squared coefficient of variation of 8) and `shifting` (long prompts, then long
-answers). For each trace, the simulator finds the fixed division of the groups with the highest rate at which 95 % of
-the requests meet 4 s to the first token and 90 ms between tokens. The trace is sent at a fraction (load) of that rate
-to a cluster with that division. Rows: 50th and 95th percentile of the time to first token and of the gaps between
-tokens, as clients measure them; baseline `simulated`.
+There are three traces, whose seeds were fixed before any run:
 
-`--policy autoscale`: the cluster starts with that division and scales itself, and so does the simulated one, with the
-same budget of groups, targets, and seconds for a start and a flip.
+- `bimodal`: 30 % of the prompts have 3,000 tokens, the others 100
+- `bursty`: times between arrivals have a squared coefficient of variation of 8
+- `shifting`: long prompts, then long answers
 
-`--bars`: the 50th percentiles differ by at most 15 %, the 95th by at most 25 %, and no request fails.
+For each trace, the simulator first finds the best fixed split of the groups into prefill and generation groups. The
+best split has the highest rate at which 95 % of the requests meet both targets: 4 s to the first token and 90 ms
+between tokens. The trace is then sent at a fraction of this rate to a cluster with this split. Output rows: 50th and
+95th percentile of the time to first token and of the time between tokens, as clients measure them; the baseline is
+`simulated`.
+
+With `--policy autoscale`, the live and the simulated cluster start with this split and are autoscaled. Both have the
+same number of groups, the same targets, and the same times to start a group or to change its role.
+
+With `--bars`, the benchmark fails if a request fails, if a 50th percentile differs by more than 15 %, or if a 95th
+percentile differs by more than 25 %.
 """
 
 import argparse
@@ -69,16 +75,17 @@ SCALING: dict[str, Any] = {
 }
 
 MakeTrace = Callable[[float, float, int], Trace]
-"""Function that makes a trace from a rate, a number of seconds and a seed."""
+"""Function that creates a trace. Its arguments are a rate in requests per second, a duration in seconds and a seed."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Kind of traffic, and its load."""
+    """One kind of traffic, its rate relative to the cluster's capacity, and its seed."""
 
     make: MakeTrace
     load: float
-    """Fraction of the capacity of the best fixed division."""
+    """Request rate of the trace, as a fraction of the highest rate that the best fixed split of the groups can
+    serve."""
     seed: int
 
 
@@ -105,8 +112,9 @@ SCENARIOS = {
 def capacity(
     scenario: Scenario, hardware: PacedHardware, num_ranks: int, probe_s: float
 ) -> tuple[float, tuple[int, int]]:
-    """Return the highest rate at which a fixed division serves the fraction `_BEARS` of requests within both targets,
-    and that division. Found with simulated traces of `probe_s` seconds."""
+    """Return the highest request rate that a fixed split of the groups can serve, and this split as (prefill groups,
+    generation groups). A rate can be served if the fraction `_BEARS` of the requests meets both latency targets in
+    simulated traces of `probe_s` seconds."""
     best = (0.0, (1, 1))
     for num_prefill in range(1, NUM_GROUPS):
         split = num_prefill, NUM_GROUPS - num_prefill
@@ -145,7 +153,7 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def run(self) -> int:
-        """Compare all requested traces; return the exit status."""
+        """Compare the live cluster with the simulator on all requested traces. Return the exit status."""
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made) / "paced"
             folder.mkdir()

@@ -1,10 +1,16 @@
-"""How does speculation affect clients? A mixed trace through `baton serve`, with drafts and without.
+"""Benchmark of the effect of speculation on clients. Sends a mixed trace through `baton serve`, with speculation and
+without.
 
 Short chats and summaries of long passages (tests/data) arrive at random times and stream greedy answers. Two clusters
-on one Ray differ only in `generate.speculation`. Both run all the time, and serve the same arrivals alternately. Rows
-compare `auto` with `off`. Over requests: the median and the 99th percentile of the mean time per output token, and the
-99th percentile of the time to first token. Over the load: the tokens per second from the first arrival to the last
-token, and the largest gap between two messages of a stream. `--bars` checks the bars.
+on the same Ray cluster differ only in `generate.speculation`. Both run all the time, and serve the same arrivals
+alternately. Output rows compare `auto` with `off` in these metrics:
+
+- median and 99th percentile, over the requests, of the mean time per output token
+- 99th percentile of the time to first token
+- tokens per second from the first arrival to the last token
+- largest gap between two messages of a stream
+
+With `--bars`, the benchmark fails if a value misses its limit.
 """
 
 import argparse
@@ -36,7 +42,8 @@ SUMMARY_TOKENS = 6000
 _CHAT_TOKENS = 40, 250
 _ANSWER_TOKENS = 160
 TAIL_BAR = 1.10
-"""Maximum ratio of auto to off, for the 99th percentiles of the times to first token and per output token."""
+"""Maximum ratio of `auto` to `off`. Applies to the 99th percentiles of the time to first token and of the time per
+output token."""
 _METRICS = (
     ("tpot_ms", "ms"),
     ("tokens_s", "tokens/s"),
@@ -58,12 +65,13 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Served:
-    """Answers of one side in one round."""
+    """Answers of one of the two clusters in one round."""
 
     answers: Sequence[Answer]
 
     def metric(self, name: str) -> float:
-        """Return the value of the metric `name`."""
+        """Return the value of a metric, such as `tpot_ms` or `ttft_p99_s`. Any other name returns the tokens per
+        second."""
         answers = self.answers
         tpot = [each.tpot_ms for each in answers]
         if name == "tpot_ms":
@@ -79,7 +87,8 @@ class Served:
 
 
 def trace(tokenizer: Tokenizer, seed: int, *, quick: bool) -> list[Arrival]:
-    """Return chats and summaries with random arrival times, determined by the seed. A summary arrives first."""
+    """Return a trace of chats and summaries with random arrival times, which depend only on the seed. The first request
+    is a summary."""
     num_chats, num_long, seconds = (
         (QUICK_CHATS, QUICK_SUMMARIES, QUICK_SECONDS) if quick else (NUM_CHATS, NUM_SUMMARIES, SECONDS)
     )
@@ -100,7 +109,7 @@ def trace(tokenizer: Tokenizer, seed: int, *, quick: bool) -> list[Arrival]:
 
 
 async def serve(client: AsyncClient, arrivals: Sequence[Arrival]) -> Served:
-    """Send all requests at their arrival times, regardless of earlier answers."""
+    """Send each request at its arrival time, without waiting for earlier answers. Return all answers."""
     return Served(await asyncio.gather(*(_ask(client, each) for each in arrivals)))
 
 
@@ -118,7 +127,8 @@ async def _ask(client: AsyncClient, arrival: Arrival) -> Answer:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all rounds, after a short warm-up round. With --bars, return 1 if a bar is missed."""
+    """Measure all rounds, after a short warm-up round. Return 0, or 1 if `--bars` is given and a value misses its
+    limit."""
     folder, console = resolve(args), Console(stderr=True, highlight=False)
     reporter, bars = Reporter("mixed_trace", args.json), Bars()
     tokenizer, address = Tokenizer.load(folder), ""

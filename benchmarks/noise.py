@@ -1,12 +1,15 @@
-"""How much does other traffic on the links cost? Compares the chain, all-gathers and ring attention on quiet and
-disturbed links.
+"""Benchmark of the cost of other traffic on the links. Compares the prefill chain, all-gathers (TSP) and ring attention
+on quiet and on disturbed links.
 
-There are two kinds of disturbance, in both directions of every link, in random bursts that are equal for all schemes
-(`baselines.pacing`): `traffic`, on links of `--link` MB/s that other messages occupy for a fraction of the time; and
-`delay`, on links of full speed, where a message waits for the end of a burst. Quiet and disturbed runs alternate. Rows
-compare a scheme's disturbed time with its quiet time (`quiet`). In the KV-Runahead paper (ICML 2024, figure 11), the
-chain lost at most 3.7 % and TSP over 10 %. `--bars`: the chain's median loss is below 6 %. TSP's loss is reported for
-comparison.
+There are two kinds of disturbance. Both occur in random bursts, in both directions of every link, and are equal for all
+schemes (`baselines.pacing`):
+
+- `traffic`: on links of `--link` MB/s, other messages occupy the link for a fraction of the time
+- `delay`: on links of full speed, a message waits until the end of a burst
+
+Quiet and disturbed runs alternate. Output rows compare a scheme's disturbed time with its quiet time (`quiet`). In the
+KV-Runahead paper (ICML 2024, figure 11), the chain lost at most 3.7 % and TSP over 10 %. With `--bars`, the benchmark
+fails unless the chain's median loss is below 6 %. TSP's loss is only reported.
 """
 
 import argparse
@@ -42,26 +45,27 @@ from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.resolved_model import ResolvedModel
 
 LOSS_BAR = 0.06
-"""Maximum median loss of the chain, as a fraction of its quiet time."""
+"""Maximum median slowdown of the prefill chain by a disturbance, as a fraction of its time on quiet links."""
 _BURST_S = {"traffic": 0.005, "delay": 0.010}
 """Mean duration of a burst in seconds, by kind of disturbance."""
 
 
 def paces(kind: str, args: argparse.Namespace, seed: int) -> tuple[Pace, Pace]:
-    """Return the pace of a quiet link and the pace of the same link when disturbed."""
+    """Return the simulated speed of a quiet link, and that of the same link when it is disturbed. `kind` is `traffic`
+    or `delay`."""
     quiet = Pace(bandwidth=args.link * 1e6 if kind == "traffic" else math.inf)
     return quiet, dataclasses.replace(quiet, busy_share=args.busy, burst_s=_BURST_S[kind], seed=seed)
 
 
 class _Bench:
-    """Ranks, and measurements on them. Every method blocks."""
+    """Prefill ranks, and measurements on them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, cost: CostModel, kernel: str) -> None:
         self._args, self._ranks, self._cost, self._kernel = args, ranks, cost, kernel
         self._pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
 
     def measure(self, kind: str) -> dict[str, Pairs]:
-        """Measure the disturbed and the quiet seconds of each scheme."""
+        """Measure each scheme on disturbed and on quiet links. Return the pairs of seconds by scheme."""
         num_tokens = self._args.tokens
         cost = at_pace(self._cost, self._ranks, paces(kind, self._args, seed=0)[0])
         chunks = as_ranges(search(num_tokens, len(self._ranks), cost, BATON), 0)
@@ -80,7 +84,7 @@ class _Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure both kinds of disturbance. With --bars, return 1 if a bar is missed."""
+    """Measure both kinds of disturbance. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     reporter, bars, kernel = Reporter("noise", args.json), Bars(), runnable([args.kernel, "sdpa"])[0]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:

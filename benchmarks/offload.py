@@ -1,23 +1,28 @@
-"""How much does KV in host memory cost, if a link has to bring it to the device?
+"""Benchmark of the cost of KV in host memory, when a link must copy it to the device in each step.
 
-Policies run on separate emulated devices (docs/devices.md), each with its own link of rate `--link`. `device` has room
-for all KV. Two policies keep KV in host memory: `host` streams all of it in each step (after FlexGen); `infinigen`
-fetches the keys that the next layer selects, on a device with room for the weights and the fraction `--room` of all KV.
-All policies run the same sequences, which contain the beginning of a novel and are fed its next tokens. The policies
-alternate after every two steps, each time after one warm-up step. Rows: milliseconds of a step compared with `device`
-and with `host`, bytes over the link per step compared with `host`, and the maximum number of bytes on the device
-compared with all KV. `--also` names additional policies, which run on devices like that of `infinigen`. The table at
-the end, and `--plot`, show all policies and cells (InfiniGen's figures 14 to 16): the step time, the speedup over
-`host`, and `device`'s step time as a fraction of it.
+Residency policies run on separate emulated devices (docs/devices.md), each with its own link of rate `--link`. The
+device of policy `device` has memory for all KV. Two policies keep KV in host memory: `host` streams all of it to the
+device in each step (after FlexGen), and `infinigen` fetches only the keys that the next layer selects. The device of
+`infinigen` has memory for the weights and for the fraction `--room` of all KV.
 
-`--breakdown CELL` measures the parts of each policy's steps in one additional cell (figure 18): waiting for transfers,
-the policy's own work, attention, linear layers, and the rest. For each policy, timed steps alternate with untimed ones
-(`benchmarks.sides.timed_steps`).
+All policies run the same sequences. Each sequence contains the beginning of a novel, and is fed the novel's next
+tokens. The policies alternate after every two steps, each time after one warm-up step. Output rows: milliseconds of a
+step compared with `device` and with `host`, bytes over the link per step compared with `host`, and the maximum number
+of bytes on the device compared with all KV. `--also` names additional policies, which run on devices like that of
+`infinigen`. The table at the end, and `--plot`, show all policies and cases as in InfiniGen's figures 14 to 16: the
+step time, the speedup over `host`, and the step time of `device` divided by it.
 
-`--bars`: a step of `infinigen` takes at most 1.6 times as long as that of `device`, and at most a third of that of
-`host`. Its bytes over the link are at most 15 % of `host`'s, and equal the bytes that its steps counted. At least 70 %
-of its fetch time overlaps with computation. The device never holds more than its room. In a breakdown, at most a tenth
-of a step is outside of all parts, and timing adds at most a tenth.
+`--breakdown CASE` measures the parts of each policy's steps in one additional case (InfiniGen's figure 18): waiting for
+transfers, the policy's own work, attention, linear layers, and the rest. For each policy, timed steps alternate with
+untimed ones (`benchmarks.sides.timed_steps`).
+
+With `--bars`, the benchmark fails unless all of these are true:
+
+- a step of `infinigen` takes at most 1.6 times as long as one of `device`, and at most a third of one of `host`
+- its bytes over the link are at most 15 % of those of `host`, and equal the bytes that its steps counted
+- at least 70 % of its fetch time overlaps with computation
+- the device never stores more than its memory limit
+- in a breakdown, at most a tenth of a step is outside of all parts, and timing adds at most a tenth
 """
 
 import argparse
@@ -57,31 +62,31 @@ from deploy.tuning.selection.passages import Context, prefill
 
 GRID, QUICK_GRID = "16x4096", "2x512"
 OTHER_BAR = 0.1
-"""Maximum fraction of a timed step that is outside of all parts."""
+"""Maximum fraction of a timed step that is not attributed to any part of the step."""
 TIMING_BAR = 1.1
-"""Maximum ratio of a timed step to an untimed one."""
+"""Maximum ratio of the duration of a timed step to that of an untimed step."""
 _READ = "emma.txt.gz"
 _LATENCY_S = 1e-5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Sequences of one batch size and length, and the devices of the policies."""
+    """One measured case: sequences of one batch size and length, and the memory limit of each policy's device."""
 
     batch: int
     context: int
     contexts: Sequence[Context]
     rooms: dict[str, int | None]
-    """Bytes for KV on the device of each policy. None: no limit."""
+    """Device memory for KV in bytes, by policy. None: no limit."""
     rate: LinkRate
 
     def name(self, policy: str, **keys: object) -> str:
-        """Return the case name of a policy's row."""
+        """Return the name of this case for an output row of `policy`. `keys` are appended to the name."""
         return case(batch=self.batch, context=self.context, policy=policy, **keys)
 
 
 class Bench:
-    """Model and options that all cells share."""
+    """Model and options that all cases share, and the measurements on them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.folder = args, resolve(args)
@@ -89,11 +94,11 @@ class Bench:
         self.source = LoadedSelection(decoder, prepared=find_source(decoder, self.folder, args.selection).load())
         self.num_pairs: int = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
         self.limited = ("infinigen", *filter(None, args.also.split(",")))
-        """Policies whose device has room for a fraction of the KV."""
+        """Names of the policies whose device has memory for only a fraction of all KV."""
         self.reporter, self.bars = Reporter("offload", args.json), Bars()
 
     def cell(self, sizes: str) -> Cell:
-        """Prefill the sequences of a cell, given as text like 16x4096."""
+        """Return a case with prefilled sequences. `sizes` is BATCHxLENGTH, for example 16x4096."""
         decoder = self.source.decoder
         batch, context = map(int, sizes.split("x"))
         num_steps, lengths = (self.num_pairs + 1) * STEPS_A_ROUND, row_lengths(batch, context)
@@ -104,7 +109,7 @@ class Bench:
         return Cell(batch, context, contexts, rooms, LinkRate(self.args.link, _LATENCY_S))
 
     def compare(self, cell: Cell) -> CellTimes:
-        """Measure all policies of a cell alternately, and report them."""
+        """Measure the steps of all policies alternately on one case, report them, and check the benchmark's limits."""
         with contextlib.ExitStack() as opened:
             sides = {
                 policy: opened.enter_context(running(policy, cell.contexts, self.source, cell.rate, room))
@@ -124,7 +129,7 @@ class Bench:
         return found
 
     def break_down(self, cell: Cell) -> list[Breakdown]:
-        """Measure the parts of all policies' steps, one policy after the other, and report them."""
+        """Measure how long each part of a step takes, one policy after the other, and report the times."""
         found = []
         for policy, room in cell.rooms.items():
             each = self._break_down(cell, policy, room)
@@ -183,7 +188,7 @@ class Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells. With --bars, return 1 if a bar is missed."""
+    """Measure all cases. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     cores = sorted(os.sched_getaffinity(0))
     use_cores(cores, len(cores))
     bench = Bench(args)

@@ -1,24 +1,32 @@
-"""How does the server handle more load than it can serve, and one tenant that requests far more than its share?
+"""Benchmark of the server under overload, and with one tenant that requests far more than its fair share.
 
-A local cluster (orchestrator, a rank and a generation engine with one thread each, KV pushed and committed) receives
-requests at random times, regardless of earlier answers (benchmarks.support.open_loop). The bars are for a machine with
-as many cores as computing threads. With more threads than cores, each thread slows down when another has work, and the
-order of requests has no effect. The capacity in requests per second is measured first, by streams that each send a new
-request when the last one was served.
+A local cluster runs an orchestrator, a prefill rank and a generation engine with one thread each. It receives requests
+at random times, regardless of earlier answers (`benchmarks.support.open_loop`). The capacity in requests per second is
+measured first, with streams that each send a new request when the last one was served. The limits apply to a machine
+with at least as many cores as computing threads. With fewer cores, each thread slows down the others, and the order of
+requests has no effect.
 
-`trace=overload`: three times as many requests as can be served. With `policy=queue`, the queue holds as many requests
-as are served within the bound on waiting. With `policy=deadline`, the queue is long, and each request has that bound as
-its deadline and asks for one token, so that a request in time is a completed request. The rows are: p99 of the time
-until a refusal (baseline `promised`, 50 ms). p95 of the time to first token of requests that were not refused, as a
-multiple of the bound. Completed requests in time, as a fraction of the capacity. This process's memory at the end, as a
-multiple of its memory after a quarter of the time. Seconds from the last arrival to the last first token.
+`trace=overload` sends three times as many requests as can be served, with one of two policies:
 
-`trace=fair`: two tenants. A light tenant sends a tenth of the load that can be served, first alone (baseline `alone`),
-then together with a heavy one that sends twenty times as much. The heavy tenant may use two of three slots. When the
-light tenant uses all other slots, its next request waits for a slot, regardless of its position in the queue. Row: p95
-of the light tenant's time to first token.
+- `policy=queue`: the queue is limited to the number of requests that are served within `BOUND_S` seconds
+- `policy=deadline`: the queue is long, and each request has a deadline of `BOUND_S` seconds. It requests one token, so
+  a request is completed in time if its first token is in time
 
-`--bars`: 50 ms; 1.3 times the bound; 0.9 of the capacity; 1.05 times the memory; 1.3 times the bound; 1.5 times alone.
+Its output rows are:
+
+- p99 of the time until a refusal (baseline `promised`: 50 ms)
+- p95 of the time to first token of requests that were not refused, as a multiple of the bound
+- requests completed in time, as a fraction of the capacity
+- this process's memory at the end, as a multiple of its memory after a quarter of the time
+- seconds from the last arrival to the last first token
+
+`trace=fair` has two tenants. A light tenant sends a tenth of the load that can be served, first alone (baseline
+`alone`), then together with a heavy tenant, which sends twenty times as much. The heavy tenant may not use the reserved
+slots (`NUM_RESERVED`). When the light tenant uses all other slots, its next request waits for a slot, regardless of its
+position in the queue. Output row: p95 of the light tenant's time to first token.
+
+With `--bars`, the limits are, in the order of the rows: 50 ms; 1.3 times the bound; 0.9 of the capacity; 1.05 times the
+memory; 1.3 times the bound; and for `trace=fair`, 1.5 times `alone`.
 """
 
 import argparse
@@ -49,18 +57,18 @@ from orchestrator.requests.tenants import Tenant
 from orchestrator.scheduler import RequestScheduler
 
 FACTOR = 3.0
-"""Load of `trace=overload`, as a multiple of the capacity."""
+"""Request rate of `trace=overload`, as a multiple of the capacity."""
 UNEQUAL = 20.0
-"""Load of the heavy tenant, as a multiple of the light tenant's."""
+"""Request rate of the heavy tenant, as a multiple of the light tenant's rate."""
 LIGHT_PART = 0.1
-"""Load of the light tenant, as a fraction of the capacity."""
+"""Request rate of the light tenant, as a fraction of the capacity."""
 BOUND_S = 3.0
-"""Seconds within which a request that is not refused must have its first token."""
+"""Maximum time to first token, in seconds, of a request that is not refused."""
 NUM_SLOTS = 12
 NUM_RESERVED = 4
-"""Number of slots that the heavy tenant may not use."""
+"""Number of slots that are reserved for the light tenant."""
 ROUNDS = 3
-"""Number of rounds of the fair trace. In each, the light tenant runs alone and then together with the heavy one."""
+"""Number of rounds of `trace=fair`. In each round the light tenant runs alone, then together with the heavy tenant."""
 REFUSAL_BAR_MS = 50.0
 TTFT_BAR = 1.3
 GOODPUT_BAR = 0.9
@@ -79,7 +87,7 @@ class Times:
     capacity_s: float
     overload_s: float
     fair_s: float
-    """Seconds for each half of a round."""
+    """Duration in seconds of each half of a round of `trace=fair`."""
     num_rounds: int
 
 
@@ -89,15 +97,15 @@ QUICK = Times(8.0, 8.0, 8.0, 1)
 
 @dataclass(frozen=True)
 class Overloaded:
-    """Results of an overload."""
+    """Measurements of one run under overload."""
 
     fates: list[Fate]
     memory: tuple[float, float]
-    """Resident MiB of this process: (after a quarter of the time, at the end)."""
+    """Resident memory of this process in MiB: (after a quarter of the run, at its end)."""
 
     @property
     def refusals_ms(self) -> list[float]:
-        """Milliseconds from the arrival of each refused request to its refusal."""
+        """Time from arrival to refusal of each refused request, in milliseconds."""
         return [(fate.end_s - fate.at_s) * 1000 for fate in self.fates if fate.refused]
 
     @property
@@ -107,13 +115,13 @@ class Overloaded:
 
     @property
     def recovery_s(self) -> float:
-        """Seconds from the last arrival to the last first token."""
+        """Seconds from the last request's arrival until the last first token was received."""
         first_s = [fate.first_s for fate in self.fates if fate.first_s is not None]
         return max(0.0, max(first_s) - max(fate.at_s for fate in self.fates))
 
 
 class _Bench:
-    """Workers that all cases share, options and results."""
+    """Local cluster that serves all cases, the options, and the measurements."""
 
     def __init__(self, args: argparse.Namespace, cluster: LocalCluster, planner: ChainPlanner) -> None:
         self._times = QUICK if args.quick else FULL
@@ -124,7 +132,7 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def run(self) -> Bars:
-        """Measure all requested cases."""
+        """Measure all requested cases. Return the limits (bars) and whether the measured values meet them."""
         for policy, ask in self._cases.items():
             if policy not in self._wanted:
                 continue
@@ -223,7 +231,7 @@ def _memory_mib() -> float:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all cases. With --bars, return 1 if a bar is missed."""
+    """Measure all cases. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     folder = resolve(args)
     config = local_config(args.dtype, num_ranks=1, num_slots=NUM_SLOTS)  # keeps no prefixes: prompts come again
     async with LocalCluster(ClusterPlan(config, ResolvedModel(folder)), SystemClock()) as cluster:

@@ -1,13 +1,17 @@
-"""Does the cost model predict times at prompt lengths that are not in its calibration? How much slower is KVR-P than
-KVR-S?
+"""Benchmark of the cost model at prompt lengths that are not in its calibration, and of the interpolation of chunk
+sizes.
 
-Each round calibrates the model, with all ranks busy, and then runs every length, so that times are compared with a
-calibration of the same period. KVR-S searches the chunks of each length. KVR-P interpolates them between the lengths of
-a table (knots), as in service; no measured length is a knot. Rows: KVR-S's time compared with the prediction of its
-round (`model`), and KVR-P's time compared with KVR-S's. Before that, the benchmark measures the cost of a busy
-neighbour: all ranks at the same time, compared with one rank alone (`idle`), prefill separate prompts, multiply
-matrices in cache, copy more than the caches hold, and run a layer's matrices and attention. These show which shared
-resource slows ranks down: cached matrices depend on a core's clock and units, copies on memory bandwidth.
+A chain prefills a prompt in chunks, one per rank. KVR-S searches the best chunk sizes for each prompt length. KVR-P
+interpolates them between the lengths of a table (knots), as in service. No measured length is a knot.
+
+Each round calibrates the model while all ranks are busy, then runs every length. Times are therefore compared with a
+calibration of the same period. Output rows: KVR-S's time compared with the prediction of its round (`model`), and
+KVR-P's time compared with KVR-S's.
+
+Before the rounds, the benchmark measures how much busy neighbours slow down a rank. All ranks at the same time are
+compared with one rank alone (`idle`). They prefill separate prompts, multiply matrices that fit in cache, copy more
+than the caches hold, and run a layer's matrix products and attention. The results show which shared resource slows
+ranks down: products in cache depend on a core's clock and units, and copies depend on memory bandwidth.
 """
 
 import argparse
@@ -51,15 +55,17 @@ from deploy.machine.resolved_model import ResolvedModel
 TOKENS = "640,1200,2500,3600,5000"
 QUICK_TOKENS = "300,600"
 KVR_S, KVR_P = "kvr_s", "kvr_p"
-"""Schemes: KVR_S searches chunks for the prompt length, KVR_P interpolates them between knots."""
+"""Names of the two schemes for chunk sizes. KVR_S searches them for the prompt length, and KVR_P interpolates them
+between the table's prompt lengths (knots)."""
 MODEL_BAR = 0.10
-"""Maximum error of the median relative to the prediction."""
+"""Maximum difference between the measured median and the predicted time, as a fraction of the predicted time."""
 PREDICTED_BAR = 0.03
-"""Maximum excess of KVR-P's time over KVR-S's by the model, as a fraction."""
+"""Maximum predicted slowdown of KVR-P compared with KVR-S, as a fraction of KVR-S's time."""
 MEASURED_BAR = 0.06
-"""Maximum excess of KVR-P's time over KVR-S's as measured, as a fraction."""
+"""Maximum measured slowdown of KVR-P compared with KVR-S, as a fraction of KVR-S's time."""
 _MAX_TOKENS = 8192
-"""Longest prompt of KVR-P's table. The knots are this length divided by powers of two."""
+"""Longest prompt in KVR-P's table, in tokens. The table's prompt lengths (knots) are this length divided by powers of
+two."""
 _SHARED_TOKENS = 1024
 _QUICK_SHARED_TOKENS = 256
 _PROBE_S = 0.5
@@ -68,16 +74,16 @@ _PROBES = (("cached", "gflops"), ("stream", "gb_s"), ("layer", "gflops"), ("atte
 
 @dataclass(frozen=True)
 class _Run:
-    """One prefill, with the prediction by its round's calibration."""
+    """Measured prefill of one prompt, and the time that the cost model predicted for it."""
 
     outcome: Outcome
     predicted_s: float
     rank_s: Sequence[float]
-    """Predicted seconds of computation of each rank."""
+    """Predicted computation time of each rank, in seconds."""
 
 
 class _Bench:
-    """Ranks, and measurements on them. Every method blocks."""
+    """Prefill ranks, and measurements on them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, origin: Calibration) -> None:
         self._ranks, self._origin, self._kernel = ranks, origin, runnable([args.kernel, "sdpa"])[0]
@@ -88,7 +94,7 @@ class _Bench:
         self._shared_tokens = _QUICK_SHARED_TOKENS if args.quick else _SHARED_TOKENS
 
     def neighbours(self) -> None:
-        """Measure and report how much a busy neighbour slows down a rank."""
+        """Measure and report how much a rank is slowed down when the other ranks are busy too."""
         whole = (TokenRange(0, self._shared_tokens),)
         alone, together = [], []
         with progress("neighbours", self._num_rounds + 1) as advance:
@@ -108,7 +114,8 @@ class _Bench:
             self._reporter.add(case(policy=f"side_by_side_{kind}"), metric, unit, "idle", pairs)
 
     def rounds(self, lengths: Sequence[int], calibrated_at: Sequence[int]) -> None:
-        """Run all rounds, and report the measurements."""
+        """Run all rounds on prompts of `lengths` tokens, and report them. The cost model is calibrated on prompts of
+        `calibrated_at` tokens."""
         for number in range(self._num_rounds):
             self._round(number, calibrated(self._ranks, self._origin, self._kernel, calibrated_at), lengths)
         for num_tokens in lengths:
@@ -168,7 +175,8 @@ class _Bench:
         self._console.print(f"  {text}", markup=False)
 
     def close(self, has_bars: bool) -> int:
-        """Print the table and, if `has_bars`, the results of the bars; return the exit status."""
+        """Print the table of results and, if `has_bars` is true, whether each limit (bar) is met. Return the exit
+        status."""
         self._reporter.close()
         return self._bars.close() if has_bars else 0
 
@@ -177,7 +185,8 @@ class _Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the neighbours, then the rounds. With --bars, return 1 if a bar is missed."""
+    """Measure the effect of busy neighbours, then run the rounds. Return 0, or 1 if `--bars` is given and a value
+    misses its limit."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:

@@ -1,9 +1,9 @@
-"""How long is the time to first token? Compares a whole cluster with a chain of ranks with one colocated engine
-(`single`).
+"""Benchmark of the time to first token: compares a cluster that prefills on a chain of ranks with one colocated engine,
+which prefills and generates (`single`).
 
-Both sides are real local clusters, which run at the same time and are measured alternately, from the prompt to the
-first token, with KV pushed and committed. Both use the same number of cores: `--ranks` ranks of one thread, or one
-engine of `--ranks` threads.
+Both are real local clusters, which run at the same time and are measured alternately. The time is measured from sending
+the prompt to receiving the first token. Both use the same number of cores: `--ranks` ranks of one thread, or one engine
+of `--ranks` threads.
 """
 
 import argparse
@@ -29,7 +29,8 @@ QUICK_LENGTHS = "512"
 
 
 async def ttft_s(scheduler: RequestScheduler, num_tokens: int, seed: int) -> float:
-    """Send a random prompt for one token; return the seconds until the token arrives."""
+    """Send a random prompt of `num_tokens` tokens that requests one output token. Return the seconds until this token
+    arrives."""
     clock = SystemClock()
     spec = Request(
         RequestId(uuid.uuid4().hex), random_prompt(num_tokens, seed), SamplingParams(max_tokens=1, ignore_eos=True)
@@ -43,7 +44,7 @@ async def ttft_s(scheduler: RequestScheduler, num_tokens: int, seed: int) -> flo
 
 
 async def measure(args: argparse.Namespace) -> None:
-    """Measure all prompt lengths, and report them."""
+    """Measure the time to first token for all prompt lengths, and report it."""
     model, pairs = ResolvedModel(resolve(args)), QUICK_PAIRS if args.quick else PAIRS
     lengths = [int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")]
     reporter, clock = Reporter("prefill", args.json), SystemClock()

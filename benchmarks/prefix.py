@@ -1,12 +1,16 @@
-"""How much time does a cached prefix save? Compares the time to first token with and without one, for prompts of equal
-length.
+"""Benchmark of the prefix cache: compares the time to first token with and without a cached prefix, for prompts of
+equal length.
 
-A whole local cluster (orchestrator, a chain of ranks with one thread each, a generation engine). Each round sends a new
-prompt (`cold`), then a prompt with the same prefix and another end, whose KV of the prefix is read from where the first
-prompt's ranks stored it. Next is the second turn of a chat (`turn` in a case: tokens of the first answer): a prompt
-that begins with an earlier prompt and its answer, compared with a new prompt of the same length. Rows: time to first
-token, and KV bytes pushed to the generation engine. The bytes are also compared with those that the engine's node does
-not have yet (`missing`: all except whole blocks, so the ratio should be 1). `--bars` checks the bars.
+A whole local cluster runs: an orchestrator, a chain of ranks with one thread each, and a generation engine. Each round
+sends a new prompt (`cold`), then a prompt with the same prefix and a different end. The prefix's KV is read from where
+the ranks stored it for the first prompt.
+
+A second case is the next turn of a chat (named `turn`, with the number of tokens of the first answer). Its prompt
+begins with an earlier prompt and its answer. It is compared with a new prompt of the same length.
+
+Output rows: time to first token, and KV bytes pushed to the generation engine. The bytes are also compared with those
+that the engine's node does not have yet (`missing`): all except the whole cached blocks. This ratio should be 1. With
+`--bars`, the benchmark fails if a value misses its limit.
 """
 
 import argparse
@@ -48,7 +52,7 @@ ANSWER_TOKENS = 256
 QUICK_ANSWER_TOKENS = 130
 BLOCK = OrchestratorConfig.block_tokens
 TTFT_BAR = 8.0
-"""Minimum ratio of the cold time to first token to that with a cached prefix."""
+"""Minimum ratio of the time to first token without a cached prefix to the time with one."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,12 @@ class Asked:
     num_bytes_pushed: int
     num_cached_tokens: int
     known_ids: tuple[int, ...]
-    """Token ids of the prompt and of its answer."""
+    """Token ids of the prompt, followed by those of the answer."""
 
 
 async def ask(scheduler: RequestScheduler, prompt_ids: tuple[int, ...], num_tokens: int = 1) -> Asked:
-    """Send a prompt and request `num_tokens` output tokens. Raises the error that ended the request, if any."""
+    """Send a prompt, request `num_tokens` output tokens, and return the result. Raises the error that ended the
+    request, if any."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     spec = Request(RequestId(uuid.uuid4().hex), prompt_ids, params)
     finished: Finished | None = None
@@ -85,7 +90,8 @@ async def ask(scheduler: RequestScheduler, prompt_ids: tuple[int, ...], num_toke
 async def measure(
     scheduler: RequestScheduler, num_shared: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
-    """Measure (prompts with a cached prefix, cold prompts), one of each per round, after a warm-up round."""
+    """Measure prompts with a cached prefix, and prompts of the same length without one. Return both lists, with one
+    entry per round. A warm-up round is discarded."""
     warm, cold = [], []
     with progress(f"{num_shared} shared tokens, {num_new} new", pairs + 1) as advance:
         for seed in range(pairs + 1):
@@ -100,7 +106,8 @@ async def measure(
 async def measure_turns(
     scheduler: RequestScheduler, num_first: int, num_answer: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
-    """Measure (second turns, cold prompts of the same length), one of each per round, after a warm-up round."""
+    """Measure second turns of chats, and new prompts of the same length. Return both lists, with one entry per round. A
+    warm-up round is discarded."""
     second, cold = [], []
     with progress(f"second turn after {num_first} tokens and an answer of {num_answer}", pairs + 1) as advance:
         for seed in range(pairs + 1):
@@ -114,25 +121,27 @@ async def measure_turns(
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of cached prefix, and its measurements."""
+    """One kind of cached prefix, with its measurements and those of prompts without a cached prefix."""
 
     name: str
     what: str
     """Readable description of the cached prefix."""
     num_lacking: int
-    """Number of tokens whose KV the generation engine's node does not have: all except whole blocks of the cached
-    prefix."""
+    """Number of the prompt's tokens whose KV must be pushed to the generation engine. Only whole blocks of the cached
+    prefix are on the engine's node already."""
     warm: list[Asked]
     cold: list[Asked]
 
     @property
     def lacking_bytes(self) -> float:
-        """KV bytes of the missing tokens, computed from a cold prompt, whose KV was pushed completely."""
+        """Number of KV bytes of the `num_lacking` tokens. The bytes per token are those of a prompt without a cached
+        prefix, whose KV was pushed completely."""
         cold = self.cold[0]
         return self.num_lacking * cold.num_bytes_pushed / (len(cold.known_ids) - 1)
 
     def report(self, reporter: Reporter) -> float:
-        """Report the rows of this case; return the ratio of the cold to the cached time to first token."""
+        """Add the output rows of this case. Return the ratio of the time to first token without a cached prefix to the
+        time with one."""
         ttft = Pairs([each.ttft_s for each in self.warm], [each.ttft_s for each in self.cold])
         pushed = [float(each.num_bytes_pushed) for each in self.warm]
         row = reporter.add(self.name, "ttft_s", "s", "cold", ttft)
@@ -142,7 +151,7 @@ class Case:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all rounds. With --bars, return 1 if a bar is missed."""
+    """Measure all rounds. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     num_shared = args.shared or (QUICK_SHARED_TOKENS if args.quick else SHARED_TOKENS)
     num_answer = QUICK_ANSWER_TOKENS if args.quick else ANSWER_TOKENS
     num_turn, new, ranks = num_shared + num_answer, args.new, args.ranks

@@ -1,7 +1,7 @@
-"""How much accuracy do int8 weights cost, and how much time do they save? Compares perplexity and step times with bf16.
+"""Benchmark of int8 weights: compares their perplexity and step times with those of bf16 weights.
 
-Perplexity is computed over separate windows of a novel. A step yields one token at a given context, including logits
-and greedy sampling. Both sides are measured alternately.
+Perplexity is computed over separate windows of a novel. A decode step yields one token per sequence at a given context
+length, and includes logits and greedy sampling. Both formats are measured alternately.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from benchmarks.support.harness import (
 _NOVEL = Path(__file__).parents[1] / "tests" / "data" / "persuasion.txt.gz"
 _STEPS = 4
 _SCORED = 256
-"""Number of positions whose logits are computed at once."""
+"""Number of positions whose logits are computed at once, which limits memory use."""
 
 
 def windows(folder: Path, num_windows: int, num_tokens: int) -> Iterator[list[int]]:
-    """Yield consecutive windows of the novel."""
+    """Yield `num_windows` consecutive windows of a novel, as lists of `num_tokens` token ids."""
     ids = Tokenizer.load(folder).encode(gzip.decompress(_NOVEL.read_bytes()).decode()[: 8 * num_windows * num_tokens])
     for window in range(num_windows):
         yield ids[window * num_tokens : (window + 1) * num_tokens]
@@ -46,7 +46,7 @@ def windows(folder: Path, num_windows: int, num_tokens: int) -> Iterator[list[in
 
 @torch.inference_mode()
 def perplexity(decoder: Decoder, ids: list[int]) -> float:
-    """Return the perplexity of one window, without its first token."""
+    """Return the perplexity of one window of text. The first token is not scored."""
     tokens = TokenRange(0, len(ids))
     hidden_TD = decoder.forward(ids, [BufferSpan(KvBuffer(decoder.layout, tokens), tokens)])
     loss = 0.0
@@ -58,8 +58,8 @@ def perplexity(decoder: Decoder, ids: list[int]) -> float:
 
 
 def step_of(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
-    """Return a function that measures the mean milliseconds of a few steps of the bare decoder at a fixed context,
-    including logits and greedy sampling."""
+    """Return a function that runs a few decode steps and returns their mean milliseconds. Each step runs the decoder on
+    `batch` sequences at a fixed context length, including logits and greedy sampling but no engine."""
     tokens = TokenRange(0, context + 1)
     buffers = [KvBuffer(decoder.layout, tokens) for _ in range(batch)]
     for buffer in buffers:
@@ -77,7 +77,7 @@ def step_of(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure perplexity first, then steps; return 0."""
+    """Measure perplexity, then step times. Return 0."""
     folder = resolve(args)
     plain = load_decoder(folder, dtype="bfloat16")
     rounded = load_decoder(folder, dtype="bfloat16", quantization="int8")

@@ -1,12 +1,16 @@
-"""How much time does KV in host memory cost, and how many more sequences fit?
+"""Benchmark of KV in host memory: measures the added time per step, and how many more sequences fit.
 
-Compares policy `host` with `device` (`generate_workers.residency`) in the same engine, on the same sequences with
-different lengths. They alternate after every two steps, each time after one warm-up step. `formula` is the number of
-bytes that `host` must move over the link in a step: all cached KV in one direction, and each sequence's new token in
-the other. `host` has a device of `--device-gib` GiB for weights and KV (a limit that is also enforced on a CPU); the
-device of `device` is not limited. `--limited` is a case in which, with that limit, `host` must fit all sequences and
-`device` must refuse some. On a CPU the link is memory bandwidth, and its thread runs in addition to the compute
-threads. `--bars` checks this case, and that the bytes equal the formula.
+Compares the policies `host` and `device` (`generate_workers.residency`) in the same engine, on the same sequences with
+different lengths. The policies alternate after every two steps, each time after one warm-up step. The baseline
+`formula` is the number of bytes that `host` must move over the link in a step: all cached KV to the device, and the KV
+of each sequence's new token back to the host.
+
+The device of `host` has `--device-gib` GiB for weights and KV; the limit is also enforced on a CPU. The device of
+`device` is not limited. For the case that `--limited` names, the benchmark checks that under this limit all sequences
+fit with `host`, and some are refused with `device`. On a CPU the link is memory bandwidth, and the link's thread runs
+in addition to the compute threads.
+
+With `--bars`, the benchmark fails if this check fails, or if the bytes moved differ from the formula.
 """
 
 import argparse
@@ -32,16 +36,17 @@ GIB = 2**30
 
 
 def link_bytes(token_bytes: int, lengths: Sequence[int]) -> int:
-    """Return the number of bytes that a step moves in both directions together, for sequences of `lengths` tokens
-    including the new one."""
+    """Return the number of bytes that a step of policy `host` moves over the link, in both directions together.
+    `lengths` are the numbers of tokens of the sequences, including the new token."""
     return token_bytes * sum(lengths)
 
 
 def compare(
     decoder: Decoder, folder: Path, lengths: list[int], num_pairs: int, device_bytes: int = 0
 ) -> tuple[Pairs, int, int]:
-    """Measure the steps of both policies in milliseconds. `device_bytes`: device memory of `host`; 0: unlimited. Return
-    the times, the bytes moved in the last step of `host`, and the bytes by the formula."""
+    """Measure steps of `host` and of `device` alternately. `device_bytes` is the device memory of `host` in bytes; 0
+    means no limit. Return the step times in milliseconds, the bytes that the last step of `host` moved, and the bytes
+    that the formula predicts for this step."""
     num_steps = (num_pairs + 1) * (_STEPS + 1)
     slot_tokens = max(lengths) + num_steps + 2
 
@@ -57,7 +62,8 @@ def compare(
 
 
 def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, bars: Bars) -> None:
-    """Check how many sequences fit in a limited device, by policy."""
+    """Check that on a device of `device_bytes` bytes the policy `host` fits `batch` sequences, and the policy `device`
+    fits fewer."""
     console = Console(stderr=True, highlight=False)
     for policy in ("host", "device"):
         config = EngineConfig(
@@ -73,7 +79,7 @@ def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, b
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells. With --bars, return 1 if a bar is missed."""
+    """Measure all cases. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))

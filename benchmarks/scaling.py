@@ -1,15 +1,21 @@
-"""How much does the autoscaler gain over fixed groups, over load regression without queueing, and over queue
-thresholds?
+"""Benchmark of the autoscaler by simulation. Compares it with fixed groups, with a policy that estimates load by
+regression without queueing, and with a policy of queue thresholds.
 
-A calculation: the traffic simulator (`baton_lab.traffic`) replays traces on eight groups of Llama-3.1-8B on A100s at
-nominal rates, with a cold start of 30 s and a role flip of 2 s. There are two kinds of request: 6,000 prompt and 64
-output tokens, and 200 prompt and 512 output tokens. The capacity for a kind is the highest steady rate at which the
-best fixed division of the groups serves 95 % of the requests within both targets; it is found by simulation. Traces run
-at fractions of these capacities: `shifting` changes the kind every 300 s (10 cold starts), `steady` has one kind. All
-policies begin with four groups of each role. Rows: fraction of requests within both targets, and number of changes.
-`--bars`: on shifting traces at least 1.3 times the fraction of the best fixed division and 1.15 times that of load
-regression; on steady traces at least 0.97 times the fraction of the best fixed division; in each phase at most one
-change that reverts another.
+The traffic simulator (`baton_lab.traffic`) replays traces on eight groups of Llama-3.1-8B on A100s at nominal rates. A
+cold start takes 30 s, and changing a group's role takes 2 s. There are two kinds of request: 6,000 prompt and 64 output
+tokens, and 200 prompt and 512 output tokens.
+
+The capacity for a kind of request is the highest steady rate at which the best fixed split of the groups into prefill
+and generation serves 95 % of the requests within both latency targets. It is found by simulation. Traces run at
+fractions of these capacities: `shifting` changes the kind every 300 s (10 cold starts), and `steady` has one kind. All
+policies begin with four groups of each role. Output rows: fraction of requests within both targets, and number of
+changes.
+
+With `--bars`, the benchmark fails unless all of these are true for the autoscaler:
+
+- on shifting traces, at least 1.3 times the fraction of the best fixed split, and 1.15 times that of load regression
+- on steady traces, at least 0.97 times the fraction of the best fixed split
+- in each phase of a trace, at most one change reverts another
 """
 
 import argparse
@@ -45,7 +51,7 @@ _PROBES = 6
 
 
 def setting() -> Setting:
-    """Return the simulated cluster: groups, targets and budget."""
+    """Return the configuration of the simulated cluster: its groups, latency targets, and the autoscaler's limits."""
     shape, rates = shape_of(MODEL), hardware_of(HARDWARE)
     steps = nominal_steps(MODEL, HARDWARE, shape, rates)
     planner = RecallingPlanner(nominal(MODEL, HARDWARE, shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
@@ -55,8 +61,8 @@ def setting() -> Setting:
 
 
 def capacity(on: Setting, kind: Lengths) -> float:
-    """Return the highest steady rate at which the best division of the groups serves 95 % of the requests within both
-    targets."""
+    """Return the highest steady request rate that the best fixed split of the groups can serve. A rate can be served if
+    95 % of the requests meet both latency targets."""
     guess = on.predicted_rate(kind)
     low, high = 0.7 * guess, 1.1 * guess
     for _ in range(_PROBES):
@@ -68,8 +74,8 @@ def capacity(on: Setting, kind: Lengths) -> float:
 
 
 def reversals(events: Iterable[ScalerEvent]) -> int:
-    """Return the number of changes that move a group to a role after another group was moved away from it in the same
-    phase."""
+    """Return the number of changes that revert an earlier change of the same phase. A change reverts the previous one
+    if it moves groups in the opposite direction between prefill and generation."""
     num_reversed, last, phase = 0, 0, -1
     for event in events:
         before, after = (tuple(map(int, side.split(":"))) for side in event.what.split(" -> "))
@@ -89,7 +95,7 @@ def traces(capacities: dict[Lengths, float], load: float, seed: int) -> list[Tra
 
 
 def main() -> int:
-    """Run all loads and seeds. Return 1 if a bar is missed."""
+    """Run the benchmark for all loads and seeds. Return 0, or 1 if a value misses its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default=SEEDS, metavar="N,...", help="seeds of the traces (default: %(default)s)")
     parser.add_argument(
@@ -126,7 +132,8 @@ def main() -> int:
 
 
 def compare(on: Setting, trace: Trace, ratios: dict[str, list[float]]) -> list[str]:
-    """Run a trace under all policies, add its ratios to `ratios`, and return the cells of its row."""
+    """Simulate a trace under all policies, and add the ratios of the results to `ratios`. Return the cells of the
+    trace's row in the printed table."""
     runs: dict[str, Results] = {policy: on.run(trace, policy)[1] for policy in POLICIES}
     share = {policy: max(results.summary(on.targets)["good_share"], 1e-3) for policy, results in runs.items()}
     if trace.name == "shifting":
@@ -139,7 +146,7 @@ def compare(on: Setting, trace: Trace, ratios: dict[str, list[float]]) -> list[s
 
 
 def check(bars: Bars, ratios: dict[str, list[float]]) -> None:
-    """Check the smallest ratio over all loads and seeds against each bar."""
+    """Check each limit against the smallest ratio over all loads and seeds."""
     for name, what, bar in (
         ("shifting", "shifting, times the best fixed division", SHIFT_BAR),
         ("regression", "shifting, times load regression without queueing", LOAD_BAR),

@@ -1,12 +1,16 @@
-"""How much overhead does serving have? Compares streams through the whole stack with the bare engine, and with a
+"""Benchmark of the overhead of serving: compares streams through the whole stack with the bare engine, and with a
 cluster without prefill ranks.
 
-Baton: client, orchestrator, a chain on Ray, and a generation group, all over gRPC. `engine`: the generation engine in a
-separate process, called directly. `single`: a served cluster whose generation group prefills (`prefill.num_groups=0`).
-All run at the same time and are measured alternately, with the same prompts, batch sizes, threads and pinned cores.
-TTFT is measured by the client; tokens/s are those of the period in which all streams generate. At the end, the time to
-first token is split into its stages while nothing else runs. `--bars` measures only the cases that have bars, and fails
-if a bar is missed.
+The whole stack is a client, an orchestrator, a prefill chain on Ray, and a generation group, connected by gRPC. There
+are two baselines:
+
+- `engine`: the generation engine in a separate process, called directly
+- `single`: a served cluster whose generation group prefills (`prefill.num_groups=0`)
+
+All run at the same time and are measured alternately, with the same prompts, batch sizes, threads and pinned cores. The
+client measures the time to first token. Tokens per second are measured while all streams generate. At the end, the time
+to first token is split into its stages while nothing else runs. With `--bars`, only the cases that have bars are
+measured, and the benchmark fails if a value misses its limit.
 """
 
 import argparse
@@ -39,35 +43,38 @@ SPAN_REQUESTS = 20
 QUICK_SPAN_REQUESTS = 5
 BAR_STREAMS = 16
 OWN_THREAD_BAR = 0.90
-"""Minimum ratio of tokens/s to the bare engine's at BAR_STREAMS streams, with the engine on its own core."""
+"""Minimum tokens per second as a fraction of the bare engine's, with BAR_STREAMS streams. Applies when the engine has
+its own core."""
 ALL_THREADS_BAR = 0.75
-"""Minimum ratio of tokens/s to the bare engine's at BAR_STREAMS streams, with the engine on all cores, which it shares
-with all other processes."""
+"""Minimum tokens per second as a fraction of the bare engine's, with BAR_STREAMS streams. Applies when the engine uses
+all cores and shares them with all other processes."""
 OVERHEAD_BAR_MS = 60.0
-"""Maximum median of the milliseconds that serving adds to the chain's time, for a request with 512 prompt tokens."""
+"""Maximum overhead of serving in milliseconds: the median time to first token outside the prefill chain, for a request
+with 512 prompt tokens."""
 _METRICS = (("ttft_s", "s"), ("step_ms", "ms"), ("tokens_s", "tokens/s"))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Threads and cores of the generation engine, equal on all sides."""
+    """Number of threads and pinned cores of the generation engine. The same values are used on all sides of the
+    comparison."""
 
     num_threads: int
     cores: tuple[int, ...] = ()
-    """Cores of the engine; empty: not pinned."""
+    """Cores that the engine is pinned to. Empty: not pinned."""
     other_cores: tuple[int, ...] = ()
-    """Cores of all other processes; empty: not pinned."""
+    """Cores that all other processes are pinned to. Empty: not pinned."""
 
     @classmethod
     def pinned(cls, num_threads: int, cores: Collection[int]) -> Self:
-        """Return a place with the engine on the first `num_threads` of `cores`, and all other processes on the
-        remaining cores, or on the same ones if none remain."""
+        """Pin the engine to the first `num_threads` of `cores`, and all other processes to the remaining cores. If no
+        cores remain, the other processes share the engine's cores."""
         mine, others = tuple(sorted(cores)[:num_threads]), tuple(sorted(cores)[num_threads:])
         return cls(num_threads, mine, others or mine)
 
     def settings(self, num_ranks: int) -> list[str]:
-        """Return the settings of this place for `baton serve --set`, with a chain of `num_ranks` ranks; 0: without
-        prefill groups."""
+        """Return the arguments of `baton serve --set` for these threads and cores, with a prefill chain of `num_ranks`
+        ranks. If `num_ranks` is 0, the cluster has no prefill groups."""
         chain = [f"prefill.num_ranks={num_ranks}", "orchestrator.disaggregation=always"]
         settings = chain if num_ranks else ["prefill.num_groups=0"]
         settings += [f"generate.num_threads={self.num_threads}", "generate.speculation=off"]  # as in the bare engine
@@ -79,7 +86,7 @@ class Place:
 
 
 class _Bench:
-    """Starts the sides and measures them alternately."""
+    """Starts the cluster and its baselines, and measures them alternately."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -90,8 +97,8 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def sides(self, place: Place, with_single: bool) -> AsyncIterator[tuple[ServedSide, dict[str, Side]]]:
-        """Start the whole stack and its baselines, and yield the stack and the baselines by name. All are ended with
-        the block."""
+        """Context manager. Start the whole stack and its baselines. Yield the stack, and the baselines by name. All are
+        ended on exit."""
         async with AsyncExitStack() as stack:
             chain, ray_address = await self._served(stack, place.settings(self.args.ranks))
             baselines: dict[str, Side] = {}
@@ -113,7 +120,8 @@ class _Bench:
         return ServedSide(await stack.enter_async_context(AsyncClient(cluster.target))), cluster.ray_address
 
     async def compare(self, place: Place, num_streams: int, chain: Side, baselines: Mapping[str, Side]) -> float:
-        """Measure and report one number of streams; return the ratio of tokens/s to the engine's."""
+        """Measure and report `num_streams` streams on all sides. Return the ratio of the cluster's tokens per second to
+        the bare engine's."""
         args, found = self.args, {name: list[Measured]() for name in ("chain", *baselines)}
         with progress(f"{num_streams} streams", self.pairs + 1) as advance:
             for index in range(self.pairs + 1):
@@ -132,7 +140,8 @@ class _Bench:
         return ratio
 
     async def spans(self, chain: ServedSide) -> float:
-        """Measure and report the stages of the time to first token; return the milliseconds outside the chain."""
+        """Measure and report the stages of the time to first token. Return the milliseconds spent outside the prefill
+        chain."""
         num_requests = QUICK_SPAN_REQUESTS if self.args.quick else SPAN_REQUESTS
         found = []
         with progress("spans", num_requests + 1) as advance:
@@ -149,12 +158,12 @@ class _Bench:
         return self.reporter.add(name, "overhead_ms", "ms", "chain", pairs).value
 
     def say(self, line: str) -> None:
-        """Print a line in addition to the rows."""
+        """Print a line that is not an output row."""
         self.console.print(f"  {line}", markup=False)
 
 
 async def measure(args: argparse.Namespace) -> int:
-    """Measure all numbers of streams compared with both baselines, then the stages."""
+    """Measure every number of streams compared with both baselines, then the stages of the time to first token."""
     bench = _Bench(args)
     place = Place.pinned(args.threads, _all_cores()) if args.pin else Place(args.threads)
     async with bench.sides(place, with_single=True) as (chain, baselines):
@@ -166,7 +175,7 @@ async def measure(args: argparse.Namespace) -> int:
 
 
 async def check_bars(args: argparse.Namespace) -> int:
-    """Measure the cases that have bars. Return 1 if a bar is missed."""
+    """Measure only the cases that have limits (bars). Return 0, or 1 if a value misses its limit."""
     bench, bars = _Bench(args), Bars()
     for place, bar in ((Place.pinned(1, _all_cores()), OWN_THREAD_BAR), (Place(2), ALL_THREADS_BAR)):
         async with bench.sides(place, with_single=False) as (chain, baselines):

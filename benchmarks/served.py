@@ -1,31 +1,34 @@
-"""How do Baton, vLLM and llama.cpp compare for their clients? All servers are called alternately, on all cores.
+"""Benchmark of Baton, vLLM and llama.cpp from the view of their clients. All servers are called alternately, and each
+uses all cores.
 
-`baton serve` with its defaults is called over gRPC. Its peers have OpenAI's API, and are called over HTTP:
+`baton serve` with its defaults is called over gRPC. The other servers (peers) have OpenAI's API, and are called over
+HTTP:
 
-    vllm        vLLM's CPU build (`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes)
-    llama.cpp   `llama-server` (`--llama-server PATH`, of those that `peers/setup_llamacpp.sh` builds). It computes with
-                the weights as stored in the model's GGUF file, which is Q4_1 for the default model. Baton and vLLM
+    vllm        vLLM's CPU build (`--peer-python PATH`, the Python that `peers/setup_vllm_cpu.sh` installs)
+    llama.cpp   `llama-server` (`--llama-server PATH`, the program that `peers/setup_llamacpp.sh` builds). It computes
+                with the weights as stored in the model's GGUF file, which is Q4_1 for the default model. Baton and vLLM
                 compute with the same weights converted to `--dtype`
 
-A peer that is not installed is left out, and a line names its set-up script. All servers run during the whole benchmark
-and are warmed up. Each gets its load when all servers are idle: vLLM's worker busy-waits on a core for a second after
-its last step. This process is the client of all servers, and all times are from its clock. A load is closed: all
-requests are sent at once, for outputs of fixed length, sampled greedily. Prompts are passages of novels with different
-beginnings, the same for all sides.
+If a peer is not installed, the benchmark skips it and prints the name of its set-up script. All servers run during the
+whole benchmark and are warmed up. A load is sent to a server only when all servers are idle, because vLLM's worker
+busy-waits on a core for a second after its last step. This process is the client of all servers, and all times are from
+its clock. All requests of a load are sent at once, for outputs of fixed length, sampled greedily. Prompts are passages
+of novels with different beginnings, the same for all servers.
 
-A cell STREAMSxPROMPT:OUTPUT of `--grid` has these rows:
+A cell STREAMSxPROMPT:OUTPUT of `--grid` has these output rows:
 
     tokens_s        all output tokens / (time of the last token - time of the first request)
     ttft_s          median time to first token
     p99_ms, gap_ms  99th percentile and median of the times between messages of a stream (with speculation a message may
-                    hold several tokens)
+                    contain several tokens)
     tpot_ms         time per output token
     last_ttft_s     time to first token of the prompt that joins, in cells with +PROMPT:OUTPUT@SECONDS
     load_s          duration of the whole load, compared with the bare engine in a process; only in cell 16x205:64
 
 The row idle_cores is measured before the loads: the number of cores that Baton's own processes use when idle, compared
-with those that Ray uses. Ray's include the loops in which Baton's actors wait for tasks. `--bars` checks the bars,
-which are relative to vLLM.
+with the cores that Ray uses. The loops in which Baton's actors wait for tasks count as Ray's.
+
+With `--bars`, the benchmark fails if a value misses its limit. The limits are relative to vLLM's values.
 """
 
 import argparse
@@ -71,24 +74,27 @@ ROUNDS = 5
 IDLE_S = 20.0
 QUICK_IDLE_S = 5.0
 RATE_BAR = 1.1
-"""Minimum ratio of tokens/s to vLLM's, with up to RATE_STREAMS streams."""
+"""Minimum ratio of Baton's tokens per second to vLLM's. Applies to loads with up to RATE_STREAMS streams."""
 RATE_STREAMS = 16
 TTFT_BAR = 1.0
-"""Maximum ratio of the time to first token to vLLM's."""
+"""Maximum ratio of Baton's time to first token to vLLM's."""
 LONG_TTFT_BAR = 0.85
-"""Maximum ratio of the time to first token to vLLM's, for prompts of at least LONG_TOKENS tokens."""
+"""Maximum ratio of Baton's time to first token to vLLM's, for prompts of at least LONG_TOKENS tokens."""
 LONG_TOKENS = 6450
 STALLED_MS = 500.0
-"""99th percentile of vLLM's times between messages above which its streams count as stalled."""
+"""Threshold in milliseconds. If the 99th percentile of the times between messages of vLLM's streams is above it, vLLM's
+streams count as stalled."""
 STALLED_BAR = 0.5
-"""Maximum ratio of the 99th percentile of the times between messages to vLLM's, if vLLM's streams are stalled."""
+"""Maximum ratio of Baton's 99th percentile of the times between messages to vLLM's. Applies if vLLM's streams are
+stalled."""
 GAP_BAR = 1.2
-"""Maximum ratio of the 99th percentile of the times between messages to vLLM's, if vLLM's streams are not stalled."""
+"""Maximum ratio of Baton's 99th percentile of the times between messages to vLLM's. Applies if vLLM's streams are not
+stalled."""
 IDLE_BAR = 0.02
 """Maximum number of cores used by Baton's own processes while no request runs."""
 STACK_CELL = Cell(16, 205, 64)
 STACK_BAR = 1.25
-"""Maximum ratio of the time of STACK_CELL's load to the time that the bare engine takes for it."""
+"""Maximum ratio of Baton's time for the load STACK_CELL to the bare engine's time for the same load."""
 METRICS = (("tokens_s", "tokens/s"), ("ttft_s", "s"), ("p99_ms", "ms"), ("gap_ms", "ms"), ("tpot_ms", "ms"))
 JOINING_METRICS = (*METRICS, ("last_ttft_s", "s"))
 BATON = "baton"
@@ -98,30 +104,31 @@ _MISSING = "without {name}: run benchmarks/peers/{script} DIR and give {option}=
 
 @dataclass
 class Found:
-    """Results of all rounds of one cell."""
+    """Results of all rounds of one cell of the grid."""
 
     answers: defaultdict[str, list[Answered]] = field(default_factory=lambda: defaultdict(list))
-    """Answers of each round, by server: BATON, and the names of its peers."""
+    """Answers by server, one entry per round. The keys are BATON and the names of the peers."""
     engine_s: list[float] = field(default_factory=list)
-    """Seconds that the bare engine took for the load; empty if it was not measured."""
+    """Seconds that the bare engine took for the load, one entry per round. Empty if the bare engine was not
+    measured."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """All running sides of the comparison."""
+    """Running servers that are compared: Baton, its peers, and the bare engine."""
 
     baton: BatonDoor
     peers: Mapping[str, FrontDoor]
     engine: EngineSide | None
 
     async def until_quiet(self) -> None:
-        """Wait until all servers are idle."""
+        """Wait until the processes of all servers are idle."""
         pids = set[int]().union(*(each.pids() for each in (self.baton, *self.peers.values())))
         await asyncio.to_thread(until_quiet, pids)
 
 
 class Bench:
-    """Starts the sides, measures them alternately, and reports."""
+    """Starts all servers, measures them alternately, and reports the results."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -136,17 +143,18 @@ class Bench:
         num_slots = max(len(cell.sizes) for cell in (*self.grid, _WARM))
         self.peers = installed_peers(args, self.folder, self.cores, num_slots, say=self.say)
         self.notes = [f"{BATON}: weights {args.dtype}"]
-        """One line per server, with its version and weights."""
+        """Lines to print with the results, one per server, with its version and the format of its weights."""
 
     @property
     def settings(self) -> list[str]:
-        """Settings of `baton serve`: the model, and those given by --set. All others have their defaults."""
+        """Arguments of `baton serve --set`: the model, and the benchmark's own `--set` options. All other settings have
+        their defaults."""
         return [f"model.name={self.folder}", f"model.dtype={self.args.dtype}", *self.args.set]
 
     @contextlib.asynccontextmanager
     async def sides(self) -> AsyncIterator[Sides]:
-        """Start all sides one after the other, send each a small load, and yield them. They are ended with the
-        block."""
+        """Context manager. Start all servers one after the other, send each a small load to warm it up, and yield them.
+        They are ended on exit."""
         async with AsyncExitStack() as stack:
             baton = await stack.enter_async_context(BatonDoor.opened(self.settings, self.say))
             peers, engine = dict[str, FrontDoor](), None
@@ -165,8 +173,8 @@ class Bench:
             yield sides
 
     async def idle(self, baton: BatonDoor) -> None:
-        """Report the processor time of Baton's own processes while no request runs, compared with Ray's. Ray's loops in
-        Baton's actors count as Ray's."""
+        """Report the number of cores that Baton's own processes use while no request runs, compared with Ray's
+        processes. The loops that Ray runs in Baton's actors count as Ray's."""
         seconds = QUICK_IDLE_S if self.args.quick else IDLE_S
         own, rays, actors = baton.processes()
         before, loops_before, start_s = used_s(own | rays), main_threads_used_s(actors), monotonic()
@@ -182,7 +190,7 @@ class Bench:
         self.bars.at_most("of a core for Baton's own idle processes", shares[0], IDLE_BAR)
 
     async def measure(self, cell: Cell, sides: Sides) -> Found:
-        """Measure one cell, after a warm-up round, and report it."""
+        """Measure all servers on one cell of the grid, after a warm-up round. Report and return the results."""
         found = Found()
         with progress(str(cell), self.rounds + 1) as advance:
             for number in range(self.rounds + 1):
@@ -209,14 +217,14 @@ class Bench:
         return EngineSpec(self.folder, self.args.dtype, num_threads, (), part_of(EngineConfig, section))
 
     def say(self, line: str) -> None:
-        """Print a line in addition to the rows."""
+        """Print a line that is not an output row."""
         self.console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def installed_peers(
     args: argparse.Namespace, folder: Path, cores: Sequence[int], num_slots: int, *, say: Callable[[str], None]
 ) -> list[Peer]:
-    """Return the peers whose programs exist. `say` receives one line for each peer that is left out."""
+    """Return the peers whose programs are installed. `say` is called with one line for each peer that is skipped."""
     peers = []
     if is_installed(args.peer_python):
         environment = dict(each.split("=", 1) for each in args.peer_env)
@@ -237,19 +245,20 @@ def installed_peers(
 
 
 def is_installed(program: Path | None) -> bool:
-    """Return whether the program is given and exists."""
+    """Return True if `program` is given and exists."""
     return program is not None and program.is_file()
 
 
 async def engine_seconds(engine: EngineSide, asks: Sequence[Ask]) -> float:
-    """Return the seconds that the bare engine takes for a load, from the first request to the last token."""
+    """Run a load on the bare engine. Return the seconds from the first request to the last token."""
     measured = await engine.measure(Load(tuple(each.prompt for each in asks), asks[0].max_tokens))
     first_ns = min(each.asked_ns for each in measured.streams)
     return (max(each.token_ns[-1] for each in measured.streams) - first_ns) / 1e9
 
 
 def report(reporter: Reporter, bars: Bars, cell: Cell, found: Found) -> None:
-    """Report the rows of one cell, one for each metric and peer. Without peers, the baseline is `none`."""
+    """Report the output rows of one cell of the grid, one for each metric and peer. If no peer was measured, the
+    baseline is `none`."""
     ours, peers = found.answers[BATON], [name for name in found.answers if name != BATON]
     rows: defaultdict[str, dict[str, Row]] = defaultdict(dict)
     for metric, unit in JOINING_METRICS if cell.joining else METRICS:
@@ -269,7 +278,7 @@ def report(reporter: Reporter, bars: Bars, cell: Cell, found: Found) -> None:
 
 
 def judge(bars: Bars, cell: Cell, rows: dict[str, Row]) -> None:
-    """Check the bars of one cell, compared with vLLM."""
+    """Check the limits of one cell of the grid. They compare Baton's values with vLLM's."""
     if cell.num_streams <= RATE_STREAMS:
         bars.at_least(f"{cell}: tokens/s over vLLM's", rows["tokens_s"].ratio, RATE_BAR)
     most = LONG_TTFT_BAR if cell.num_tokens >= LONG_TOKENS else TTFT_BAR
@@ -279,7 +288,8 @@ def judge(bars: Bars, cell: Cell, rows: dict[str, Row]) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure everything. With --bars, return 1 if a bar is missed."""
+    """Measure the idle servers and all cells of the grid. Return 0, or 1 if `--bars` is given and a value misses its
+    limit."""
     bench, found = Bench(args), dict[str, Found]()
     async with bench.sides() as sides:
         await bench.idle(sides.baton)

@@ -1,11 +1,12 @@
-"""Does the cost model predict the measurements of the KV-Runahead paper? Compares the paper's tables with predictions,
+"""Compares the predictions of the cost model with the measurements in the tables of the KV-Runahead paper (ICML 2024),
 cell by cell.
 
-The model is calibrated on Llama-7B only: linear and attention time from its one-GPU row; the time to issue a layer's
-kernels, and the latency of a message, from its 1k row, where these dominate. Other models follow from their FLOPs and
-bytes, without fitted factors. The ranks compute as in the paper's table 5 (`baton.planning.cost_model.PAPER`), and
-partitions are searched at a resolution of 64 tokens. `python -m benchmarks.simulate_paper` prints the tables in
-Markdown.
+The model is calibrated on Llama-7B only. Linear and attention times are fitted to its one-GPU rows. The time to launch
+a layer's kernels, and the latency of a message, are fitted to its row for 1k tokens, where these dominate. The times of
+other models follow from their FLOPs and bytes, without fitted factors. The ranks compute as in the paper's table 5
+(`baton.planning.cost_model.PAPER`), and partitions into chunks are searched at a resolution of 64 tokens.
+
+`python -m benchmarks.simulate_paper` prints the tables in Markdown.
 """
 
 import argparse
@@ -34,40 +35,46 @@ REFERENCE = "llama-7b"
 NVLINK = 300e9
 A100_MEMORY = 1.555e12
 A100_MATMUL = 1.56e14
-"""Half of the dense fp16 peak of an A100, in FLOP/s. It would limit attention if attention did not store its scores."""
+"""Half of the peak rate of dense fp16 matrix products of an A100, in FLOP/s. It limits attention kernels that do not
+store their scores in memory."""
 RESOLUTION = 64
 RANKS = (4, 8)
 SLOW_RANKS = (2, 4)
 SLOW_PROTOCOLS = {10: PAPER, 1: PAPER_OVERLAPPED}
-"""Protocol of a chain on slow links, by their GB/s. The paper's times at 10 GB/s match blocking receives (2 % median
-error on two ranks). Its times at 1 GB/s on two ranks are possible only with overlapping receives."""
+"""Protocol of the prefill chain on slow links, by bandwidth in GB/s. The paper's times at 10 GB/s match blocking
+receives (2 % median error on two ranks). Its times at 1 GB/s on two ranks are possible only with receives that overlap
+with computation."""
 ROUNDING_S = 0.005
-"""Maximum rounding error in seconds of the paper's times, which have two decimals."""
+"""Maximum rounding error of the paper's times in seconds. The paper prints two decimals."""
 MISPRINT = (4096, 2, 1)
-"""(context, ranks, GB/s) of a cell with 0.84 s, which is inconsistent with its neighbours."""
+"""Cell of the paper's table that is probably a misprint: (context tokens, ranks, GB/s). Its value of 0.84 s is
+inconsistent with the neighbouring cells."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of the paper, and its prediction: seconds, or a ratio of seconds."""
+    """One value in the paper and its prediction, in seconds or as a ratio of seconds."""
 
     model: str
     context: int
     ranks: int
     what: str
-    """Measured quantity on the fast link: tsp, kvr_s (TTFT) or speedup (TSP over KVR-S)."""
+    """Measured quantity: `tsp` or `kvr_s` for the time to first token of this scheme, or `speedup` for the ratio of
+    TSP's time to KVR-S's. All are on the fast link."""
     paper: float
     ours: float
 
     @property
     def error(self) -> float:
-        """Error of the prediction: relative for times, absolute for speedups."""
+        """Error of the prediction: relative for times, absolute for speedups. Positive if the prediction is too
+        large."""
         return self.ours - self.paper if self.what == "speedup" else self.ours / self.paper - 1
 
 
 @dataclass(frozen=True)
 class SlowRow:
-    """One context and link of the paper's table 3: seconds by number of ranks, including 1."""
+    """Times for one context length and link of the paper's table 3. `paper` and `ours` map the number of ranks,
+    including 1, to the measured and the predicted seconds."""
 
     context: int
     gb_s: int
@@ -75,12 +82,13 @@ class SlowRow:
     ours: dict[int, float]
 
     def best_in_paper(self) -> int:
-        """Return the number of ranks with the shortest printed time; of equals, the fewest."""
+        """Return the number of ranks with the shortest time in the paper. If several are equally fast, return the
+        smallest number."""
         return min(self.paper, key=lambda ranks: (self.paper[ranks], ranks))
 
     def best_of_ours(self, margin: float) -> int:
-        """Return the fewest ranks whose predicted time is at most (1 + margin) times the shortest, plus the rounding
-        error."""
+        """Return the smallest number of ranks whose predicted time is close to the shortest one: at most (1 + margin)
+        times as long, plus the rounding error."""
         most_s = min(self.ours.values()) * (1 + margin) + ROUNDING_S
         return min(ranks for ranks, ttft_s in self.ours.items() if ttft_s <= most_s)
 
@@ -92,7 +100,7 @@ def load_tables(path: Path = TABLES) -> dict[str, Any]:
 
 
 def calibrate(tables: dict[str, Any]) -> Hardware:
-    """Fit the rates of the paper's GPUs to the rows of Llama-7B."""
+    """Fit the rates of the paper's GPUs to the paper's times of Llama-7B."""
     shape = SHAPES[REFERENCE]
     row = [(each["context_tokens"], each["one_gpu"]) for each in tables["low_bandwidth_llama_7b"]]
     fitted = fit_prefill(row, shape.num_layers, Kernel.DENSE)
@@ -126,18 +134,19 @@ def _issue_and_latency(shortest: dict[str, float]) -> tuple[float, float]:
 
 
 def cost_of(model: str, hardware: Hardware) -> CostModel:
-    """Return the costs of a model without the output head, whose time is already included in the one-GPU times."""
+    """Return the cost model of a model. The output head costs nothing, because its time is already included in the
+    one-GPU times to which the rates are fitted."""
     return dataclasses.replace(derive(SHAPES[model], hardware), head_s=0.0)
 
 
 def kvr_s(context: int, ranks: int, cost: CostModel, protocol: Protocol = PAPER) -> float:
-    """Return the predicted seconds of a chain with searched chunks."""
+    """Return the predicted time to first token in seconds of a chain whose chunk sizes are searched (KVR-S)."""
     chunks = search(context, ranks, cost, protocol, resolution=RESOLUTION)
     return float(chain_ttft(chunks, cost, protocol))
 
 
 def fast_cells(tables: dict[str, Any], hardware: Hardware) -> Iterator[Cell]:
-    """Yield all cells of the paper's NVLink tables, with their predictions."""
+    """Yield all cells of the paper's tables for NVLink, with predictions."""
     for model, rows in tables["ttft"].items():
         cost = cost_of(model, hardware)
         for row in rows:
@@ -150,7 +159,7 @@ def fast_cells(tables: dict[str, Any], hardware: Hardware) -> Iterator[Cell]:
 
 
 def slow_rows(tables: dict[str, Any], hardware: Hardware) -> Iterator[SlowRow]:
-    """Yield the rows of the paper's table 3, with their predictions."""
+    """Yield the rows of the paper's table 3 (slow links), with predictions."""
     for gb_s, protocol in SLOW_PROTOCOLS.items():
         link = dataclasses.replace(hardware.link, bandwidth=gb_s * 1e9)
         cost = dataclasses.replace(cost_of(REFERENCE, hardware), link=link)
@@ -163,20 +172,23 @@ def slow_rows(tables: dict[str, Any], hardware: Hardware) -> Iterator[SlowRow]:
 
 
 def median_error(cells: list[Cell], least_context: int) -> float:
-    """Return the median absolute relative error of the times at contexts of at least `least_context` tokens."""
+    """Return the median absolute relative error of the predicted times at contexts of at least `least_context`
+    tokens."""
     return statistics.median(
         abs(cell.error) for cell in cells if cell.what != "speedup" and cell.context >= least_context
     )
 
 
 def speedups(cells: list[Cell], least_context: int) -> list[Cell]:
-    """Return the speedups at contexts of at least `least_context` tokens, largest error first."""
+    """Return the cells with speedups at contexts of at least `least_context` tokens, ordered by error, largest
+    first."""
     chosen = [cell for cell in cells if cell.what == "speedup" and cell.context >= least_context]
     return sorted(chosen, key=lambda cell: -abs(cell.error))
 
 
 def print_fast(cells: list[Cell]) -> None:
-    """Print one line per model, context and number of ranks: paper / prediction, and the error."""
+    """Print one line per model, context length and number of ranks: the paper's value, the predicted value, and the
+    error."""
     print("| model | context | ranks | TSP s | error | KVR-S s | error | speedup | error |")
     print("|---|---|---|---|---|---|---|---|---|")
     for index in range(0, len(cells), 3):
@@ -190,7 +202,8 @@ def print_fast(cells: list[Cell]) -> None:
 
 
 def print_slow(rows: list[SlowRow], margin: float) -> None:
-    """Print one line per link and context: paper / prediction, and the best number of ranks in each."""
+    """Print one line per link and context length: the paper's and the predicted seconds, and the best number of ranks
+    according to each."""
     print("| GB/s | context | 1 rank s | 2 ranks s | 4 ranks s | best in paper | best of ours |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
@@ -200,7 +213,7 @@ def print_slow(rows: list[SlowRow], margin: float) -> None:
 
 
 def main() -> int:
-    """Print the tables and their median errors; return 0."""
+    """Print the tables and the median errors of their predictions. Return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, default=TABLES, help="the paper's tables (JSON)")
     tables = load_tables(parser.parse_args().tables)

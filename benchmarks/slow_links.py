@@ -1,12 +1,20 @@
-"""How long does a prompt take over slow links, and does the cost model predict it? Links from 200 down to 5 MB/s.
+"""Benchmark of prefill over slow links, from 200 down to 5 MB/s, and of the cost model's predictions for them.
 
-Two or more ranks. All links, of the chain and of the ring, have a limited pace (`baselines.paced`). KVR-S's chunks are
-searched separately for each link. It is compared with even chunks, zigzag ring attention, and a chain of one rank,
-which needs no link. Each round calibrates the model, with all ranks busy, and each link with separate messages, and
-then runs every case once, so that times are compared with a calibration of the same period. Rows: each scheme's time
-compared with the prediction of its round (`model`). At the end, the crossings where one scheme becomes faster than
-another are printed, measured and predicted, and plotted with --plot. `--bars`: KVR-S is within 15 % of the model in
-every case, and at every crossing the two schemes differ by at most that much.
+There are two or more ranks. All links, of the chain and of the ring, have a limited bandwidth (`baselines.paced`). Four
+schemes are compared:
+
+- KVR-S: a chain whose chunk sizes are searched separately for each link
+- a chain with even chunks
+- zigzag ring attention
+- a chain of one rank, which needs no link
+
+Each round calibrates the cost model while all ranks are busy, and calibrates each link with separate messages. It then
+runs every case once. Times are therefore compared with a calibration of the same period. Output rows: each scheme's
+time compared with the prediction of its round (`model`). At the end, the crossings are printed, measured and predicted,
+and plotted with `--plot`. A crossing is the bandwidth at which one scheme becomes faster than another.
+
+With `--bars`, the benchmark fails unless KVR-S is within 15 % of the model in every case, and the two schemes differ by
+at most 15 % at every crossing.
 """
 
 import argparse
@@ -45,31 +53,33 @@ TOKENS = "512,1024,2048"
 QUICK_TOKENS = "256"
 ROUNDS = 3
 MODEL_BAR = 0.15
-"""Maximum error of a time relative to the model's."""
+"""Maximum difference between a measured and the predicted time, as a fraction of the predicted time."""
 RIVALS = (("even", "single"), ("zigzag", "single"), ("kvr_s", "single"), ("kvr_s", "zigzag"))
-"""Pairs of schemes. For each pair, the link speed at which both are equally fast is computed."""
+"""Pairs of schemes that are compared. For each pair, the benchmark computes the link speed at which both are equally
+fast."""
 SCHEMES = ("kvr_s", "even", "zigzag", "single")
 _CURVE_POINTS = 40
 
 
 class _Times:
-    """Seconds for one prompt length: by scheme, by link (slowest first), by round."""
+    """Times in seconds for one prompt length, indexed by scheme, link (slowest first) and round."""
 
     def __init__(self, num_links: int) -> None:
         self.measured: dict[str, list[list[float]]] = {name: [[] for _ in range(num_links)] for name in SCHEMES}
         self.predicted: dict[str, list[list[float]]] = {name: [[] for _ in range(num_links)] for name in SCHEMES}
         self.lines: dict[str, list[list[float]]] = {name: [] for name in SCHEMES}
-        """Predicted seconds by scheme, by round, over the bandwidths of the plot."""
+        """Predicted seconds for the plot. Each scheme has one list per round, with one value per bandwidth of the
+        plot."""
 
     def add(self, link: int, measured: Mapping[str, float], predicted: Mapping[str, float]) -> None:
-        """Add the times of one round at one link."""
+        """Add the measured and the predicted seconds, by scheme, of one round. `link` is the index of the link."""
         for name in SCHEMES:
             self.measured[name][link].append(measured[name])
             self.predicted[name][link].append(predicted[name])
 
 
 def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float]:
-    """Return the predicted seconds by scheme."""
+    """Return the predicted time to first token in seconds, by scheme."""
     even = even_partition(TokenRange(0, num_tokens), num_ranks)
     return {
         "kvr_s": float(chain_ttft(search(num_tokens, num_ranks, cost, BATON), cost, BATON)),
@@ -80,12 +90,12 @@ def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float
 
 
 class _Bench:
-    """Ranks, and measurements on them. Every method blocks."""
+    """Prefill ranks, and measurements on them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, lengths: Sequence[int]) -> None:
         self._ranks, self._lengths = ranks, lengths
         self.kernel = runnable([args.kernel, "sdpa"])[0]
-        """Attention kernel of all schemes."""
+        """Name of the attention kernel that all schemes use."""
         self._links_mb_s = sorted(
             float(each) for each in (args.links or (QUICK_LINKS if args.quick else LINKS)).split(",")
         )
@@ -99,7 +109,7 @@ class _Bench:
         return self._links_mb_s
 
     def round(self, seed: int, cost: CostModel) -> None:
-        """Run every length over every link once, and predict each time with these costs."""
+        """Run every prompt length on every link once, and predict each time with the cost model `cost`. Record both."""
         costs = [at_pace(cost, self._ranks, _pace(mb_s)) for mb_s in self._links_mb_s]
         with progress(f"round {seed + 1}", len(self._lengths) * len(costs)) as advance:
             for num_tokens in self._lengths:
@@ -113,8 +123,8 @@ class _Bench:
                 self._draw_lines(num_tokens, costs)
 
     def curve(self, num_tokens: int) -> Curve:
-        """Return the plot of one length: measured points, and the predicted line over bandwidths, as medians of the
-        rounds."""
+        """Return the plot of one prompt length: the measured points of all rounds, and the predicted line over
+        bandwidths. The line is the median of the rounds."""
         times = self.times[num_tokens]
         lines = {
             name: [statistics.median(rounds) for rounds in zip(*times.lines[name], strict=True)] for name in SCHEMES
@@ -149,7 +159,7 @@ def _pace(mb_s: float) -> Pace:
 
 
 def report(reporter: Reporter, bars: Bars, num_tokens: int, num_ranks: int, bench: _Bench) -> None:
-    """Report one row for each scheme and link, then the crossings."""
+    """Report one output row for each scheme and link, then the link speeds at which two schemes are equally fast."""
     worst, times = 0.0, bench.times[num_tokens]
     for scheme in SCHEMES:
         for link, mb_s in enumerate(bench.links_mb_s):
@@ -183,7 +193,7 @@ def _place(links_mb_s: Sequence[float], ratios: Sequence[float]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all lengths over all links. With --bars, return 1 if a bar is missed."""
+    """Measure all prompt lengths on all links. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     reporter, bars = Reporter("slow_links", args.json), Bars()

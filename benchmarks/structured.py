@@ -1,11 +1,13 @@
-"""How much time do token masks add to a step in which all sequences are constrained?
+"""Benchmark of structured output: measures how much time token masks add to a step in which all sequences are
+constrained.
 
-Two engines run the same number of sequences of one model, sampled at temperature 1: one with a JSON schema whose
-answers do not end, the other unconstrained (baseline `plain`). Their steps alternate, including text and events. Masks
-are computed on a separate thread during the forward pass. The remaining cost is their use of the cores, and applying
-them.
+Two engines run the same number of sequences of one model, sampled at temperature 1. In one engine a JSON schema
+constrains the sequences, and its answers do not end. In the other, sequences are unconstrained (baseline `plain`). The
+engines' steps alternate, and include text and events. Masks are computed on a separate thread during the forward pass.
+The measured cost is the use of the cores by this thread, and the application of the masks.
 
-Rows: step_ms by batch size. `--bars`: with 16 sequences at most 5 % more than plain.
+Output rows: step_ms by batch size. With `--bars`, the benchmark fails if a step with 16 sequences takes more than 5 %
+longer than a plain one.
 """
 
 import argparse
@@ -45,7 +47,7 @@ from generate_workers.engine.served_model import ServedModel
 from generate_workers.slots.table import SlotTable
 
 BAR = 1.05
-"""Maximum ratio of a constrained step to a plain one, with 16 sequences."""
+"""Maximum ratio of the duration of a constrained step to that of an unconstrained one, with 16 sequences."""
 _STEPS = 16
 """Number of steps of one measurement."""
 _PERSON = {
@@ -75,8 +77,8 @@ class Rows:
     def running(
         cls, decoder: Decoder, tokenizer: Tokenizer, prompts: list[tuple[int, ...]], params: SamplingParams
     ) -> Iterator["Rows"]:
-        """Create an engine with one sequence per prompt, and yield it when all sequences have their first token. It is
-        closed at the end of the block."""
+        """Context manager. Create an engine with one sequence per prompt, and yield it when all sequences have their
+        first token. The engine is closed on exit."""
         clock, longest = SystemClock(), max(map(len, prompts)) + params.max_tokens
         config = EngineConfig(num_slots=len(prompts), max_slot_tokens=longest, speculation="off")
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
@@ -108,7 +110,7 @@ class Rows:
 
 
 def measure(args: argparse.Namespace, folder: Path, reporter: Reporter, bars: Bars) -> None:
-    """Measure each batch size, and check the bar for the largest."""
+    """Measure the step times for each batch size. Check the limit for the largest batch size."""
     decoder, tokenizer = load_decoder(folder, dtype=args.dtype), Tokenizer.load(folder)
     pairs = QUICK_PAIRS if args.quick else 3 * PAIRS
     num_tokens = _STEPS * (pairs + 1) + 200

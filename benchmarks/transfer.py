@@ -1,4 +1,4 @@
-"""How fast is the transfer of KV into a slot, and how much processor time does it take?
+"""Benchmark of the transfer of KV into a slot: measures its speed and its processor time.
 
 There are three sides. Each sends from this process to its own receiver process on the same node. They are measured
 alternately:
@@ -7,13 +7,13 @@ alternately:
     stream   Baton's push over loopback gRPC
     plain    the same bytes in plain protobuf messages, over loopback gRPC
 
-Baton's pushes are checked (stamp, layout, byte count, checksum) and written in place. The baseline is parsed as
-`KvPiece` by protobuf, unchecked, and written piece by piece. All write to new memory, as for a leased slot, and both
-processes rarely collect garbage, as workers do.
+In Baton's pushes, the receiver checks the stamp, layout, byte count and checksum, and writes the data in place. In the
+baseline `plain`, protobuf parses `KvPiece` messages, which are not checked, and the receiver writes them piece by
+piece. All sides write to new memory, as for a leased slot. Both processes rarely collect garbage, as workers do.
 
-Rows, by `scheme`: gb_s, GB per second; gb_cpu_s, GB per second of processor time of both processes together. `--bars`:
-from 512 tokens on, `shared` moves at least twice as many bytes per second of processor time as `stream` (docs/gaps.md,
-"KV of short prompts through shared memory").
+Output rows, by `scheme`: gb_s, GB per second; gb_cpu_s, GB per second of processor time of both processes together.
+With `--bars`, the benchmark fails unless from 512 tokens on `shared` moves at least twice as many bytes per second of
+processor time as `stream` (docs/gaps.md, "KV of short prompts through shared memory").
 """
 
 import argparse
@@ -51,19 +51,21 @@ from generate_workers.slots.table import SlotTable
 LENGTHS = "64,512,2048,6000"
 QUICK_LENGTHS = "512"
 LAYOUT = KvLayout("benchmark", num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
-"""KV layout of the standard model, smollm2-135m."""
+"""KV layout of smollm2-135m, the default model."""
 MAX_TOKENS = 8192
 BAR = 2.0
-"""Minimum ratio of the bytes per second of processor time through shared memory to those of the stream."""
+"""Minimum ratio of the bytes per second of processor time of `shared` (shared memory) to those of `stream` (gRPC)."""
 BAR_FROM_TOKENS = 512
-"""Shortest prompt that the bar applies to. For shorter prompts, calls cost more than bytes."""
+"""Number of tokens of the shortest prompt for which the limit `BAR` is checked. For shorter prompts, the cost of calls
+exceeds that of copying bytes."""
 _LEAST_BYTES = 64 * 10**6
-"""Minimum number of bytes per measurement, large enough that work other than the pushes is negligible."""
+"""Minimum number of bytes that one measurement transfers. It is large enough that work other than the transfer is
+negligible."""
 _PLAIN = "/baton.benchmark.Plain/Push"
 
 
 class _PlainHandler(grpc.GenericRpcHandler):
-    """Receiver of the baseline, in which protobuf does all the work."""
+    """Receiver of the baseline `plain`, in which protobuf parses and serializes all messages."""
 
     def service(
         self, details: grpc.HandlerCallDetails
@@ -149,7 +151,7 @@ def _plain_pusher(channel: grpc.aio.Channel, buffer: KvBuffer) -> Push:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one measurement of a side."""
+    """Transfer rates of one side in one measurement."""
 
     gb_s: float
     gb_cpu_s: float

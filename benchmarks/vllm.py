@@ -1,15 +1,18 @@
-"""How long does a long prompt take compared with vLLM's CPU build, and with the limit of the cores?
+"""Benchmark of the prefill of a long prompt: compares Baton with vLLM's CPU build, and with the time that the processor
+needs at least.
 
-Two ranks with one thread each, the native kernel and KVR-S's chunks are compared with vLLM with the same number of
-threads (`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without
-them the rows of vLLM are omitted). vLLM runs in one process during the whole benchmark, and the sides alternate; the
-side that waits is idle.
+Baton uses two ranks with one thread each, the native kernel, and chunk sizes that are searched for the prompt (KVR-S).
+vLLM uses the same number of threads. It requires `--peer-python PATH`, the Python that `peers/setup_vllm_cpu.sh`
+installs, and `--peer-model DIR`; without them the rows of vLLM are omitted. vLLM runs in one process during the whole
+benchmark. Baton and vLLM are measured alternately, and are idle while the other is measured.
 
-`bound` is the time of the model's FLOPs, divided evenly among the ranks, at the rates that all ranks reach at the same
-time for a layer's matrices only and for attention only. The time above it is reported by part: waiting for earlier
-ranks' KV, commands with sampling, and all other work of the busiest rank (norms, rotations, residuals, merging partial
-attention, lower rates, uneven chunks). `--bars`: at most 0.8 of vLLM's time, or 0.95 if the processor has AMX, which
-vLLM's matrix products use.
+The baseline `bound` is the time for the model's FLOPs, divided evenly among the ranks. The rates of a layer's matrix
+products and of attention are measured separately, on all ranks at the same time. The time above the bound is reported
+by part: waiting for earlier ranks' KV, commands with sampling, and all other work of the busiest rank (norms,
+rotations, residuals, merging partial attention, lower rates, uneven chunks).
+
+With `--bars`, the benchmark fails if Baton takes more than 0.8 of vLLM's time, or more than 0.95 if the processor has
+AMX, which vLLM's matrix products use.
 """
 
 import argparse
@@ -53,14 +56,14 @@ from deploy.machine.resolved_model import ResolvedModel
 TOKENS = 6000
 QUICK_TOKENS = 512
 VLLM_BAR = 0.95 if "amx_bf16" in cpu_flags() else 0.8
-"""Maximum ratio of Baton's time to vLLM's."""
+"""Maximum ratio of Baton's time to first token to vLLM's."""
 _PROBE_S = 1.0
 _PEER_SCRIPT = Path(__file__).parent / "peers" / "vllm_cpu_bench.py"
 _PEER_KV_GB = 2
 
 
 class _Peer:
-    """vLLM in its own environment, in a process that waits for prompts."""
+    """Connection to a vLLM process, which has its own environment and waits for prompts."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -69,7 +72,8 @@ class _Peer:
     @classmethod
     @contextlib.contextmanager
     def running(cls, python: Path, model: Path, cores: list[int]) -> Iterator["_Peer"]:
-        """Start vLLM, and yield it when it is ready, after about a minute. It ends with the block."""
+        """Context manager. Start vLLM in a separate process, and yield it when it is ready, after about a minute. The
+        process ends with the block."""
         threads = f"VLLM_CPU_OMP_THREADS_BIND={','.join(str(core) for core in cores)}"
         settings = ["env", threads, f"OMP_NUM_THREADS={len(cores)}", f"VLLM_CPU_KVCACHE_SPACE={_PEER_KV_GB}"]
         command = [*settings, str(python), str(_PEER_SCRIPT), str(model), "--serve"]
@@ -79,7 +83,7 @@ class _Peer:
             process.stdin.close()  # this ends the process
 
     def ttft_s(self, num_tokens: int) -> float:
-        """Return the seconds to the first token of one new prompt."""
+        """Send a new prompt of `num_tokens` tokens to vLLM. Return its time to first token in seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"tokens": num_tokens}) + "\n")
         self._process.stdin.flush()
@@ -95,7 +99,7 @@ class _Peer:
 
 
 def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, str]:
-    """Return the seconds of the compute bound, and a line that shows its parts."""
+    """Return the minimum seconds for the model's FLOPs, and a line that shows how they are computed."""
     width = len(ranks)
     rates = {
         kind: sum(ranks.rates(RateProbe(kind, _PROBE_S, shape, num_tokens // width), width))
@@ -109,7 +113,8 @@ def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, st
 
 
 def parts(outcomes: list[Outcome], least_s: float) -> str:
-    """Return a line that shows how the time above the bound is spent, in medians."""
+    """Return a line that shows how the time above the bound is spent, as median seconds of each part. `least_s` is the
+    bound in seconds."""
 
     def median(values: Iterator[float]) -> float:
         return statistics.median(values)
@@ -126,7 +131,8 @@ def parts(outcomes: list[Outcome], least_s: float) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure Baton, and vLLM if the options name it. With --bars, return 1 if a bar is missed."""
+    """Measure Baton, and vLLM if the options for it are given. Return 0, or 1 if `--bars` is given and a value misses
+    its limit."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     num_tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)

@@ -1,16 +1,19 @@
-"""How much does HTTP add to gRPC, and how many streams of server-sent events can one HTTP gateway serve?
+"""Benchmark of HTTP: measures the latency that HTTP adds to gRPC, and how many streams of server-sent events one HTTP
+gateway can serve.
 
-The real orchestrator and the real HTTP gateway, in separate processes, with generation groups that emit scripted tokens
-at a given pace without computing (benchmarks.gateways). The clients of both are in separate processes, too.
+The real orchestrator and the real HTTP gateway run in separate processes. Generation groups emit scripted tokens at a
+given pace without computing (`benchmarks.gateways`). HTTP and gRPC clients also run in separate processes.
 
-`trace=short`: 64 streams at random times within two seconds, 20 tokens per second each, alternately over HTTP and gRPC.
-Rows: the median time to first token, with gRPC as the baseline; and the processor time per token of the gateway's
-process, compared with its bar (`promised`) and with a client that only receives the same streams over gRPC (`grpc`).
-`trace=held`: 2,000 streams at once, one token per second each, over HTTP: p99 of the time from the engine to the
-client, and the tokens received compared with the tokens made.
+- `trace=short`: 64 streams start at random times within two seconds and receive 20 tokens per second each, alternately
+  over HTTP and over gRPC. Output rows: the median time to first token, compared with gRPC; and the processor time per
+  token of the gateway's process, compared with its limit (`promised`) and with the processor time of a client that only
+  receives the same streams over gRPC (`grpc`).
+- `trace=held`: 2,000 streams at once over HTTP, one token per second each. Output rows: p99 of the time from the engine
+  to the client, and the tokens received compared with the tokens emitted.
 
-A missing token, a stream that does not end by its length, and any status except 200 are errors. `--bars`: no errors;
-HTTP adds at most 3 ms to the first token and uses at most 0.2 ms per token; p99 in `held` is below 500 ms.
+A missing token, a stream that does not end by its length, and any status except 200 count as errors. With `--bars`, the
+benchmark fails unless no errors occur, HTTP adds at most 3 ms to the first token and uses at most 0.2 ms per token, and
+p99 in `held` is below 500 ms.
 """
 
 import argparse
@@ -45,7 +48,7 @@ ROUNDS, QUICK_ROUNDS = 5, 1
 
 
 class _Bench:
-    """Processes of the benchmark, its measurements and its results."""
+    """Runs the benchmark's processes, and collects their measurements."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._folder, self._is_quick = folder, args.quick
@@ -54,7 +57,7 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def run(self) -> Bars:
-        """Measure both traces, and return the bars."""
+        """Measure both traces. Return the limits (bars) and whether the measured values meet them."""
         await self._short()
         await self._held()
         self._reporter.close()
@@ -135,7 +138,7 @@ class _Bench:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure both traces. With --bars, return 1 if a bar is missed."""
+    """Measure both traces. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     bars = await _Bench(args, resolve(args)).run()
     return bars.close() if args.bars else 0
 

@@ -1,1 +1,2 @@
-"""Brings Baton up: command line, configuration, processes and supervision (layer 3: knows all roles)."""
+"""Starts and supervises Baton clusters: command line, configuration, processes and supervision. This is the top layer
+(layer 3), which imports the packages of all roles."""

@@ -1,5 +1,5 @@
-"""The `baton` command line. If a command raises a BatonError, or a package cannot be imported, the process prints one
-line (the error, its place, the remedy) and exits with status 1 or 2."""
+"""Entry point of the `baton` command line. If a command raises a BatonError, or a package cannot be imported, the
+process prints one line (the error, its location, the remedy) and exits with status 1 or 2."""
 
 import argparse
 import sys
@@ -22,18 +22,20 @@ GROUPS = {
     "tune": ("calibrate", "prepare"),
     "lab": ("evaluate", "chaos", "bench"),
 }
-"""Commands in the order in which the help shows them."""
+"""Commands by topic, in the order in which `baton --help` lists them."""
 _MODULES = (
     *(generate, local, serving, gateway, http, drain, flip, reload, scale, inspection, trace, top, calibrate),
     *(prepare, *lab.COMMANDS),
 )
 
 _OURS = ("baton", "baton_lab", "deploy", "gateway", "generate_workers", "orchestrator", "prefill_workers")
-"""Packages of Baton. If one of them cannot be imported, this is a defect."""
+"""Names of Baton's own packages. If one of them cannot be imported, the error is reported as a defect of Baton, not as
+a missing dependency."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; each command sets `run`."""
+    """Return the parser of the whole command line. Each command sets the attribute `run` to the function that executes
+    it."""
     parser = argparse.ArgumentParser(
         prog="baton",
         usage="baton [-h] [--version] COMMAND ...",

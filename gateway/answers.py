@@ -1,7 +1,7 @@
-"""Writes answers: makes the objects of the OpenAI API from a request's events. Pure.
+"""Makes the objects of OpenAI's API for answers, from the events of a request. The functions have no side effects.
 
-`Chats` and `Completions` write an answer in two forms: as a whole, or as the chunks of a stream. The number of a choice
-follows from the number of its prompt and its index among that prompt's choices.
+`Chats` and `Completions` write an answer in two forms: as a whole, or as the chunks of a stream. A choice's number in
+the answer is computed from the number of its prompt and its index among the choices of this prompt.
 """
 
 import json
@@ -20,19 +20,20 @@ Object = dict[str, Any]
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _TEXT = "text"
-"""Placeholder for the text in a chunk's line. The bytes before and after it are a choice's frame."""
+"""Placeholder for the text of a chunk, with which the constant bytes of a choice's chunks are computed once."""
 
 FINISHES = {None: None, FinishReason.LENGTH: "length", FinishReason.STOP: "stop"}
-"""OpenAI's finish reasons. All other endings are errors, which the stream raises."""
+"""OpenAI's finish reason for each finish reason of Baton. Other endings of a request are errors, which its stream
+raises."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """First fields of all objects of one answer."""
+    """Data that all objects of one answer share, such as its id and model."""
 
     id: str
     created: int
-    """Time at which the answer was begun, in seconds since 1970."""
+    """Time at which the answer was begun, in seconds since 1970 (UTC)."""
     model: str
     num_choices: int
     """Number of choices of each prompt."""
@@ -41,28 +42,29 @@ class Head:
     has_logprobs: bool = False
 
     def number(self, prompt: int, choice: int) -> int:
-        """Return the number of a prompt's choice among all choices of the answer."""
+        """Return the number of a choice among all choices of the answer. `prompt` is the prompt's index in the request.
+        `choice` is the index among the choices of this prompt."""
         return prompt * self.num_choices + choice
 
 
 class Writer(ABC):
-    """Writes one answer, as a whole or in chunks."""
+    """Base class of writers that make one answer of the OpenAI API, as a whole or in chunks."""
 
     name: ClassVar[str]
-    """Type of the whole answer (field `object`)."""
+    """Value of the field `object` of a whole answer."""
     chunk_name: ClassVar[str]
-    """Type of each chunk (field `object`)."""
+    """Value of the field `object` of a chunk."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
         self._begun: set[int] = set()
-        """Numbers of the choices for which a chunk was written."""
+        """Numbers of the choices of which at least one chunk was written."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """Bytes before and after the text in the lines of each choice, by the choice's number. Lines of a choice differ
-        only in the text."""
+        """Pairs of the bytes before and after the text in a choice's chunks, by the number of the choice. Most chunks
+        of a choice differ only in their text."""
 
     def whole(self, found: Sequence[Completion]) -> Object:
-        """Return the whole answer, made from the outputs of all prompts."""
+        """Return the whole answer. `found` has the completed output of each prompt."""
         choices = [
             self._whole_choice(prompt, completion, choice)
             for prompt, completion in enumerate(found)
@@ -72,7 +74,8 @@ class Writer(ABC):
         return self._object(self.name) | {"choices": choices, "usage": usage}
 
     def lines(self, prompt: int, event: TokenEvent) -> bytes:
-        """Return the chunks for one event of a prompt's stream, as server-sent events."""
+        """Return the chunks that result from one event of a prompt's stream, as server-sent events. `prompt` is the
+        index of the prompt in the request."""
         number = self.head.number(prompt, event.choice)
         has_text_alone = event.text and event.finish is None and not self.head.has_logprobs
         if number not in self._begun or not has_text_alone:
@@ -83,7 +86,8 @@ class Writer(ABC):
         return before + _ENCODER.encode(event.text).encode() + after
 
     def chunks(self, prompt: int, event: TokenEvent) -> Iterator[Object]:
-        """Yield the chunks for one event of a prompt's stream."""
+        """Yield the chunks that result from one event of a prompt's stream. `prompt` is the index of the prompt in the
+        request."""
         number = self.head.number(prompt, event.choice)
         if number not in self._begun:
             self._begun.add(number)
@@ -95,7 +99,7 @@ class Writer(ABC):
             yield self._chunk(self._delta(number, event.text, logprobs, finish))
 
     def usage_chunk(self, found: Sequence[Usage]) -> Object:
-        """Return the chunk with the usage, which comes before the end of the stream and has no choices."""
+        """Return the chunk that reports the usage. It is the last chunk of a stream, and has no choices."""
         return self._object(self.chunk_name) | {"choices": [], "usage": usage_of(found)}
 
     def _object(self, name: str) -> Object:
@@ -120,7 +124,7 @@ class Writer(ABC):
 
 
 class Chats(Writer):
-    """Writes the answer to a chat."""
+    """Writer of the answer to a chat request."""
 
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
@@ -151,23 +155,24 @@ class Chats(Writer):
 
 
 class _Offsets:
-    """Offsets at which consecutive tokens begin in a text, in characters."""
+    """Computes the character offsets at which consecutive tokens begin in a text."""
 
     def __init__(self, detokenizer: Detokenizer, start: int) -> None:
-        """`start` is the offset of the first token."""
+        """Start at the character offset `start`, which is the offset of the first token. `detokenizer` converts tokens
+        to text."""
         self._detokenizer = detokenizer
         self._next = start
 
     def take(self, token_id: int) -> int:
-        """Return the offset of the next token. If a character is split over several tokens, all of them have the offset
-        of the character."""
+        """Return the character offset of the next token. All tokens that share one character have the offset of this
+        character."""
         offset = self._next
         self._next += len(self._detokenizer.push(token_id))
         return offset
 
 
 class Completions(Writer):
-    """Writes the answer to a completion."""
+    """Writer of the answer to a completion request."""
 
     name = "text_completion"
     chunk_name = "text_completion"
@@ -175,10 +180,10 @@ class Completions(Writer):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self._offsets: dict[int, _Offsets] = {}
-        """Offsets of the output tokens of each choice that has logprobs."""
+        """Character offsets of the output tokens, by the number of the choice. Empty if logprobs were not requested."""
         self._scored: dict[int, Sequence[SampledToken]] = {}
-        """Tokens of each prompt with their logprobs, by the number of the prompt. The stream contains them once for all
-        choices."""
+        """Prompt tokens with their logprobs, by the number of the prompt. They arrive once in the stream, and are used
+        for all choices of the prompt."""
 
     def _whole_choice(self, prompt: int, completion: Completion, choice: Choice) -> Object:
         number = self.head.number(prompt, choice.index)
@@ -234,7 +239,8 @@ class Completions(Writer):
 
 
 def scored_token(token: SampledToken, text_of: Callable[[int], str]) -> Object:
-    """Return a token with its logprob and the logprobs of the most likely tokens."""
+    """Return OpenAI's object for a token with its logprob and the logprobs of the most likely tokens at its position.
+    `text_of` returns the text of a token id."""
 
     def named(token_id: int, logprob: float | None) -> Object:
         text = text_of(token_id)
@@ -245,7 +251,7 @@ def scored_token(token: SampledToken, text_of: Callable[[int], str]) -> Object:
 
 
 def usage_of(found: Sequence[Usage]) -> Object:
-    """Return the total numbers of tokens of all prompts."""
+    """Return OpenAI's `usage` object, with the sums of the tokens of all prompts."""
     prompt_tokens = sum(each.num_prompt_tokens for each in found)
     output_tokens = sum(each.num_output_tokens for each in found)
     return {
@@ -257,7 +263,8 @@ def usage_of(found: Sequence[Usage]) -> Object:
 
 
 def line(data: Any, event: str = "") -> bytes:
-    """Return a server-sent event with `data` as JSON, and with the event type `event` if it is not empty."""
+    """Return a server-sent event whose data is `data` as JSON. `event` is the event type; empty: the event has no
+    type."""
     named = f"event: {event}\n".encode() if event else b""
     return named + b"data: " + _ENCODER.encode(data).encode() + b"\n\n"
 

@@ -1,7 +1,7 @@
 """The HTTP application: routes of the OpenAI API, and routes for operators (health, metrics). Runs on the asyncio loop.
 
-The response of a stream begins when its first token is ready, so that a refused request gets the HTTP status of its
-error. If a client disconnects, its request is cancelled, even before the first token.
+The response of a stream begins when its first token is ready. A request that is refused therefore gets the HTTP status
+of its error. If a client disconnects, its request is cancelled, even before the first token.
 """
 
 import time
@@ -43,7 +43,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Gateway:
-    """Answers HTTP requests by calls to one upstream server."""
+    """HTTP application that answers requests by calls to one upstream server."""
 
     def __init__(
         self,
@@ -54,8 +54,9 @@ class Gateway:
         limits: StoreLimits = DEFAULT_LIMITS,
         has_console: bool = True,
     ) -> None:
-        """The caller owns `upstream`. `rules` are the permitted hosts and origins, and the timeouts. `limits` bound the
-        responses that are kept. `has_console` is true if the web console is served, too."""
+        """Make a gateway. `upstream` is the server that the gateway calls; the caller owns it. `rules` has the
+        permitted hosts and origins, and the timeouts. `limits` bounds the responses that are stored. `has_console` is
+        true if the web console is also served."""
         self.upstream = upstream
         self.rules = rules
         self._reader = reader
@@ -66,8 +67,8 @@ class Gateway:
         self._started_s = int(time.time())
 
     def app(self, *, is_loopback: bool) -> FastAPI:
-        """Return the application, with all routes. `is_loopback` is true if only processes on this machine can reach
-        it."""
+        """Return the application with all its routes. `is_loopback` is true if only processes on this machine can
+        connect to it."""
         app = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
         app.router.route_class = BodyRoute
         access = Access(self.upstream)
@@ -106,33 +107,33 @@ class Gateway:
         return app
 
     async def models(self, request: Request) -> Object:
-        """List the served model."""
+        """List the models that can be used. There is exactly one."""
         return {"object": "list", "data": [await self._model(request)]}
 
     async def model(self, name: str, request: Request) -> Object:
-        """Return the served model, if that is its name."""
+        """Return the served model if its name is `name`. Otherwise the request is refused with status 404."""
         self._reader.check_model(name)
         return await self._model(request)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Answer a chat, whole or as a stream."""
+        """Answer a chat. The answer is sent as a whole or as a stream."""
         request.state.fields = chat_names(body)
         return await self._answer(request, partial(self._reader.chat, body), _chat_writer, "chatcmpl-")
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
-        """Complete one prompt, or several."""
+        """Complete one prompt or several prompts. The answer is sent as a whole or as a stream."""
         request.state.fields = completion_names(body)
         read = partial(self._reader.completion, body)
         return await self._answer(request, read, lambda head, asked: Completions(head), "cmpl-")
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Object:
-        """Return the token ids of a text or of a chat, as a request with it would have them."""
+        """Return the token ids of a text or a chat. They are the same as those of a request with this text or chat."""
         request.state.fields = tokenize_names(body)
         tokens = await read_body(request, partial(self._reader.tokenize, body))
         return {"count": len(tokens), "max_model_len": self._reader.model.max_tokens, "tokens": tokens}
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Object:
-        """Return the text of token ids, special tokens included."""
+        """Return the text of token ids. The text includes special tokens."""
         request.state.fields = FieldNames(("model", "tokens"))
         self._reader.check_model(body.model)
         most = self._reader.model.vocab_size
@@ -142,15 +143,16 @@ class Gateway:
         return {"prompt": await read_body(request, partial(decode, body.tokens))}
 
     async def health(self) -> Response:
-        """Report that this process runs."""
+        """Return status 200, which shows that this process runs."""
         return Response()
 
     async def ready(self) -> Response:
-        """Report whether requests are served."""
+        """Return status 200 if the server can serve requests, otherwise 503."""
         return Response(status_code=200 if await self.upstream.is_serving() else 503)
 
     async def metrics(self) -> Response:
-        """Return this process's own metrics in Prometheus' format; the orchestrator has those of the cluster."""
+        """Return the metrics of this process in Prometheus' format. The orchestrator serves the metrics of the
+        cluster."""
         return PlainTextResponse(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
 
     async def _model(self, request: Request) -> Object:

@@ -1,7 +1,7 @@
-"""Bodies of requests, with the names, defaults and limits of OpenAI's API.
+"""Bodies of HTTP requests, with the names, defaults and limits of OpenAI's API.
 
-In addition, some fields of vLLM and other inference servers are supported, and the field `priority`. Unknown fields are
-ignored, as clients of many servers expect, except the fields in `gateway.fields.unsupported`, which are refused.
+Some fields of vLLM and other inference servers are also supported, and so is the field `priority`. Unknown fields are
+ignored, because clients of several servers expect it. Requests with fields of `gateway.fields.unsupported` are refused.
 """
 
 from collections.abc import Sized
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Return a validator that refuses a map or list of more than `most` entries before its entries are checked. Texts
-    of any length pass."""
+    """Return a validator for maps and lists with at most `most` entries. It runs before the entries themselves are
+    validated. It does not limit the length of text."""
 
     def check(value: T) -> T:
         if isinstance(value, Sized) and not isinstance(value, str) and len(value) > most:
@@ -58,23 +58,23 @@ _PROMPT: dict[str, Any] = {
     ]
 }
 PromptField = Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt), WithJsonSchema(_PROMPT)]
-"""One prompt or several, as text or as token ids."""
+"""Type of one prompt or several prompts, each as text or as token ids."""
 
 
 class StreamOptions(BaseModel):
-    """Options for the content of a stream in addition to its tokens."""
+    """Options for the additional content of a stream."""
 
     include_usage: bool = False
-    """True: the stream sends a chunk with the request's usage before its end."""
+    """If true, the stream sends a chunk with the request's usage before it ends."""
 
 
 class SamplingBody(BaseModel):
-    """Fields that both kinds of request have in common."""
+    """Fields that the bodies of chats and completions have in common."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    """Name of the served model; empty: any model."""
+    """Name of the model. Empty: the served model is used."""
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -85,11 +85,11 @@ class SamplingBody(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, at_most(MAX_LOGIT_BIASES)] = None
     seed: int | None = None
-    """Any integer; it is reduced modulo 2^64."""
+    """Seed for sampling. Any integer is accepted, and reduced modulo 2^64."""
     user: str | None = None
-    """Accepted and not used: callers are identified by their keys."""
+    """Accepted and ignored. Callers are identified by their API keys."""
     top_k: int | None = None
-    """Number of most likely tokens from which a token is sampled; 0 or -1: all tokens."""
+    """Number of most likely tokens from which a token is sampled. 0 or -1: all tokens."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
@@ -97,18 +97,18 @@ class SamplingBody(BaseModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
-    """Form of the output: text, json_object, or json_schema with its schema."""
+    """Required form of the output: `text`, `json_object`, or `json_schema` with a schema."""
     structured_outputs: dict[str, Any] | None = None
-    """Form of the output, given by one of json, json_object, regex, grammar and choice. `guided_json`, `guided_regex`
-    and so on are older names."""
+    """Required form of the output, with one of the keys json, json_object, regex, grammar and choice. The older names
+    of this field are `guided_json`, `guided_regex`, `guided_grammar` and `guided_choice`."""
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_FORM_CHOICES, fail_fast=True)] | None = None
     priority: Literal["interactive", "standard", "batch"] | None = None
-    """Priority of the request while it waits."""
+    """Priority of the request in the queue. None means standard."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
-    """Only requests with the same salt use each other's cached KV."""
+    """Text that limits the use of the prefix cache: only requests with the same salt share cached KV."""
 
 
 class CompletionBody(SamplingBody):
@@ -118,14 +118,14 @@ class CompletionBody(SamplingBody):
     """One prompt or several, as text or as token ids."""
     max_tokens: int | None = 16
     logprobs: int | None = None
-    """Number of most likely tokens that are reported with each token."""
+    """Number of most likely tokens to report for each token. None: no logprobs."""
     echo: bool | None = None
     best_of: int | None = None
-    """Accepted if it is 1 or `n`: all choices are returned."""
+    """Only 1 and the value of `n` are accepted, because all choices are returned."""
 
 
 class Part(BaseModel):
-    """A part of a message's content. Only text and the assistant's refusals are supported."""
+    """Part of a message's content. Only parts with text, and refusals of the assistant, are supported."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -138,15 +138,15 @@ Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(BaseModel):
-    """The called function and its arguments."""
+    """Name of a called function, with its arguments."""
 
     name: str
     arguments: str = "{}"
-    """Arguments as a JSON object, as the model wrote it."""
+    """Arguments as the text of a JSON object, as the model wrote them."""
 
 
 class ToolCall(BaseModel):
-    """A tool call in an answer of the assistant."""
+    """Tool call in a message of the assistant."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -156,39 +156,40 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """A turn of a chat."""
+    """Message of a chat."""
 
     model_config = ConfigDict(extra="ignore")
 
     role: str
     content: str | Parts | None = None
     refusal: str | None = None
-    """Refusal of the assistant, used as the content of a message without content."""
+    """Refusal that the assistant wrote. It is used as the content if the message has no content."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Tool calls in an answer of the assistant."""
+    """Tool calls that the assistant made in this message."""
     tool_call_id: str | None = None
-    """In a message of role `tool`: id of the call that the message answers."""
+    """Id of the tool call that this message answers. Used only in messages of role `tool`."""
     name: str | None = None
     reasoning_content: str | None = None
-    """Reasoning in an answer of the assistant, for chat templates that use it."""
+    """Reasoning of the assistant before this message, for chat templates that use it."""
 
 
 Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Function(BaseModel):
-    """A function that the model may call."""
+    """Description of a function that the model may call."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments. It is shown to the model, and not enforced."""
+    """JSON schema of the function's arguments. It is shown to the model. The output is checked against it only if a
+    call is required."""
 
 
 class Tool(BaseModel):
-    """A tool: a function."""
+    """Tool that the model may call. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -198,13 +199,13 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class FunctionName(BaseModel):
-    """The name of a function."""
+    """Name of a function, as an object with the field `name`."""
 
     name: str
 
 
 class NamedTool(BaseModel):
-    """The tool that the model must call."""
+    """Value of `tool_choice` that names the tool which the model must call."""
 
     type: Literal["function"]
     function: FunctionName
@@ -219,24 +220,26 @@ class ChatBody(SamplingBody):
     messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """Maximum number of output tokens; without it, the model's remaining context. `max_tokens` is the former name."""
+    """Maximum number of output tokens. None: the rest of the model's context. `max_tokens` is the older name of this
+    field."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: only the first call of an answer is returned."""
+    """If false, only the first tool call of an answer is returned. None means true."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the model's chat template, such as enable_thinking."""
+    """Additional variables for the model's chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
-    """True: the prompt ends with the beginning of the assistant's turn. Default: true, unless the last message is
-    continued."""
+    """If true, the prompt ends with the start of a new assistant message. None: true, unless `continue_final_message`
+    is true."""
     continue_final_message: bool | None = None
-    """True: the answer continues the text of the last message."""
+    """If true, the output continues the text of the last message. None means false."""
 
 
 class TokenizeBody(BaseModel):
-    """Body of POST /tokenize: a text, or a chat as its template renders it."""
+    """Body of POST /tokenize. It contains a text (`prompt`) or a chat (`messages`), which the model's chat template
+    renders."""
 
     model_config = ConfigDict(extra="allow")
 

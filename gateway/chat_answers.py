@@ -1,4 +1,4 @@
-"""Writes answers to chats whose output also has reasoning or tool calls. Pure."""
+"""Writes answers to chats whose output may also contain reasoning or tool calls. The functions have no side effects."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ from gateway.parsing.pieces import Arguments, CallBegun, Piece, Reasoning, Text
 
 
 class ParsedChats(Chats):
-    """Writes the answer to a chat. Collects all choices while their events arrive."""
+    """Writer of the answer to a chat, which separates reasoning and tool calls from text. It collects the output of all
+    choices as their events arrive."""
 
     def __init__(self, head: Head, rules: OutputRules) -> None:
         super().__init__(head)
@@ -20,11 +21,13 @@ class ParsedChats(Chats):
         self._gathered: defaultdict[int, Gathered] = defaultdict(Gathered)
 
     def lines(self, prompt: int, event: TokenEvent) -> bytes:
-        """Return the chunks for one event of a prompt's stream, as server-sent events."""
+        """Return the chunks that result from one event of a prompt's stream, as server-sent events. `prompt` is the
+        index of the prompt in the request."""
         return b"".join(map(line, self.chunks(prompt, event)))
 
     def chunks(self, prompt: int, event: TokenEvent) -> Iterator[Object]:
-        """Yield the chunks for one event of a prompt's stream."""
+        """Yield the chunks that result from one event of a prompt's stream. `prompt` is the index of the prompt in the
+        request."""
         number = self.head.number(prompt, event.choice)
         if number not in self._parsers:
             yield self._chunk(self._first(prompt, number))
@@ -36,12 +39,13 @@ class ParsedChats(Chats):
             yield self._chunk(_choice(number, {}, logprobs, self._finish(number)))
 
     def take(self, prompt: int, event: TokenEvent) -> None:
-        """Collect one event of a prompt's stream for `gathered`."""
+        """Collect one event of a prompt's stream. `gathered` later makes the whole answer from the collected events."""
         for _ in self._take(self.head.number(prompt, event.choice), event):
             pass
 
     def gathered(self, found: Sequence[Usage]) -> Object:
-        """Return the whole answer, made from the collected events."""
+        """Return the whole answer. It is made from the events that `take` has collected. `found` has the usage of each
+        prompt."""
         choices = [self._gathered_choice(number) for number in sorted(self._gathered)]
         return self._object(self.name) | {"choices": choices, "usage": usage_of(found)}
 
@@ -101,7 +105,7 @@ def _called(id: str, name: str, arguments: str) -> Object:
 
 @dataclass
 class GatheredCall:
-    """A call of a tool."""
+    """Tool call with the arguments that were read so far."""
 
     id: str
     name: str
@@ -110,7 +114,7 @@ class GatheredCall:
 
 @dataclass
 class Gathered:
-    """All pieces of one choice so far, combined."""
+    """Combined output of one choice so far."""
 
     text: str = ""
     reasoning: str = ""
@@ -119,7 +123,7 @@ class Gathered:
     finish: FinishReason | None = None
 
     def add(self, piece: Piece) -> None:
-        """Add the next piece."""
+        """Add the next piece of the output."""
         match piece:
             case Text():
                 self.text += piece.text

@@ -1,7 +1,8 @@
-"""Renders chats with tools for one model, and returns the rules for reading the model's output. Any thread may use it.
+"""Renders chats with tools for one model, and returns the rules for parsing the model's output. Any thread may use this
+module.
 
-Most models have a chat template that describes the tools. SmolLM2's template does not support tools, so the system
-message describes them, with the text that the model was trained on (`gateway.tools.prompt`).
+Most models have a chat template that describes the tools. SmolLM2's template does not support tools. Therefore the
+system message describes them, with the text that the model was trained on (`gateway.tools.prompt`).
 """
 
 import hashlib
@@ -22,19 +23,20 @@ from gateway.tools.prompt import prompted
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content parts that are text, in chats and in responses."""
+"""Types of content parts that contain text, in chats and in OpenAI's responses."""
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class ChatRenderer:
-    """Renders chats. Read-only after it is made."""
+    """Renders chats for one model. It does not change after it is made."""
 
     def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto") -> None:
-        """`tool_format` is a name of `gateway.parsing.call_formats`. Raises ConfigError for an unknown name."""
+        """Make a renderer. `tool_format` is the name of a format of tool calls in `gateway.parsing.call_formats`, or
+        "auto" for the format that belongs to the model's chat template. Raises ConfigError for an unknown name."""
         self._tokenizer = tokenizer
         template = tokenizer.chat_template(for_tools=True)
         self.format = format_of(template, tool_format)
-        """Format of the model's tool calls; None: the model cannot call tools."""
+        """Format in which the model writes tool calls. None: the model cannot call tools."""
         self._has_reasoning = BEGIN in template
         self._of_reasoning = tokenizer.silent_tokens((BEGIN, END))
         self._of_calls = tokenizer.silent_tokens(self.format.markers if self.format else ())
@@ -50,8 +52,9 @@ class ChatRenderer:
         options: Mapping[str, Any],
         ending: Ending = Ending.TURN,
     ) -> str:
-        """Return the chat as text, with the kind of end that `ending` selects. Raises InvalidArgumentError for content
-        that the model's chat template does not accept."""
+        """Return the chat as text. `options` are additional variables for the chat template. `ending` selects how the
+        text ends, for example with the start of the assistant's message. Raises InvalidArgumentError for content that
+        the model's chat template does not accept."""
         if tools and self.format is None:
             raise InvalidArgumentError(
                 "tools: the model's chat template takes none: leave them out, or start the gateway with --tool-format"
@@ -73,9 +76,10 @@ class ChatRenderer:
         most_calls: int | None = None,
         is_obliged: bool = False,
     ) -> OutputRules:
-        """Return the rules for reading the model's output after a chat that was rendered as `rendered`. `continued` is
-        the text of the last message if the output continues it. `is_obliged` is true if the output must have the form
-        of `gateway.tools.choice.obliged_form`."""
+        """Return the rules for parsing the model's output. `rendered` is the chat as text. `continued` is the text of
+        the last message if the output continues it, and empty otherwise. `most_calls` is the maximum number of tool
+        calls to return; None: no limit. `is_obliged` is true if the output must be a list of tool calls
+        (`gateway.tools.choice.obliged_form`)."""
         names = frozenset(tool.function.name for tool in tools)
         if is_obliged:
             return OutputRules(replace(OBLIGED, has_short_ids=self._has_short_ids), names, most_calls)
@@ -90,9 +94,9 @@ class ChatRenderer:
 
 
 def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list[dict[str, Any]]:
-    """Return a chat in the form for chat templates: the role `developer` becomes `system`, parts of a content are
-    joined by line breaks, and arguments of calls become objects. Raises InvalidArgumentError for parts that are not
-    text, and for calls of tools if there is no format for them."""
+    """Convert messages to the form that chat templates use. The role `developer` becomes `system`, parts of a content
+    are joined by line breaks, and arguments of tool calls become objects. `format_` is the format of the model's tool
+    calls. Raises InvalidArgumentError for parts that are not text, and for tool calls if `format_` is None."""
     return [_message(f"messages[{index}]", each, format_) for index, each in enumerate(messages)]
 
 
@@ -109,8 +113,8 @@ def _check_values(field: str, value: object) -> None:
 
 
 def text_of(where: str, content: str | Sequence[Part]) -> str:
-    """Return a content as text: its parts, joined by line breaks. Raises InvalidArgumentError for a part that is not
-    text; `where` names the content."""
+    """Return the content of a message as text. Parts are joined by line breaks. Raises InvalidArgumentError for a part
+    that is not text. `where` is the name of the content in the error's text."""
     if isinstance(content, str):
         return content
     texts = []

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's API writes them: a status, and `{"error": {"message", "type", "param", "code"}}`. Pure."""
+"""Errors in the format of OpenAI's API: an HTTP status, and `{"error": {"message", "type", "param", "code"}}`. The
+functions have no side effects."""
 
 import math
 import re
@@ -15,28 +16,29 @@ CLIENT_GONE = 499
 
 
 class BodyTooLargeError(errors.InvalidArgumentError):
-    """The body of a request has more bytes than any request may have."""
+    """Raised if the body of a request exceeds the limit in bytes or in number of values."""
 
 
 class UnreadableBodyError(errors.InvalidArgumentError):
-    """According to its headers, the body of a request is not plain JSON."""
+    """Raised if the headers of a request declare a body that is not plain JSON."""
 
 
 class ContextTooLongError(errors.InvalidArgumentError):
-    """A prompt, alone or with the requested output, has more tokens than the model's context. Clients recognize this
-    error by its code, and may shorten the conversation."""
+    """Raised if a prompt, alone or with the requested output, has more tokens than the model's context. Clients
+    recognize this error by its code, and may shorten the conversation."""
 
 
 class HeadersTooLongError(errors.InvalidArgumentError):
-    """The request's line and headers, or its headers that identify the caller, exceed the limit on their bytes."""
+    """Raised if a request's line and headers exceed the limit in bytes, or if the headers that identify the caller
+    do."""
 
 
 class WrongHostError(errors.PermissionDeniedError):
-    """The request's header Host names a host that is not allowed."""
+    """Raised if the header Host of a request names a host that is not allowed."""
 
 
 class UnknownResponseError(errors.NotFoundError):
-    """The requested response is not stored."""
+    """Raised if a client requests a response that is not stored."""
 
 
 _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
@@ -56,22 +58,22 @@ _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (errors.UnavailableError, 503, "service_unavailable_error", None),
     (errors.BatonError, 500, "server_error", None),
 )
-"""Class, status, type and code of errors. The first class that an error is an instance of is used."""
+"""HTTP status, type and code for each class of errors. The first class that the error is an instance of counts."""
 _FIELD = re.compile(r"[a-z_]+")
 
 
 @dataclass(frozen=True)
 class FieldNames:
-    """Fields of a request, with the names that its client uses."""
+    """Fields of a request, and the names that the client uses for them."""
 
     fields: Collection[str] = ()
-    """Fields that an error may name as `param`."""
+    """Names of fields that may be the value of `param` in an error."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Client's names of fields, by the names that errors use. An error's text begins with the field's name, or has it
-    after `sampling.`."""
+    """Names that the client uses for fields, by the names that Baton's errors use. A name is replaced at the beginning
+    of an error's text, and after `sampling.`."""
 
     def text(self, error: BatonError) -> str:
-        """Return an error's text with the client's names of fields."""
+        """Return the text of `error`, in which fields have the names that the client uses."""
         known = "|".join(map(re.escape, sorted(self.renamed, key=len, reverse=True)))
         ours = rf"(?:^(?:sampling\.)?|(?<![\w/'\"])sampling\.)(?:({known})(?!\w))?"
         return re.sub(ours, lambda found: self.renamed.get(found[1] or "", ""), str(error))
@@ -86,8 +88,8 @@ def status_of(error: BatonError) -> int:
 
 
 def error_body(error: BatonError, names: FieldNames = NO_FIELDS) -> dict[str, Any]:
-    """Return the body of an error answer, in which fields have the client's names. If the error's text begins with a
-    field, this field is `param`."""
+    """Return the JSON body of an error answer. Fields of the request have the names that the client uses. If the
+    error's text begins with the name of a field, this name is also the value of `param`."""
     type_, code = next((type_, code) for kind, _, type_, code in _STATUSES if isinstance(error, kind))
     text = names.text(error)
     begun = _FIELD.match(text)
@@ -96,8 +98,8 @@ def error_body(error: BatonError, names: FieldNames = NO_FIELDS) -> dict[str, An
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
-    """Return the headers of an error answer: Retry-After if the delay in seconds is known, and WWW-Authenticate if the
-    API key is missing."""
+    """Return additional HTTP headers for an error. Retry-After is set if the delay in seconds is known.
+    WWW-Authenticate is set if the API key is missing or invalid."""
     if error.retry_after_s is not None:
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     return {"www-authenticate": "Bearer"} if isinstance(error, errors.UnauthenticatedError) else {}

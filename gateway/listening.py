@@ -1,6 +1,8 @@
-"""Opens the socket on which HTTP is served, for the server's own process or for a launcher that passes it on.
+"""Opens the socket on which HTTP is served. The server's own process uses it, or a launcher that passes the socket to
+the server.
 
-A launcher that keeps the socket keeps its address across restarts of the server. Imports no code of the server.
+A launcher that holds the socket keeps its address across restarts of the server. The module imports no code of the
+server.
 """
 
 import socket
@@ -10,8 +12,8 @@ from baton.settings.addresses import join_address
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to host:port, 0 for any free port; nothing listens on it yet. Raises ConfigError when the
-    address cannot be bound."""
+    """Return a socket that is bound to `host` and `port`, but does not listen yet. Port 0 selects a free port. Raises
+    ConfigError when the address cannot be bound."""
     try:
         return _bound(host, port)
     except OSError as error:

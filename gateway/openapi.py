@@ -1,4 +1,4 @@
-"""Parts of the OpenAPI document that all routes share: the shape of errors, and streams. Pure."""
+"""Parts of the OpenAPI document that all routes share: the format of errors, and streams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +9,17 @@ from pydantic import BaseModel
 
 
 class ErrorDetail(BaseModel):
-    """Cause of an error, and the field that it concerns."""
+    """Message, type and code of an error, and the field that it concerns."""
 
     message: str
     type: str
     param: str | None
-    """Name of the wrong field of the body, if the error is about one."""
+    """Name of the body's field that is wrong. None if the error does not concern a field."""
     code: str | None
 
 
 class ErrorBody(BaseModel):
-    """Body of an answer that is an error."""
+    """JSON body of an error answer."""
 
     error: ErrorDetail
 
@@ -44,18 +44,19 @@ _EVENT = {
     "required": ["data"],
 }
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
-"""Content of a stream. The schema is that of one event, whose data is JSON, or `[DONE]`."""
+"""OpenAPI content type of a stream. The schema describes one event, whose data is JSON or `[DONE]`."""
 _UNUSED = "HTTPValidationError", "ValidationError"
 
 Responses = dict[int | str, dict[str, Any]]
 ERRORS: Responses = {status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()}
 """Error answers that any route may return."""
 STREAMED: Responses = {200: {"description": "The answer, whole or as server-sent events.", "content": _STREAM}}
-"""Answer of a route that streams on request."""
+"""OpenAPI description of the successful answer of a route that can stream."""
 
 
 def describe(app: FastAPI) -> None:
-    """Correct the application's OpenAPI document: an invalid body has status 400 here, not 422."""
+    """Correct the OpenAPI document of the application. FastAPI declares status 422 for an invalid body, but this
+    application returns 400."""
 
     def document() -> Mapping[str, Any]:
         if app.openapi_schema is None:

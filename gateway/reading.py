@@ -1,7 +1,7 @@
-"""Reads bodies into arguments of `baton.AsyncClient.generate`, and into the options of the answer.
+"""Converts the bodies of requests to arguments of `baton.AsyncClient.generate`, and to options of the answer.
 
 Prompts are tokenized in the gateway, because their number of tokens is needed: a chat without a limit on its output may
-fill the rest of the model's context. Tokenizing a long prompt blocks, so the functions are called in a thread.
+fill the rest of the model's context. Tokenizing a long prompt blocks. Therefore the functions are called in a thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,47 +30,47 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a body."""
+    """One prompt of a request, as token ids."""
 
     token_ids: Sequence[int]
     echo: str = ""
-    """Text that precedes the generated text of each choice."""
+    """Text that is put before the generated text of each choice. Empty unless the request has `echo`."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Checked content of a body."""
+    """Content of a request's body after validation and tokenization."""
 
     prompts: tuple[Prompt, ...]
     options: tuple[SamplingOptions, ...]
-    """Sampling options of each prompt."""
+    """Sampling options of each prompt, in the order of `prompts`."""
     model: str
     num_choices: int
-    """Choices of each prompt."""
+    """Number of choices to generate for each prompt."""
     priority: str = "standard"
     cache_salt: str = ""
     is_streamed: bool = False
     includes_usage: bool = False
-    """True if a stream reports the usage before its end."""
+    """True if a stream must report the usage in a chunk before it ends."""
     logprobs: int | None = None
-    """Number of most likely tokens that are reported with each token; None: no logprobs."""
+    """Number of most likely tokens to report for each token. None: no logprobs."""
     output: OutputRules = PLAIN
-    """Rules for parsing the output."""
+    """Rules for parsing the output into reasoning, text and tool calls."""
 
 
 class Reader:
-    """Reads bodies for one model. Any thread may use it."""
+    """Converts bodies of requests for one model. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo, tool_format: str = "auto") -> None:
-        """`tool_format` is the format of the model's tool calls: a name of `gateway.parsing.call_formats`, or auto for
-        the format of its chat template. Raises ConfigError for another name."""
+        """Make a reader. `tool_format` is the name of a format of tool calls in `gateway.parsing.call_formats`, or
+        "auto" for the format that belongs to the model's chat template. Raises ConfigError for an unknown name."""
         self.tokenizer = tokenizer
         self.model = model
         self._renderer = ChatRenderer(tokenizer, tool_format)
 
     def completion(self, body: CompletionBody) -> Asked:
-        """Return the checked content of a completion's body. Raises InvalidArgumentError for fields that are wrong or
-        not supported, and NotFoundError for another model."""
+        """Convert the body of a completion. Raises InvalidArgumentError for fields that are wrong or not supported, and
+        NotFoundError if the body names a model that is not served."""
         refuse_unsupported(body, adds_special_tokens=True)
         if body.best_of not in (None, 1, body.n):
             raise InvalidArgumentError("best_of is not supported: all choices are returned; leave it out")
@@ -83,8 +83,8 @@ class Reader:
         return self._asked(body, prompts, options, body.logprobs)
 
     def chat(self, body: ChatBody) -> Asked:
-        """Return the checked content of a chat's body. Raises InvalidArgumentError for fields that are wrong or not
-        supported, and NotFoundError for another model."""
+        """Convert the body of a chat. Raises InvalidArgumentError for fields that are wrong or not supported, and
+        NotFoundError if the body names a model that is not served."""
         refuse_unsupported(body, adds_special_tokens=False)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgumentError("top_logprobs needs logprobs = true: set both, or neither")
@@ -109,8 +109,8 @@ class Reader:
         return replace(self._asked(body, (prompt,), options, logprobs), output=rules)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
-        """Return the token ids of a text or of a chat, as a request with it would have them. Raises
-        InvalidArgumentError, and NotFoundError for another model."""
+        """Return the token ids of a text or a chat. They are the same as those of a request with this text or chat.
+        Raises InvalidArgumentError for a wrong body, and NotFoundError if the body names another model."""
         self.check_model(body.model)
         refuse_unsupported(body, adds_special_tokens=body.prompt is not None)
         if body.prompt is not None and body.messages is None:
@@ -122,7 +122,7 @@ class Reader:
         raise InvalidArgumentError("prompt and messages: give one of them")
 
     def check_model(self, name: str) -> None:
-        """Raise NotFoundError unless `name` is empty or the served model's name."""
+        """Raise NotFoundError unless `name` is the name of the served model. An empty name is accepted."""
         if name and name != self.model.name:
             raise NotFoundError(f"model {name!r:.100} is not served: use {self.model.name}")
 

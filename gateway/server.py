@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _OPEN = ("/health", "/metrics")
-"""Paths that are answered until the server has ended."""
+"""Paths that are still answered during the shutdown."""
 _CUT_S = 5
-"""Seconds that uvicorn waits for answers whose streams have been ended."""
+"""Timeout in seconds for uvicorn to send the ends of interrupted streams during a shutdown."""
 
 
 def run_on_own_loop(serving: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on a new event loop of uvloop, on which serving takes less processor time than on
-    asyncio's own, and return its result. For the main thread of a process that serves HTTP; blocks."""
+    """Run a coroutine on a new event loop of uvloop, and return its result. Serving HTTP takes less processor time on
+    uvloop than on asyncio's own loop. Called on the main thread of a process. Blocks."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serving)
 
 
 class Drain:
-    """ASGI application that wraps another one and counts its running requests."""
+    """ASGI application that wraps another application and counts its running requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -66,7 +66,7 @@ class Drain:
                 self._idle.set()
 
     async def end(self, grace_s: float) -> None:
-        """Start to refuse new requests. Return when no request runs, or after `grace_s` seconds."""
+        """Start to refuse new requests. Returns when no requests run, or after `grace_s` seconds."""
         self._is_ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -75,14 +75,14 @@ class Drain:
 
 @dataclass(frozen=True)
 class Certificate:
-    """PEM files with which the server identifies itself over HTTPS."""
+    """PEM files of the server's certificate chain and private key, for HTTPS."""
 
     chain: Path
     key: Path
 
 
 class HttpServer:
-    """A listening server. Make one with `start`."""
+    """Running HTTP server. `start` makes an object."""
 
     def __init__(
         self, server: uvicorn.Server, listening: socket.socket, port: int, drain: Drain, upstream: Upstream
@@ -100,9 +100,12 @@ class HttpServer:
         certificate: Certificate | None = None,
         spans: "TracerProvider | None" = None,
     ) -> Self:
-        """Serve `gateway` on a bound socket, which the server then owns. Return once requests are answered. `stop`
-        closes the gateway's upstream. `spans` makes a span of each request, and stays the caller's; None: no spans.
-        Raises ConfigError when the certificate cannot be read; the socket is closed then."""
+        """Serve `gateway` on a bound socket. Returns when the server answers requests.
+
+        The server owns the socket, and `stop` closes the gateway's upstream. `certificate` enables HTTPS; None: HTTP.
+        `spans` records a trace span of each request, and stays owned by the caller; None: no spans. Raises ConfigError,
+        and closes the socket, when the certificate cannot be read.
+        """
         allow_connections()
         host, port, *_ = listening.getsockname()
         app = gateway.app(is_loopback=is_loopback(host))
@@ -133,9 +136,9 @@ class HttpServer:
         return made
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests with status 503, give running ones `grace_s` seconds, and end the rest: whole answers
-        with status 503, streams with an error event. Closes the upstream. A further call ends them after its own time.
-        """
+        """Shut the server down, and close the upstream. New requests are refused with status 503. Running requests get
+        `grace_s` seconds to end. After this time, whole answers get status 503, and streams end with an error event. A
+        second call during the shutdown ends the requests after its own `grace_s`."""
         await self._drain.end(grace_s)
         await self._upstream.close()
         self._server.config.timeout_graceful_shutdown = _CUT_S
@@ -144,8 +147,8 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, but without signal handlers, which the command installs itself, and with an event that is set
-    when it serves."""
+    """uvicorn's server without signal handlers, because the command installs its own. An event is set when the server
+    accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,5 +1,5 @@
-"""Functions that routes share: the caller's identity, detection of clients that disconnect, and server-sent events.
-Runs on the asyncio loop."""
+"""Functions that several routes use: the caller's identity, detection of clients that disconnect, and server-sent
+events. Runs on the asyncio loop."""
 
 import asyncio
 import logging
@@ -23,24 +23,24 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LONG_BYTES = 1024
-"""Smallest number of bytes of a body that is read in a thread, because its prompt may take long to tokenize."""
+"""Number of bytes from which a body is converted in a thread, because tokenizing its prompt may take long."""
 _CALLER = ("authorization", "baton-tenant")
-"""Headers that identify the caller, which the server checks."""
+"""HTTP headers that identify the caller. The server checks them."""
 _TRACE = ("traceparent", "tracestate")
-"""Headers with the caller's trace context."""
+"""HTTP headers with the caller's trace context (W3C)."""
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 _METADATA = re.compile(r"[\x20-\x7e]*")
-"""Text that gRPC accepts as metadata."""
+"""Pattern of text that gRPC accepts as metadata: printable ASCII."""
 _TRACE_VALUE = re.compile(r"[\x20-\x7e]{0,512}")
-"""Text that gRPC accepts as metadata, of at most 512 bytes, the length that W3C's Trace Context requires to be passed
-on."""
+"""Pattern of trace headers that are passed on: printable ASCII, as gRPC requires, and at most 512 bytes. W3C's Trace
+Context requires that values of up to 512 bytes are passed on."""
 FAULT = "the HTTP process failed at this request: see its log"
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """Response that streams lines and closes their source at the end, even if the client disconnects before the first
-    line."""
+    """Streaming HTTP response of server-sent events. It closes the source of its lines at the end, even if the client
+    disconnects before the first line."""
 
     def __init__(self, lines: AsyncIterator[bytes], stack: AsyncExitStack, headers: Mapping[str, str]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={**headers, **_SSE})
@@ -53,8 +53,8 @@ class EventStream(StreamingResponse):
 
 
 def error_of(failure: Exception) -> BatonError:
-    """Return the error for the client of a stream that failed after its status was sent. A failure that is not a
-    BatonError is a fault of this process, and is logged."""
+    """Convert an exception in a stream to the error that the client gets. An exception that is not a BatonError is a
+    fault of this process, and is logged."""
     if isinstance(failure, BatonError):
         return failure
     logger.error("a stream failed", exc_info=failure)
@@ -62,16 +62,17 @@ def error_of(failure: Exception) -> BatonError:
 
 
 async def read_body(request: Request, read: Callable[[], T], num_more_bytes: int = 0) -> T:
-    """Return the result of `read`, called in a thread if the request's body, with the bytes that are read in addition
-    to it, is long. Raises what it raises, and ResourceExhaustedError when too many bytes are being read."""
+    """Call `read` and return its result. `read` is called in a thread if it processes many bytes: the request's body
+    plus `num_more_bytes`. Raises the errors of `read`, and ResourceExhaustedError when too many bytes are being
+    processed at the same time."""
     num_bytes = len(await request.body()) + num_more_bytes
     reading: BoundedReading = request.app.state.reading
     return await reading.run(num_bytes, read) if num_bytes >= _LONG_BYTES else read()
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. Raises RequestCancelledError if the client disconnects before the result is
-    ready."""
+    """Wait for `work` and return its result. If the client disconnects first, `work` is cancelled and
+    RequestCancelledError is raised."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_until_gone(request))
     try:
@@ -86,11 +87,12 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
-    """Return the caller's headers as metadata of a call. With `traces` they include the trace context, unless this
-    process has a span: the call then belongs to that span.
+    """Return the headers that identify the caller, as metadata for calls to the server. If `traces` is true, the
+    caller's trace context is included. It is left out if this process has a trace span of its own, or if gRPC cannot
+    send it.
 
-    Raises UnauthenticatedError for a key, and InvalidArgumentError for a tenant, that gRPC cannot send, and
-    HeadersTooLongError for more than MAX_CALLER_BYTES of them. A trace that gRPC cannot send is left out.
+    Raises UnauthenticatedError for a key that gRPC cannot send, InvalidArgumentError for a tenant that gRPC cannot
+    send, and HeadersTooLongError if the headers have more than MAX_CALLER_BYTES bytes.
     """
     caller = _sent(request, _CALLER)
     for name, value in caller.items():
@@ -108,7 +110,8 @@ def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
 
 
 def request_id_of(request: Request, prefix: str) -> str:
-    """Return the request's name: the one that the client gave it, or a new one that begins with the prefix."""
+    """Return the request's id. It is the client's header x-request-id if that is valid, and otherwise a new id that
+    begins with `prefix`."""
     named = request.headers.get("x-request-id", "")
     return named if _REQUEST_ID.fullmatch(named) else prefix + uuid.uuid4().hex
 

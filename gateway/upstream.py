@@ -1,4 +1,5 @@
-"""Client of the server behind the gateway, over gRPC: its model, its health, and streams of tokens. On the loop."""
+"""gRPC client of the server behind the gateway. It gets the model, the health, the state, and streams of tokens. Runs
+on the asyncio loop."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -21,14 +22,15 @@ from gateway.reading import Asked
 
 _SERVICE = "baton.v1.Orchestrator"
 _ANSWER_S = 5.0
-"""Timeout in seconds for the server to return its health, its state or its requests."""
+"""Timeout in seconds for the server's answer about its health, its state or its requests."""
 
 
 class Upstream:
-    """Connections to one server. Make it on the loop that uses it, and close it."""
+    """Client with connections to one server. It must be made on the loop that uses it, and closed at the end."""
 
     def __init__(self, target: str, deadline_s: float = 0.0) -> None:
-        """`target` is the server's host:port; nothing is sent yet. Requests end after `deadline_s`; 0: never."""
+        """Make a client of the server at `target` (host:port). No connection is made yet. `deadline_s` is the timeout
+        of each request in seconds; 0: no timeout."""
         self.target = target
         self._deadline_s = deadline_s or None
         self._is_closed = False
@@ -36,7 +38,7 @@ class Upstream:
         self._health = make_channel(target)
 
     async def close(self) -> None:
-        """End all calls and streams, with UnavailableError, and close the connections. Idempotent."""
+        """Close the connections. Calls and streams that still run end with UnavailableError. Idempotent."""
         self._is_closed = True
         await self._client.close()
         await self._health.close()
@@ -48,25 +50,27 @@ class Upstream:
         await self.close()
 
     async def model(self, metadata: Mapping[str, str]) -> ModelInfo:
-        """Return the model that is served. Raises the server's error if it refuses the call, and UnavailableError if it
+        """Return the served model. Raises the server's error if the server refuses the call, and UnavailableError if it
         does not answer."""
         with self.unless_closed():
             return await self._client.model(metadata=metadata)
 
     async def state(self, metadata: Mapping[str, str]) -> ClusterState:
-        """Return the cluster's state. Raises the server's error if it refuses the call, and UnavailableError if it does
-        not answer."""
+        """Return the cluster's state. Raises the server's error if the server refuses the call, and UnavailableError if
+        it does not answer."""
         with self.unless_closed():
             return await self._client.cluster_state(_ANSWER_S, metadata=metadata)
 
     async def requests(self, num_ended: int, metadata: Mapping[str, str]) -> RequestList:
-        """Return the requests that wait or run, and the latest `num_ended` that have ended. Raises as `state` does."""
+        """Return the requests that wait or run, and the `num_ended` requests that ended last. Raises the server's error
+        if the server refuses the call, and UnavailableError if it does not answer."""
         with self.unless_closed():
             return await self._client.requests(_ANSWER_S, num_ended=num_ended, metadata=metadata)
 
     @contextmanager
     def unless_closed(self) -> Iterator[None]:
-        """Raise UnavailableError if the code in the `with` block is cancelled because the upstream was closed."""
+        """Translate errors in the `with` block: if the code is cancelled because this client was closed, raise
+        UnavailableError."""
         try:
             yield
         except RequestCancelledError as error:
@@ -75,7 +79,7 @@ class Upstream:
             raise UnavailableError("the HTTP gateway is ending: try again, on a new connection") from error
 
     async def is_serving(self) -> bool:
-        """Return whether the server reports that it serves."""
+        """Return True if the server reports that it serves. Return False if it does not answer."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE)
         try:
             with translate_rpc_errors():
@@ -86,8 +90,8 @@ class Upstream:
 
     @asynccontextmanager
     async def answers(self, asked: Asked, request_id: str, metadata: Mapping[str, str]) -> AsyncIterator["Answers"]:
-        """Send one request for each prompt, and yield their streams. Requests that still run at the end of the `with`
-        block are cancelled."""
+        """Send one request to the server for each prompt in `asked`, and yield their streams. `metadata` identifies the
+        caller. Requests that still run at the end of the `with` block are cancelled."""
         async with AsyncExitStack() as stack:
             stack.enter_context(self.unless_closed())
             streams = []
@@ -107,7 +111,7 @@ class Upstream:
 
 
 class Answers:
-    """The streams of one body's prompts."""
+    """Token streams of all prompts of one HTTP request."""
 
     def __init__(self, streams: Sequence[AsyncStream], upstream: Upstream) -> None:
         self._streams, self._upstream = streams, upstream
@@ -123,12 +127,13 @@ class Answers:
         return [each.output for each in self._streams]
 
     async def collect(self) -> list[Completion]:
-        """Wait for the end of all streams and return their outputs. Raises the first error."""
+        """Wait until all streams have ended, and return the output of each prompt. Raises the first error of a
+        stream."""
         return await asyncio.gather(*(each.collect() for each in self._streams))
 
     async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Yield the events of all streams in the order of arrival, each with the number of its prompt. Raises the first
-        error."""
+        """Yield the events of all streams in the order of arrival. Each event comes as a pair (index of the prompt,
+        event). Raises the first error of a stream."""
         with self._upstream.unless_closed():
             if len(self._streams) == 1:
                 async for event in self._streams[0]:

@@ -1,2 +1,2 @@
-"""Generation group: slots for KV, continuous batching, and delivery of streams (layer 2: torch; grpc only in
-servicer)."""
+"""Generation workers: slots for KV, continuous batching, and delivery of token streams. This package is layer 2: it may
+import torch, and imports grpc only in `servicer`."""

@@ -1,4 +1,4 @@
-"""Settings of a generation engine. Imports neither torch nor grpc, because launchers read them as well."""
+"""Settings of a generation engine. The module imports neither torch nor grpc, because launchers also import it."""
 
 from typing import Annotated, Literal, Self
 
@@ -21,7 +21,7 @@ EvictionName = Literal["counter", "lru", "fifo"]
 AcceptanceName = Literal["coupled", "maximal"]
 SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "ngram", "model"]
 CHOOSING_DRAFTS: tuple[SpeculationName, ...] = ("snapkv", "infinigen")
-"""Speculations whose drafts select among all keys of a sequence."""
+"""Speculation settings whose drafts attend to keys that are selected from all keys of a sequence."""
 
 
 @settings
@@ -29,47 +29,47 @@ class EngineConfig:
     """Limits and policies of a generation engine."""
 
     num_slots: Count = 16
-    """Number of slots of each engine: sequences in its batch, one for each choice of a request."""
+    """Number of slots of each engine. Each sequence in the batch, one per choice of a request, uses one slot."""
     max_slot_tokens: Count = 8192
-    """Most tokens that one slot may hold, prompt and output together."""
+    """Maximum number of tokens of a sequence in a slot, prompt and output together."""
     max_prefill_tokens_per_step: Count = 256
-    """Most prompt tokens that an engine prefills in a step; up to 4 times this number of a burst with burst_step_s."""
+    """Maximum number of prompt tokens that a step prefills; with burst_step_s, up to 4 times as many in a burst."""
     max_waiting: Count = 64
-    """Choices that may wait for a slot to prefill locally, not counting those for which a slot is free."""
+    """Maximum number of choices that wait for a slot for local prefill, in addition to the number of free slots."""
     max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
-    """Longest decode step that also prefills, as a multiple of the step's time without prefill; inf: no bound."""
+    """Maximum time of a decode step that also prefills, relative to its time without prefill; inf: no limit."""
     mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a decode step which also prefills may take, if that is longer than max_step_stretch allows."""
+    """Seconds that a decode step with prefill may always take, even if max_step_stretch allows less."""
     burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds by which steps that also prefill may be longer now and then, to end all waiting prefills; 0: none."""
+    """Total seconds by which mixed steps may be late, to end all waiting prefills (refills slowly); 0: none."""
     residency: ResidencyName = "device"
-    """Where KV is stored: device or host memory. The other policies approximate: fewer keys, 4 bits, or both."""
+    """Policy that stores KV. device, host: all KV in that memory. Others approximate: fewer keys, 4 bits, or both."""
     selection_file: AbsolutePath = ""
-    """File of `baton prepare`, for residency or drafts that select keys by it; empty: where it wrote for this model."""
+    """File of `baton prepare`, for policies that select keys by it; empty: its default path for this model."""
     pool_tokens: Annotated[int, Field(ge=0)] = 0
-    """Most tokens whose KV a sequence keeps in each layer except the first two, with residency infinigen; 0: all."""
+    """With residency infinigen: maximum KV tokens of a sequence in each layer except the first two; 0: no limit."""
     pool_eviction: EvictionName = "counter"
-    """Token evicted at pool_tokens: selected least often (counter), longest ago (lru), or oldest (fifo)."""
+    """Token to evict at pool_tokens: least often selected (counter), least recently selected (lru), oldest (fifo)."""
     kv_memory_bytes: Bytes = 0
-    """KV memory of each engine, like "4GiB"; 0: enough for all slots, at most half the free memory / num_groups."""
+    """KV memory of each engine, like "4GiB"; 0: for all slots, at most half the free memory / num_groups."""
     device_memory_bytes: Bytes = 0
-    """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
+    """Counted limit of weights and KV, as on a device of this size, like "1GiB"; 0: only kv_memory_bytes."""
     speculation: SpeculationName = "auto"
-    """Source of drafts: auto, off, the text (ngram), draft_model (model), or the model over few keys (others)."""
+    """Source of drafts: off, auto, ngram (from the text), model (draft_model), others (own model with few keys)."""
     draft_model: str = ""
-    """Name, folder or GGUF file of the draft model, used if speculation is model. Its tokenizer must be the same."""
+    """Name, folder or GGUF file of the draft model, for speculation model. It must have the same tokenizer."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
-    """Number of tokens drafted per sequence and step; 0: planned from costs and acceptance."""
+    """Number of drafts per sequence and step; 0: chosen automatically from costs and acceptance rate."""
     acceptance: AcceptanceName = "coupled"
-    """Rule by which drafts are accepted: coupled (a text depends only on its seed) or maximal (accepts more drafts)."""
+    """Rule for accepting drafts: coupled (the output depends only on the seed) or maximal (accepts more drafts)."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys that a draft attends to; half or twice that number if it is planned. With snapkv up to half more."""
+    """Number of keys that a draft attends to. A planner may halve or double it; snapkv uses up to half more."""
     step_graphs: bool = True
-    """Replay decode steps from CUDA graphs on device cuda with Triton; false: launch each kernel, to compare."""
+    """Run decode steps as CUDA graphs (device cuda with Triton); false: launch each kernel, for comparison."""
     growth_tokens: Count = 256
-    """Output tokens for which a new sequence gets memory; fewer fit more sequences, and preempt more often."""
+    """Output tokens for which a new sequence gets memory; fewer: more sequences fit, and more are preempted."""
     watchdog_floor_s: Seconds = 10.0
-    """Shortest time without work, in seconds, after which a step counts as stalled and the engine is replaced."""
+    """Minimum seconds without progress after which a step counts as hung and the engine is replaced."""
 
     @model_validator(mode="after")
     def _a_pool_evicts(self) -> Self:

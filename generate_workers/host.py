@@ -1,7 +1,7 @@
-"""Starts one generation engine in the calling process: loads its model and runs its server.
+"""Starts one generation engine in the calling process: loads its model and starts its server.
 
-`deploy.groups.hosting` calls it in a child process or in a Ray actor; this module depends on neither. Starts
-`generate_workers.servicer`. Runs on that process's asyncio loop.
+`deploy.groups.hosting` calls this module in a child process or in a Ray actor. The module depends on neither. It starts
+`generate_workers.servicer`, and runs on the asyncio loop of the process.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedModel | None = None) -> GenerationServer:
-    """Load the model, unless `model` is given, and return the engine's server, which accepts calls. Raises ModelError
-    or ConfigError with a one-line message."""
+    """Start a generation engine and return its server, which accepts calls. The model is loaded, unless `model` already
+    has it. Raises ModelError or ConfigError with one line of text."""
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     draft_model = await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer))
@@ -51,8 +51,9 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
 
 
 def measured_cost(place: WorkerPlace) -> WorkCost | None:
-    """Return the measured costs of steps on engines like this one; None if no costs were measured. A file that is
-    damaged or of another version is logged and ignored. Blocks on the disk."""
+    """Return the measured costs of steps on engines of this kind, which are read from the file `place.step_times`.
+    Return None if no costs were measured. A file that is damaged or has another version is ignored with a warning in
+    the log. Blocks on the disk."""
     try:
         found = load_kept(Path(place.step_times)) if place.step_times else None
     except ConfigError as error:

@@ -1,8 +1,9 @@
 """Serves a generation group over gRPC: streams, status, and the KvReceiver of its slots, all on one server.
 
-The orchestrator calls it through `orchestrator.workers`, and prefill ranks push KV to it. `streams.open_streams` serves
-streams, `baton.transport.kv_receiver` serves leases. Runs on the process's asyncio loop; events arrive from the
-engine's thread. The interceptor that baton.transport.channel.make_server installs converts errors of calls to statuses.
+The orchestrator calls the server through `orchestrator.workers`, and prefill ranks push KV to it.
+`streams.open_streams` serves streams, and `baton.transport.kv_receiver` serves leases. Runs on the process's asyncio
+loop. Events arrive from the engine's thread. An interceptor that baton.transport.channel.make_server installs converts
+the errors of calls to gRPC statuses.
 """
 
 import asyncio
@@ -53,15 +54,17 @@ from generate_workers.streams.shared_reader import SharedReader
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MESSAGE_BYTES = 2**20
-"""Maximum number of bytes of a message with the events of many streams, unless a single event is larger."""
+"""Maximum number of bytes of a message that has events of several streams. A message with a single event may be
+larger."""
 _MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Maximum number of bytes of a single event, which must fit into one message of this service and of all services
-between it and the client."""
+"""Maximum number of bytes of a single event. The event must fit into one message of this service, and of every other
+service between it and the client."""
 
 
 class GroupPrefixes:
-    """Access of a group to its node's prefix store, which prefill ranks use as well. Leases begin with blocks from the
-    store, answers are saved to it, and blocks of other nodes are copied to it."""
+    """Access of a generation group to the prefix store of its node, which is shared with the node's prefill ranks.
+    Leases begin with blocks from the store, answers are saved to the store, and blocks of other nodes are copied to
+    it."""
 
     def __init__(self, place: PrefixPlace, slots: SlotTable, secret: ClusterSecret) -> None:
         """`secret` is sent to workers of other nodes, and is the key of the store's folders. Raises ConfigError if a
@@ -73,8 +76,8 @@ class GroupPrefixes:
         self.exchange = BlockExchange(self.store, clock=slots.clock, connect=partial(make_channel, secret=secret))
 
     async def close(self) -> None:
-        """Wait until blocks are loaded, drop answers that are not saved yet, and release the folders. Call this once,
-        after the engine has ended."""
+        """Wait until running loads of blocks have ended, drop answers that are not saved yet, and release the store's
+        folders. Must be called once, after the engine has ended."""
         await self.loader.close()
         await in_own_thread(self.saver.close)
         await self.exchange.close()
@@ -96,7 +99,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     async def Streams(
         self, commands: AsyncIterator[generate_pb2.StreamCommand], context: Context
     ) -> AsyncIterator[generate_pb2.StreamEvents]:
-        """Yield the events of all streams that the commands open, until they have ended and no more commands follow."""
+        """Yield the events of all streams that `commands` opens. Ends when all streams have ended and the client sends
+        no more commands."""
         reader = SharedReader(self._streams, _event_to_proto, _end_to_proto)
         obeying = asyncio.create_task(self._obey(commands, reader))
         try:
@@ -132,7 +136,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         return self._streams.open(asked, number, _checked_keep(request.keep_s), on_message, naming)
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
-        """End a stream, including a stream whose call was lost."""
+        """End a stream. The stream may be one whose call was lost."""
         self._streams.cancel(StreamNumber(request.number))
         return generate_pb2.CancelReply()
 
@@ -182,13 +186,13 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
 
 
 class GenerationServer:
-    """Engine, its slots, and the gRPC server of GenerationGroup and KvReceiver. Create one with `start`, on the asyncio
-    loop."""
+    """Engine of a generation group, its slots, and the gRPC server of GenerationGroup and KvReceiver. Made with
+    `start`, on the asyncio loop."""
 
     def __init__(self, server: grpc.aio.Server, servicer: GenerationServicer, slots: SlotTable, port: int) -> None:
         self.engine, self.slots, self.port = servicer.engine, slots, port
         self.prefixes = servicer.prefixes.store if servicer.prefixes is not None else None
-        """Prefix store of the node; None if this group uses none."""
+        """Prefix store of the node; None if this group does not use a prefix store."""
         self._server, self._servicer = server, servicer
 
     @classmethod
@@ -201,13 +205,15 @@ class GenerationServer:
         clock: Clock,
         prefix_place: PrefixPlace | None = None,
     ) -> Self:
-        """Start a server on a free port of `place.host`, for callers that have the cluster's secret. Leases contain
-        this address, so prefill ranks must be able to reach it.
+        """Start a server on a free port of `place.host`. Only callers that have the cluster's secret are served. Leases
+        contain the server's address, so prefill ranks must be able to reach it.
 
-        `place.num_engines`: number of engines, including this one, that share the machine's memory. `prefix_place`:
-        folders of the prefix store, which are created if missing and removed by their last user. Slots may begin with
-        its blocks, and answers are saved to it. Raises ConfigError if the server cannot listen, a folder cannot be
-        created, memory cannot be allocated, or the speculation is not supported."""
+        `place.num_engines` is the number of engines, including this one, that share the machine's memory.
+        `prefix_place`: folders of the node's prefix store; None: no store is used. The folders are created if missing,
+        and are removed by their last user. Slots may begin with blocks from the store, and answers are saved to it.
+        Raises ConfigError if the server cannot listen, a folder cannot be created, memory cannot be allocated, or the
+        speculation is not supported.
+        """
         secret, decoder = ClusterSecret(place.secret), model.decoder
         memory = make_memory(decoder, config, place.num_engines, draft_model=model.draft_model)
         server = make_server(check=secret.check)
@@ -229,8 +235,8 @@ class GenerationServer:
         return cls(server, servicer, slots, port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept no more calls, give running calls `grace_s` seconds to end, then cancel them and close the engine.
-        Idempotent."""
+        """Refuse new calls, and wait at most `grace_s` seconds for running calls. Then cancel the remaining ones and
+        close the engine. Idempotent."""
         await self._server.stop(grace_s)
         self._servicer.close()
         await in_own_thread(self.engine.close)
@@ -259,8 +265,8 @@ async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus
 
 
 def messages_of(batch: Iterable[generate_pb2.StreamEvent]) -> Iterator[generate_pb2.StreamEvents]:
-    """Yield the events of a batch, in order, in messages of limited size. A batch without logprobs of prompts is one
-    message."""
+    """Yield the events of a batch, in order, in messages of limited size. Only logprobs of prompts are large enough
+    that a batch needs several messages."""
     events: list[generate_pb2.StreamEvent] = []
     num_bytes = 0
     for event in batch:

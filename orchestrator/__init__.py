@@ -1,2 +1,2 @@
-"""Orchestrator, between clients and workers: accepts requests, queues and places them, and runs each of them to its
-end."""
+"""Orchestrator between clients and workers. It accepts requests, queues them, assigns them to workers, and follows each
+of them to its end."""

@@ -33,7 +33,7 @@ from orchestrator.workers.worker_poller import WorkerPoller
 
 @dataclass(kw_only=True, eq=False)
 class Orchestrator:
-    """Components of one orchestrator. Call `start` once, on the loop, and `close` at the end."""
+    """Components of one orchestrator. Call `start` once, on the event loop, and `close` at the end."""
 
     config: OrchestratorConfig
     clock: Clock
@@ -49,16 +49,16 @@ class Orchestrator:
     _polling: asyncio.Task[None] | None = field(init=False, default=None)
 
     def start(self) -> None:
-        """Start accepting requests, polling the workers, and scaling. Call it once, on the loop."""
+        """Start accepting requests, polling the workers, and scaling. Call it once, on the event loop."""
         self.scheduler.start()
         self._polling = asyncio.create_task(self.poller.run(self.config.poll_s))
         self.scaler.start()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, wait `grace_s` seconds for running requests, then end the remaining ones with
-        UnavailableError.
+        """Stop the orchestrator. Refuse new requests, wait `grace_s` seconds for running requests, then end the
+        remaining ones with UnavailableError.
 
-        Frees the slots and streams that attempts held, and closes all channels to workers. Idempotent.
+        Frees the slots and streams of all attempts, and closes all channels to workers. Idempotent.
         """
         await asyncio.gather(self.scheduler.close(grace_s), self.scaler.close())
         if self._polling is not None:
@@ -80,8 +80,8 @@ def build_orchestrator(
     """Return an orchestrator for the groups in `members`, which may still be empty. The caller must start it.
 
     `planner` predicts the duration of each request's prefill. `secret` is the cluster's secret, sent with each call to
-    a worker. `traces` receives every request that has ended, and is closed with the orchestrator; None: traces are kept
-    in memory and not exported.
+    a worker. `traces` receives every request that has ended, and is closed together with the orchestrator. If `traces`
+    is None, traces are kept in memory and not exported.
     """
     config = config or OrchestratorConfig()
     journal, clients = Journal(clock, traces or Traces(), planner), Clients(secret)

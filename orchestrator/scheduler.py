@@ -2,7 +2,7 @@
 
 Called by `orchestrator.api.frontend`, which serves it over gRPC, and by `deploy.commands.session` (`baton local`)
 without gRPC. Each request has its own task, which writes the events of its stream. A client that reads slowly or
-disconnects does not delay the task, and the deadline is enforced in any case. On the loop.
+disconnects does not delay the task. The deadline is enforced in any case. Runs on the event loop.
 """
 
 import asyncio
@@ -50,20 +50,20 @@ _CLOSING = "the orchestrator is shutting down: try again"
 
 @dataclass(frozen=True)
 class _Run:
-    """One accepted request, until it ends."""
+    """State of one accepted request, until the request ends."""
 
     record: RequestRecord
     entry: Entry
-    """The request's entry in the admission gate: it first waits in the queue, then counts as running."""
+    """Entry of the request in the admission gate. The request first waits in the queue, then counts as running."""
     predicted_s: float | None
     """Time to the first token in seconds, predicted when the request arrived; None for a resumed stream."""
     outbox: Outbox
-    """Buffer of the events to be sent on the request's stream."""
+    """Buffer of events that are to be sent on the request's stream."""
 
 
 @dataclass(kw_only=True, eq=False)
 class RequestScheduler:
-    """Owns the queue and all running requests.
+    """Accepts requests, queues them, and runs them. Owns the queue and all running requests.
 
     Built by `orchestrator.composition`. Call `start` once, `generate` for each request, and `close` at the end.
     """
@@ -77,7 +77,7 @@ class RequestScheduler:
     forecast: ChainForecast
     budget: RetryBudget
     fleet: LiveFleet
-    """Records the arrivals and the ends of requests, for the autoscaler."""
+    """Component that records the arrivals and the ends of requests for the autoscaler."""
     journal: Journal
     _outboxes: Outboxes = field(init=False, default_factory=Outboxes)
     _following: asyncio.Task[NoReturn] | None = field(init=False, default=None)
@@ -85,7 +85,7 @@ class RequestScheduler:
     _closing: bool = field(init=False, default=False)
 
     def start(self) -> None:
-        """Start adjusting the limit of running requests to the number of slots of all groups. Call it once, on the
+        """Start to adapt the limit of running requests to the number of slots of all groups. Call it once, on the event
         loop."""
         self._resize()
         self._following = asyncio.create_task(repeat("following the groups' slots", self._follow, _FOLLOWING_PAUSES))
@@ -94,7 +94,7 @@ class RequestScheduler:
         """Refuse new requests, wait `grace_s` seconds for running requests, then end the remaining ones with
         UnavailableError.
 
-        Frees the slots and streams that attempts held. Idempotent.
+        Frees the slots and streams of all attempts. Idempotent.
         """
         self._closing = True
         if self._tasks:
@@ -105,12 +105,15 @@ class RequestScheduler:
         await self.attempt_runner.close()
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield the events of one request's stream: Started, then tokens, then Finished.
+        """Run one request, and yield the events of its stream: Started, then tokens, then Finished.
 
-        If the caller closes the generator, the request is cancelled, also on the workers. These errors are raised
-        before Started. InvalidArgumentError: the request has more choices than any group has slots, or it requires
-        exact attention and all groups are approximate. ResourceExhaustedError: the queue is full or the deadline cannot
-        be met. UnavailableError: the scheduler is closing. Every later failure is reported in Finished.
+        If the caller closes the generator, the request is cancelled, also on the workers. The following errors are
+        raised before Started. Every later failure is reported in Finished.
+
+        - InvalidArgumentError: the request has more choices than any group has slots, or it requires exact attention
+          and all groups are approximate.
+        - ResourceExhaustedError: the queue is full, or the deadline cannot be met.
+        - UnavailableError: the scheduler is closing.
         """
         if self._closing:
             raise UnavailableError(_CLOSING)

@@ -1,1 +1,1 @@
-"""Prefill group: ranks that compute a prompt as a KV-Runahead chain and stream its KV to a leased slot."""
+"""Prefill group: ranks that compute a prompt together as a KV-Runahead chain, and stream the KV to a leased slot."""

@@ -1,9 +1,9 @@
-"""Threads on which a prefill rank opens cached blocks, writes them, and copies them to disk.
+"""Threads on which a prefill rank opens cached blocks, writes blocks, and copies blocks to disk.
 
 This work may wait for locks, or several seconds for a disk that does not answer
-(`baton.modeling.prefix_store.disk_tier`). Used by `prefill_workers.servicer`. The threads are separate from the asyncio
-loop's default thread pool, so that heartbeats and new epochs never wait for blocks. All methods except `close` are
-called on the loop's thread.
+(`baton.modeling.prefix_store.disk_tier`). Therefore it does not use the event loop's default thread pool, where it
+could delay heartbeats and new epochs. Used by `prefill_workers.servicer`. All methods except `close` are called on the
+loop's thread.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 
 _MAX_SINKING = 64
-"""Maximum number of prompts whose blocks are queued for the disk. Blocks of further prompts are not copied until they
+"""Maximum number of prompts whose blocks wait to be copied to disk. Blocks of further prompts are not copied until they
 are stored again."""
 
 
 class BlockThreads:
-    """Two threads for work that a job waits for, and one thread that copies blocks to disk. No job waits for the
-    copies."""
+    """Pool of two threads for work that jobs wait for, and one thread that copies blocks to disk. Jobs do not wait for
+    the copies."""
 
     def __init__(self) -> None:
         self._num_sinking = 0
@@ -34,14 +34,14 @@ class BlockThreads:
         return await asyncio.get_running_loop().run_in_executor(self._jobs, work)
 
     def sink(self, work: Callable[[], list[str]]) -> None:
-        """Queue `work` for the disk thread, or drop it if the queue is full. Does not block. `work` must return the
-        names of the blocks that it evicted to make room, and must not raise."""
+        """Queue `work` for the thread that copies blocks to disk, or drop it if the queue is full. Does not block.
+        `work` must return the names of the blocks that it evicts, and must not raise."""
         if self._num_sinking < _MAX_SINKING:
             self._num_sinking += 1
             asyncio.get_running_loop().run_in_executor(self._sinks, work).add_done_callback(self._end)
 
     def take_evicted(self) -> tuple[str, ...]:
-        """Return the names of the blocks that disk copies have evicted since the last call."""
+        """Return the names of the blocks that were evicted by copies to disk since the last call."""
         evicted, self._evicted = self._evicted, []
         return tuple(evicted)
 

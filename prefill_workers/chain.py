@@ -1,13 +1,14 @@
-"""One rank's part of a KV-Runahead chain: the forward pass over the rank's chunk, divided into turns.
+"""One rank's part of a KV-Runahead chain: the forward pass over the rank's chunk of the prompt, divided into turns.
 
-Rank i owns the tokens [s, e) of the prompt. Per layer it
+Rank i owns the tokens [s, e) of the prompt. In each layer, it does two things:
 
-  1. projects its own KV rows into the job's buffer, pushes them to the slot (they are final, and are sent while the
-     chain still runs), hands them to the pipeline, and attends to them: a causal square that needs no other rank's KV;
-  2. waits for the earlier ranks' rows, attends densely to the cached prefix and to these rows, in place, merges with
-     the result of 1 by log-sum-exp, and completes the layer.
+  1. It projects its own KV rows (the K and V of its tokens) into the job's buffer. These rows are final: they are
+     pushed to the slot while the chain still runs, and handed to the pipeline. The rank then attends to its own rows:
+     a causal square that needs no other rank's KV.
+  2. It waits for the earlier ranks' rows, and attends densely to the cached prefix and to these rows, in place. It
+     merges the result with the result of 1 by log-sum-exp, and completes the layer.
 
-A turn is step 2 of one layer and step 1 of the next: it ends where step 2 may have to wait. Between turns the engine
+A turn is step 2 of one layer and step 1 of the next. It ends where step 2 may have to wait. Between turns the engine
 may serve other jobs. Within a turn it never waits. The dependencies are:
 
     rank 0   layer 0 ------> layer 1 ------> layer 2 ...         a rank needs, in layer l, only layer l of the rank
@@ -15,11 +16,11 @@ may serve other jobs. Within a turn it never waits. The dependencies are:
     rank 1      +--> layer 0 ---+--> layer 1 ---+--> layer 2     message's delay is paid once, not in every layer
                         |               |
 
-In the last layer only the last token's hidden state is needed. All ranks except the last stop after projecting. The
-last rank attends for one token only and completes the layer, and samples the request's next token for each choice.
+In the last layer, only the hidden state of the last token is needed. All ranks except the last stop after projecting.
+The last rank attends for one token only, completes the layer, and samples the request's next token for each choice.
 
 No collective operation is called. Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with causal
-squares instead of its dense rectangles. Called by `prefill_workers.engine`, on its thread.
+squares instead of the paper's dense rectangles. Called by `prefill_workers.engine`, on its thread.
 """
 
 from collections.abc import Generator
@@ -40,16 +41,20 @@ from prefill_workers.job import JobReport, KvSender
 from prefill_workers.kv_pipeline import KvPipeline
 
 _MASKS = -1
-"""Value used instead of a layer's number while a job waits for its output grammar to be compiled before it samples."""
+"""Special value in place of a layer number. It means that the job waits for its output grammar to be compiled, which
+must happen before sampling."""
 _OVERHEAD_TOKENS = 32
-"""Rough fixed cost of a turn (mostly reading the weights), expressed as a number of tokens with the same compute
-time."""
+"""Approximate fixed cost of a turn (mostly reading the weights), as the number of tokens whose computation takes the
+same time."""
 
 
 class ChainJob:
-    """One job on one rank. The engine calls `turn` while the job is `runnable`. Once the job is `over`, the engine
-    resolves `future` and forgets the job. Used by the engine's thread only, with these exceptions: `pipeline` is
-    thread-safe, and any thread that holds the engine's lock may call `fail` and read the properties."""
+    """One job on one rank. The engine calls `turn` while the job is `runnable`. When the job is `over`, the engine
+    resolves `future` and drops the job.
+
+    Used by the engine's thread only, with two exceptions: `pipeline` is thread-safe, and any thread that holds the
+    engine's lock may call `fail` and read the properties.
+    """
 
     def __init__(self, kv_sender: KvSender, pipeline: KvPipeline, *, decoder: Decoder, clock: Clock) -> None:
         self.job = pipeline.kv.job
@@ -57,11 +62,11 @@ class ChainJob:
         self.pipeline = pipeline
         self.future: Future[JobReport] = Future()
         self.error: BaseException | None = None
-        """First error that made the job fail; None while it has not failed."""
+        """First error that made the job fail; None if the job has not failed."""
         self.slowest_turn_s = 0.0
         self.parked_s = clock.now_s()
-        """Time at which the last turn ended, in seconds of the clock's now_s; before the first turn, time of the job's
-        creation."""
+        """Time at which the last turn ended, as a value of the clock's `now_s`. Before the first turn, it is the time
+        at which the job was created."""
         self._own_kv, self._decoder, self._clock = pipeline.kv.own, decoder, clock
         self._kv = kv_of(pipeline, decoder.device)
         self._token_ids = self.job.token_ids[pipeline.own.start : pipeline.own.end]
@@ -73,41 +78,42 @@ class ChainJob:
 
     @property
     def expected_turn_s(self) -> float:
-        """Return the number of seconds that one turn may take on this rank or an earlier one. The estimate is this
-        rank's slowest turn, scaled from its own chunk to the largest of these ranks' chunks."""
+        """Return an estimate of the maximum duration, in seconds, of a turn of this job on this rank or an earlier one.
+        The estimate is this rank's slowest turn so far, scaled from the rank's own chunk to the largest chunk of these
+        ranks."""
         own = len(self.pipeline.own)
         largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.pipeline.own.start)])
         return self.slowest_turn_s * (largest + _OVERHEAD_TOKENS) / (own + _OVERHEAD_TOKENS)
 
     @property
     def starved(self) -> bool:
-        """Return whether the job needs more KV from earlier ranks before it can run a turn or end."""
+        """Return True if the job must receive more KV from earlier ranks before it can run a turn or end."""
         if self._needs is not None:
             return self._needs != _MASKS and not self.pipeline.has_received(self._needs)
         return self._computed and not self.pipeline.has_received(self._decoder.config.num_layers - 1)
 
     @property
     def runnable(self) -> bool:
-        """Return whether the engine may call `turn` now. It may not when the job is computed, over or starved, or waits
-        for its output grammar."""
+        """Return True if the engine may call `turn` now. Return False if the job is computed, over or starved, or if it
+        waits for its output grammar."""
         masks = self.job.masks
         waits = self._needs == _MASKS and masks is not None and not masks.done()
         return not (self._computed or self.over or self.starved or waits)
 
     @property
     def over(self) -> bool:
-        """Return whether this rank has no more work for the job, because the job failed, or its KV is computed and sent
-        on."""
+        """Return True if this rank has no more work for the job: the job has failed, or its KV has been computed and
+        sent to the next rank."""
         return self.error is not None or (self._computed and self.pipeline.done)
 
     def fail(self, error: BaseException) -> None:
-        """Fail the job with this error. If the job has failed already, keep its first error."""
+        """Mark the job as failed with this error. If the job has failed before, its first error is kept."""
         if self.error is None:
             self.error = error
 
     def turn(self) -> None:
-        """Compute about one layer, up to the next point that needs more KV, or to the end. Raises the errors of the
-        KvSender."""
+        """Run one turn: compute about one layer, up to the next point that needs more KV or to the end of the job.
+        Raises the errors of the KvSender."""
         start_s = self._clock.now_s()
         if self._needs is not None and self._needs != _MASKS:
             self._wait_s += max(self.pipeline.arrived_s(self._needs) - self.parked_s, 0.0)
@@ -117,13 +123,13 @@ class ChainJob:
         self.slowest_turn_s = max(self.slowest_turn_s, self.parked_s - start_s)
 
     def close(self) -> None:
-        """Drop the unfinished computation, which breaks the last reference cycle that would keep its memory alive. Free
-        the job's device memory."""
+        """Drop the unfinished computation, and free the job's device memory. This breaks the last reference cycle that
+        would keep the job's memory alive."""
         self._turns.close()
         self._kv.close()
 
     def report(self) -> JobReport:
-        """Return this rank's report on the job. Call once the job is over."""
+        """Return this rank's report on the job. Call it only when the job is over."""
         place = self.job.chunks.index(self.pipeline.own)
         return JobReport(
             rank=self.job.ranks[place],

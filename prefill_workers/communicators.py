@@ -1,7 +1,7 @@
 """Communicators that transfer KV between two ranks, and the choice between host memory and device memory for the KV.
 
 Headers always travel by gloo (`prefill_workers.torch_links`). A payload follows its header on the communicator of the
-two ranks. There are two kinds:
+two ranks. There are two kinds of communicators:
 
     host memory     the gloo pair that also carries the headers; a device's KV is staged in pinned memory (`device_kv`)
     device memory   a communicator of these two ranks only, made by a CommunicatorBackend (NCCL)
@@ -9,12 +9,12 @@ two ranks. There are two kinds:
 A rank passes on the KV that it receives, so all of its communicators must use the same kind of memory. Hence all
 communicators of a group are of one kind. The ranks choose the kind at the start of each epoch: each rank writes its
 offer (its backend and device) to the store, reads the offers of all other ranks, and applies the same rule. On
-communicators between devices a header announces exactly one payload, so that both sides call the communicator in the
+communicators between devices, a header announces exactly one payload, so that both sides call the communicator in the
 same order.
 
-The NCCL communicators were written against torch's and NCCL's documentation and sources, and have not been run yet:
-that needs a machine with two GPUs (tests/cuda/test_chain.py). So their code is small, and the code around it is tested
-with gloo communicators. They rely on these facts:
+The NCCL communicators were written from the documentation and sources of torch and NCCL. They have not been run yet,
+because this needs a machine with two GPUs (tests/cuda/test_chain.py). For this reason their code is small, and the code
+around it is tested with gloo communicators. They rely on these facts:
 
 - Each communicator is a separate ProcessGroupNCCL of two ranks. NCCL ignores tags and runs the operations of a
   communicator in the order of the calls. The headers, which are sent first, determine this order.
@@ -53,7 +53,7 @@ _SEPARATOR = "\n"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Parameters with which a rank joins an epoch: store, interface, rank and timeout."""
+    """Parameters with which a rank joins an epoch, i.e. connects to the other ranks of its group."""
 
     epoch: Epoch
     rank: Rank
@@ -61,13 +61,13 @@ class Rendezvous:
     store: str
     """Address (host:port) of the TCPStore through which the ranks connect to each other."""
     host: str
-    """Address of the network interface that this rank's links use."""
+    """Address of the network interface that this rank uses for its links."""
     timeout_s: float
-    """Seconds to wait for the other ranks."""
+    """Timeout in seconds for connecting to the other ranks."""
 
 
 class Group(Protocol):
-    """Protocol with the methods of torch's process groups that this module uses; none is a collective operation."""
+    """Point-to-point methods of torch's process groups that this module uses. No collective operation is used."""
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work: ...
 
@@ -77,74 +77,76 @@ class Group(Protocol):
 
 
 class Communicator(Protocol):
-    """Transfers payloads between this rank and one other rank, in order in each direction. Chains send to higher ranks
-    only, so a communicator may run one operation at a time: it never has to send and receive at once."""
+    """Transfers payloads between this rank and one other rank. Payloads of each direction arrive in order. A
+    communicator may run one operation at a time, because chains send only from lower to higher ranks."""
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Return a new uint8 tensor of `num_bytes` bytes into which the communicator can receive."""
+        """Return a new uint8 tensor of `num_bytes` bytes, in memory into which the communicator can receive."""
         ...
 
     def send(self, payload: Tensor) -> None:
-        """Send a uint8 tensor, and block until its memory is no longer read. Raises RuntimeError if the communicator is
+        """Send a uint8 tensor, and block until its memory may be reused. Raises RuntimeError if the communicator is
         broken."""
         ...
 
     def receive(self, place: Tensor) -> None:
-        """Receive into a uint8 tensor of the payload's size, and block until all bytes have arrived. Raises
-        RuntimeError if the communicator is broken. After `abort`, the call may return although the bytes are
-        arbitrary."""
+        """Receive a payload into `place`, and block until all bytes have arrived. `place` is a uint8 tensor of the
+        payload's size. Raises RuntimeError if the communicator is broken. If `abort` is called, this call may return,
+        but the bytes in `place` are undefined."""
         ...
 
     def abort(self) -> None:
-        """Make blocked calls return or raise in bounded time, regardless of the peer. If the backend cannot do that,
-        the calls end when the peer's process ends. May be called on any thread. The communicator cannot be used
-        afterwards."""
+        """Make blocked calls return or raise within a bounded time, even if the peer does not respond. If the backend
+        cannot do this, the calls end when the peer's process ends. May be called on any thread. The communicator cannot
+        be used afterwards."""
         ...
 
 
 class CommunicatorBackend(Protocol):
-    """Factory of communicators between the devices of two ranks."""
+    """Factory of communicators that transfer payloads between the devices of two ranks."""
 
     @property
     def kind(self) -> str:
-        """Return the backend's name and version. Only ranks with the same name and version can be connected."""
+        """Return the name and version of the backend. Two ranks can be connected only if both values are equal."""
 
     @property
     def device_id(self) -> str:
-        """Return the identity of this rank's device among all devices of all hosts."""
+        """Return an id of this rank's device that is unique among all devices of all hosts."""
 
     def connect(self, store: dist.Store, place: int, timeout_s: float) -> Communicator:
-        """Return a communicator between two ranks. Both ranks call this with the same store, which no other pair of
-        ranks uses: the lower rank with `place` 0, the higher with 1. Blocks until both ranks have called; raises
-        RuntimeError after `timeout_s`."""
+        """Return a communicator between two ranks. Both ranks must call this with the same store, which is used by no
+        other pair of ranks. The lower rank passes `place` 0, the higher rank 1. Blocks until both ranks have called.
+        Raises RuntimeError after `timeout_s` seconds."""
         ...
 
 
 class GroupCommunicator:
-    """Communicator over a gloo process group. A wait ends when the operation ends or the peer's process does."""
+    """Communicator over a gloo process group. A blocked call ends when its operation is complete, or when the peer's
+    process ends."""
 
     def __init__(self, group: Group, peer: int) -> None:
         self._group, self._peer = group, peer
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Return new host memory of `num_bytes` bytes."""
+        """Return a new uint8 tensor of `num_bytes` bytes in host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def send(self, payload: Tensor) -> None:
-        """Send, and wait until the peer has received the whole payload."""
+        """Send a payload, and block until the peer has received all of it."""
         self._group.send([payload], self._peer, _TAG).wait(FOREVER)
 
     def receive(self, place: Tensor) -> None:
-        """Receive, and wait until all bytes have arrived."""
+        """Receive a payload into `place`, and block until all bytes have arrived."""
         self._group.recv([place], self._peer, _TAG).wait(FOREVER)
 
     def abort(self) -> None:
-        """Do nothing. gloo's waits end with the peer: a peer that has closed still receives payloads and drops them."""
+        """Do nothing. With gloo, blocked calls do not need to be aborted: a peer that has closed its links still
+        receives payloads and drops them, and calls fail when the peer's process ends."""
 
 
 def gloo_group(store: dist.Store, rank: int, num_ranks: int, host: str, timeout_s: float) -> Group:
-    """Return a new gloo group, separate from torch's default group, over the interface `host`. Blocks until all ranks
-    have joined; raises RuntimeError on a timeout."""
+    """Return a new gloo process group that is independent of torch's default group. It uses the network interface with
+    the address `host`. Blocks until all ranks have joined. Raises RuntimeError on a timeout."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
@@ -153,21 +155,21 @@ def gloo_group(store: dist.Store, rank: int, num_ranks: int, host: str, timeout_
 
 @dataclass(frozen=True)
 class Offer:
-    """One rank's offer to the other ranks: the kind of its backend and the identity of its device. Both are empty if
-    the rank has no backend."""
+    """Description of the device communication that one rank supports: the kind of its backend, and the id of its
+    device. Both are empty if the rank has no backend. The ranks exchange offers to select a common kind."""
 
     kind: str = ""
     device_id: str = ""
 
     @classmethod
     def of(cls, backend: CommunicatorBackend | None) -> "Offer":
-        """Return the offer of a rank that has this backend."""
+        """Return the offer of a rank with this backend. `backend` is None if the rank can use host memory only."""
         return cls(backend.kind, backend.device_id) if backend is not None else cls()
 
 
 def refusal(offers: Sequence[Offer]) -> str:
-    """Return the reason why a group with these offers, in rank order, must send payloads through host memory; an empty
-    string if it can send them between devices."""
+    """Return the reason why the ranks must send payloads through host memory. Return an empty string if they can send
+    payloads directly between their devices. `offers` has one offer per rank, in rank order."""
     for rank, offer in enumerate(offers):
         if not offer.kind:
             return f"rank {rank} has no communicator for device memory"
@@ -182,9 +184,12 @@ def refusal(offers: Sequence[Offer]) -> str:
 def connect_communicators(
     store: dist.Store, rendezvous: Rendezvous, backend: CommunicatorBackend | None
 ) -> dict[Rank, Communicator]:
-    """Return the communicators between this rank's device and each peer's, by peer; an empty dict if payloads go
-    through host memory. All ranks of the epoch must call this, with the same store. Blocks until all ranks have called;
-    raises RuntimeError on a timeout."""
+    """Return the communicators between this rank's device and the devices of all other ranks, by rank. Return an empty
+    dict if payloads must be sent through host memory.
+
+    All ranks of the epoch must call this function with the same store. Blocks until all ranks have called it. Raises
+    RuntimeError on a timeout.
+    """
     offers = _exchange(store, rendezvous, Offer.of(backend))
     why = refusal(offers)
     how = f"through host memory, by gloo: {why}" if why else f"between device memories, by {offers[0].kind}"
@@ -249,7 +254,8 @@ def _greet(communicator: Communicator, place: int, epoch: Epoch) -> None:
 
 
 class NcclCommunicator(GroupCommunicator):
-    """NCCL communicator between two GPUs. The module's docstring lists the facts that it relies on."""
+    """NCCL communicator between two GPUs. The docstring of the module lists the properties of NCCL and torch that it
+    relies on."""
 
     def __init__(self, group: Group, peer: int, device: torch.device) -> None:
         super().__init__(group, peer)
@@ -257,22 +263,22 @@ class NcclCommunicator(GroupCommunicator):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Return new GPU memory of `num_bytes` bytes."""
+        """Return a new uint8 tensor of `num_bytes` bytes in GPU memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def send(self, payload: Tensor) -> None:
-        """Send on the communicator's stream, and wait for the stream with the GIL released. The computation of the
-        payload must have ended."""
+        """Send a payload, and block until it is sent. Uses the communicator's own CUDA stream, and releases the GIL
+        while it waits. The computation of the payload must have ended."""
         self._run(lambda: self._group.send([payload], self._peer, 0))
 
     def receive(self, place: Tensor) -> None:
-        """Receive on the communicator's stream, and wait for the stream with the GIL released. Earlier reads of `place`
-        must have ended."""
+        """Receive a payload into `place`, and block until all bytes have arrived. Uses the communicator's own CUDA
+        stream, and releases the GIL while it waits. Earlier reads of `place` must have ended."""
         self._run(lambda: self._group.recv([place], self._peer, 0))
 
     def abort(self) -> None:
-        """Abort the communicator, which ends kernels that wait for the peer. Blocks for at most the rendezvous
-        timeout."""
+        """Abort the communicator, which ends GPU kernels that wait for the peer. Blocks for at most the timeout that
+        was given to `connect`."""
         self._group.abort()
 
     def _run(self, begin: Callable[[], dist.Work]) -> None:
@@ -292,8 +298,8 @@ class NcclBackend:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # noqa: TID251 - torch reads this setting only here
 
     def connect(self, store: dist.Store, place: int, timeout_s: float) -> Communicator:
-        """Make a process group of the two ranks, which NCCL initializes at the first message. The timeout applies to
-        `abort` only."""
+        """Return a communicator between the two ranks, which NCCL initializes at the first message. `place` is 0 on the
+        lower rank and 1 on the higher. `timeout_s` limits only `abort`."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         group = dist.ProcessGroupNCCL(store, place, 2, options)
@@ -301,7 +307,7 @@ class NcclBackend:
 
 
 def backend_of(device: Device) -> CommunicatorBackend | None:
-    """Return the backend that transfers KV in this device's memory; None if KV must go through host memory over
-    gloo."""
+    """Return the backend that transfers KV between this device's memory and other devices. Return None if KV must be
+    sent through host memory over gloo."""
     is_gpu = device.torch_device.type == "cuda" and dist.is_nccl_available()
     return NcclBackend(device.torch_device) if is_gpu else None

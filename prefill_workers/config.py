@@ -1,20 +1,21 @@
-"""Settings of a prefill rank. Neither torch nor grpc: launchers read them, too."""
+"""Settings of a prefill rank. Imports neither torch nor grpc, because launchers read the settings too."""
 
 from typing import Literal
 
 from baton.settings.base import Bytes, Seconds, settings
 
 Transfer = Literal["auto", "stream"]
-"""Route of KV to generation groups: auto, through shared memory where possible; stream, always over gRPC."""
+"""Transport of KV from prefill ranks to generation groups. "auto" uses shared memory where possible and gRPC otherwise.
+"stream" always uses gRPC."""
 
 
 @settings
 class PrefillConfig:
-    """Limits of a prefill rank."""
+    """Limits and timeouts of a prefill rank."""
 
     watchdog_floor_s: Seconds = 2.0
     """Shortest time without progress, in seconds, after which a rank counts as stalled and its chain is relinked."""
     transfer: Transfer = "auto"
-    """How KV reaches generation groups: auto, through shared memory on the same node, else gRPC; or stream, gRPC."""
+    """Transport of KV to generation groups: shared memory on the same node, else gRPC (auto), or only gRPC (stream)."""
     device_memory_bytes: Bytes = 0
-    """Limit of weights and KV on each rank's device, like "1GiB", if it has memory of its own; 0: all of it."""
+    """Maximum memory for weights and KV on each rank's device, for example "1GiB"; 0: all device memory."""

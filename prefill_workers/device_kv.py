@@ -1,7 +1,7 @@
 """Access to one job's KV in the memory in which a rank computes: host memory or, layer by layer, device memory.
 
-`prefill_workers.kv_pipeline` receives KV into its memory and sends it from there. Pushes are sent from host memory.
-There are three cases:
+`prefill_workers.kv_pipeline` receives KV into its memory and sends it from there. KV is pushed to slots from host
+memory. There are three cases:
 
     HomeKv      the device computes in host memory: attention reads KV there
     StagedKv    links transfer host memory: the device holds one layer of a job's KV, regardless of the number of layers
@@ -9,10 +9,12 @@ There are three cases:
                 be ahead of the next. Only the cached prefix is copied to the device. Own rows are copied to host
                 memory to be pushed
 
-With StagedKv, each layer
+With StagedKv, each layer makes two copies:
 
-    stores    the chunk's own rows in host memory as soon as they are projected, before they are pushed and passed on
-    fetches   the cached prefix while the own rows are attended to, and earlier ranks' rows once they have arrived
+    stores    copies the chunk's own rows to host memory as soon as they are projected, before they are pushed and
+              passed on
+    fetches   copies the cached prefix to the device while the own rows are attended to, and earlier ranks' rows once
+              they have arrived
 
 Used by `prefill_workers.chain`, on the engine's thread.
 """
@@ -30,54 +32,58 @@ from prefill_workers.kv_pipeline import KvPipeline, RankKv
 
 
 class JobKv(Protocol):
-    """Access of a chain's forward pass to the job's KV. Used by one thread, layer after layer."""
+    """Interface through which a chain's forward pass accesses the KV of a job. Used by one thread, one layer after
+    another."""
 
     @property
     def span(self) -> Span:
-        """Return the span of the rank's own tokens."""
+        """Return the memory into which the K and V of the rank's own tokens are written."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the KV rows of the rank's own tokens in `layer`, which was projected last. Links and pushes may then
-        send them."""
+        """Return the KV rows of the rank's own tokens in `layer`, the layer that was projected last. When this call
+        returns, links and pushes may send the rows."""
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV rows of the cached prefix and of earlier ranks, which must have arrived. They are valid until
-        `leave`."""
+        """Return the KV rows of the cached prefix and of earlier ranks in this layer. The rows of earlier ranks must
+        have arrived. The result is valid until `leave` is called."""
 
     def leave(self, layer: int) -> None:
-        """Mark attention to the layer as complete: its rows are not read any more."""
+        """Record that attention of this layer is complete and that its KV rows are not read any more."""
 
     def close(self) -> None:
-        """Free the job's memory on the device. Call this when the job computes no more. Idempotent."""
+        """Free the job's memory on the device. Call it when the job has no more computations. Idempotent."""
 
 
 class HomeKv:
-    """JobKv for a device that computes in host memory: rows are read where they arrive."""
+    """Access to a job's KV for a device that computes in host memory. Rows are read where they arrive, without
+    copies."""
 
     def __init__(self, pipeline: KvPipeline) -> None:
         self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
         self._pipeline = pipeline
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the rows in the buffer from which they are pushed."""
+        """Return the KV rows of the rank's own tokens in this layer. They are in the buffer from which they are pushed
+        to the slot."""
         return self._pipeline.kv.own.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the rows in the prefix store and in the pipeline's memory."""
+        """Return the KV rows of the cached prefix, which are in the prefix store, and of earlier ranks, which are in
+        the pipeline's memory."""
         rows = [piece.rows(layer, tokens) for piece, tokens in self._pipeline.kv.job.cached_pieces]
         return [*rows, self._pipeline.earlier_rows(layer)] if len(self._pipeline.earlier) else rows
 
     def leave(self, layer: int) -> None:
-        """Notify the pipeline, which frees the layer's memory."""
+        """Notify the pipeline that the layer is complete, so that the memory of earlier ranks' rows is freed."""
         if len(self._pipeline.earlier):
             self._pipeline.attended(layer)
 
     def close(self) -> None:
-        """Do nothing: all memory belongs to the pipeline and the sender."""
+        """Do nothing, because all memory belongs to the pipeline and the sender."""
 
 
 class FetchedPrefix:
-    """Copy of a job's cached prefix on a device, one layer at a time."""
+    """Copy of a job's cached prefix on the device. It holds one layer at a time."""
 
     def __init__(self, kv: RankKv, device: Device) -> None:
         self._link = device.link
@@ -86,7 +92,7 @@ class FetchedPrefix:
             for piece, tokens in kv.job.cached_pieces
         ]
         self._fetching: Transfer | None = None
-        """Copy to the device of the layer that was requested last."""
+        """Copy to the device of the layer that was requested last; None before the first request."""
 
     def fetch(self, layer: int) -> None:
         if self._pieces:
@@ -94,23 +100,24 @@ class FetchedPrefix:
             self._fetching = self._link.fetch(copies)
 
     def rows(self, layer: int) -> list[KvRows]:
-        """Return the rows of the layer. Call `join` before computing with them: they may not have arrived yet."""
+        """Return the KV rows of the cached prefix in this layer. The copy to the device may not be complete, so call
+        `join` before computing with them."""
         return [there.rows(layer, tokens) for _, tokens, there in self._pieces]
 
     def join(self) -> None:
-        """Make this thread's later computations on the device wait for the copy."""
+        """Make later computations of this thread on the device wait until the copy is complete."""
         if self._fetching is not None:
             self._fetching.join()
 
     def leave(self, layer: int) -> None:
-        """Free the layer's memory for the next one."""
+        """Free the memory of this layer, so that it can hold the next layer."""
         if self._fetching is not None:  # the last layer may not attend
             self._fetching.wait()
         for *_, there in self._pieces:
             there.release(layer)
 
     def close(self) -> None:
-        """Wait for the last copy, and free all memory."""
+        """Wait for the last copy to the device, and free its memory."""
         if self._fetching is not None:
             self._fetching.wait()
         for *_, there in self._pieces:
@@ -118,8 +125,8 @@ class FetchedPrefix:
 
 
 class StagedKv:
-    """JobKv in device memory, for links that transfer host memory. Implements Span for the layer that is being
-    projected."""
+    """Access to a job's KV in device memory, for links that transfer host memory. The device holds one layer at a time.
+    Implements Span for the layer that is being projected."""
 
     def __init__(self, pipeline: KvPipeline, device: Device) -> None:
         layout = pipeline.kv.own.layout
@@ -128,31 +135,32 @@ class StagedKv:
         self._earlier = LayerBuffers(layout, pipeline.earlier, device.buffer)
         self._prefix = FetchedPrefix(pipeline.kv, device)
         self._has_earlier = False
-        """True if the device holds the earlier ranks' rows of the current layer."""
+        """True if the rows of earlier ranks in the current layer are on the device."""
 
     @property
     def span(self) -> Span:
-        """Return the span of the rank's own tokens."""
+        """Return the memory into which the K and V of the rank's own tokens are written."""
         return self
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the positions of the rank's own tokens."""
+        """Return the range of prompt positions of the rank's own tokens."""
         return self._pipeline.own
 
     def own(self, layer: int) -> Tensor:
-        """Return the device's memory for the layer's own K and V."""
+        """Return the device memory for K and V of the rank's own tokens in this layer."""
         return self._own.span(layer, self.tokens)
 
     def own_rows(self, layer: int) -> KvRows:
-        """Copy the rows to host memory, begin to fetch the cached prefix, and return the rows on the device."""
+        """Copy the layer's own KV rows to host memory, and start the copy of the cached prefix to the device. Return
+        the own rows on the device."""
         self._link.store([(self._own_kv.span(layer, self.tokens), self.own(layer))]).result()
         self._prefix.fetch(layer)
         return self._own.rows(layer, self.tokens)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Fetch the earlier ranks' rows, and return them and the rows of the cached prefix, whose copy began in
-        `own_rows`."""
+        """Return the KV rows of the cached prefix and of earlier ranks in this layer, on the device. `own_rows` has
+        started the copy of the prefix. This method copies the rows of earlier ranks."""
         rows = self._prefix.rows(layer)
         earlier = self._pipeline.earlier
         if len(earlier):
@@ -164,7 +172,8 @@ class StagedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the layer's memory on the device for the next one, and notify the pipeline, which frees host memory."""
+        """Free the layer's KV on the device, so that its memory can hold the next layer. Notify the pipeline, which
+        then frees the host memory of earlier ranks' rows."""
         self._own.release(layer)
         self._prefix.leave(layer)
         if self._has_earlier:
@@ -174,34 +183,34 @@ class StagedKv:
             self._pipeline.attended(layer)
 
     def close(self) -> None:
-        """Wait for running copies, and free the device's memory."""
+        """Wait for running copies, and free the job's device memory."""
         self._prefix.close()
         self._own.drop()
         self._earlier.drop()
 
 
 class LinkedKv:
-    """JobKv in device memory, for links that receive into this memory and send from it."""
+    """Access to a job's KV in device memory, for links that transfer device memory directly."""
 
     def __init__(self, pipeline: KvPipeline, device: Device) -> None:
         self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
         self._pipeline, self._own_kv, self._link = pipeline, pipeline.kv.own, device.link
         self._prefix = FetchedPrefix(pipeline.kv, device)
         self._left: int | None = None
-        """Layer for which `leave` was called, but whose earlier rows the device may still read; None if no such layer
-        exists."""
+        """Layer for which `leave` was called while the device may still read the rows of earlier ranks; None if no such
+        layer exists."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Begin to fetch the cached prefix, and return the rows once the device has written them. Links may then send
-        them."""
+        """Start the copy of the layer's cached prefix to the device. Return the KV rows of the rank's own tokens when
+        the device has written them. Links may then send these rows."""
         self._prefix.fetch(layer)
         self._link.store(()).result()
         self._read_last()
         return self._own_kv.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the rows of the cached prefix, whose copy began in `own_rows`, and the rows that the links received in
-        place."""
+        """Return the KV rows of the cached prefix and of earlier ranks in this layer. `own_rows` has started the copy
+        of the prefix. The links have received the rows of earlier ranks directly into device memory."""
         rows = self._prefix.rows(layer)
         if len(self._pipeline.earlier):
             rows.append(self._pipeline.earlier_rows(layer))
@@ -209,14 +218,15 @@ class LinkedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the prefix's layer for the next one, but not yet the rows of earlier ranks: links are not synchronized
-        with the device's computations, and could overwrite these rows while the device still reads them."""
+        """Free the cached prefix of this layer, so that its memory can hold the next layer. The rows of earlier ranks
+        are not freed yet. Links are not synchronized with the device's computations, and could overwrite these rows
+        while the device still reads them."""
         self._prefix.leave(layer)
         self._left = layer
 
     def close(self) -> None:
-        """Free the prefix's memory, and block until the device no longer reads the job's memory, which may then be
-        freed."""
+        """Free the device memory of the cached prefix. Block until the device no longer reads the job's KV. The caller
+        may then free the job's memory."""
         self._prefix.close()
         self._link.store(()).result()
         self._read_last()
@@ -230,7 +240,7 @@ class LinkedKv:
 
 
 def kv_of(pipeline: KvPipeline, device: Device) -> JobKv:
-    """Return the JobKv of the pipeline's job for this device."""
+    """Return the object through which the forward pass on this device accesses the KV of the pipeline's job."""
     if device.is_home:
         return HomeKv(pipeline)
     return (LinkedKv if pipeline.kv.on_device else StagedKv)(pipeline, device)

@@ -1,9 +1,10 @@
-"""Limit on the device memory for KV of a rank's jobs: each job reserves its maximum need before it begins.
+"""Limits the device memory for the KV of a rank's jobs. Each job reserves the maximum memory that it needs before it
+begins.
 
-`prefill_workers.engine` asks for room when a job is submitted, under its lock. A job keeps one layer on the device
-(`device_kv`): the cached prefix, earlier ranks' rows and its own, each in a buffer of whole pages. If links transfer
-device memory, a job may keep all layers of earlier ranks' rows and its own, because earlier ranks may be several layers
-ahead and the next rank several layers behind.
+`prefill_workers.engine` makes the reservation when a job is submitted, while it holds its lock. A job keeps one layer
+of KV on the device (`device_kv`): the cached prefix, earlier ranks' rows and its own rows, each in a buffer of whole
+pages. If links transfer device memory, a job may keep all layers of earlier ranks' rows and of its own, because earlier
+ranks may be several layers ahead and the next rank several layers behind.
 """
 
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
@@ -17,18 +18,20 @@ _FIELD = "prefill.device_memory_bytes"
 
 
 class DeviceRoom:
-    """Device memory reserved for the jobs of one rank. Not thread-safe: guarded by the engine's lock."""
+    """Reservations of device memory for the KV of one rank's jobs. Not thread-safe: guarded by the engine's lock."""
 
     def __init__(self, layout: KvLayout, limit_bytes: int | None = None) -> None:
-        """`limit_bytes`: maximum number of bytes of KV on the device; None: no limit."""
+        """Create empty reservations. `limit_bytes` is the maximum number of bytes of KV on the device; None: no
+        limit."""
         self.limit_bytes = limit_bytes
         self._row_bytes = layout.row_bytes
         self._promised: dict[JobId, int] = {}
 
     @classmethod
     def of(cls, decoder: Decoder, device_memory_bytes: int = 0) -> "DeviceRoom":
-        """Return a DeviceRoom with `device_memory_bytes` minus the bytes of the weights; 0 means no limit. Raises
-        ConfigError if the weights need all of the memory. A device that computes in host memory has no limit."""
+        """Return the reservations of a rank that runs `decoder`. The limit for KV is `device_memory_bytes` minus the
+        size of the weights; 0: no limit. A device that computes in host memory has no limit. Raises ConfigError if the
+        weights need all of the memory."""
         if not device_memory_bytes or decoder.device.is_home:
             return cls(decoder.layout)
         weights = weight_bytes(decoder.weights)
@@ -37,9 +40,12 @@ class DeviceRoom:
         return cls(decoder.layout, device_memory_bytes - weights)
 
     def promise(self, job: Job, own: TokenRange, num_layers: int = 1) -> None:
-        """Reserve the maximum need of a job whose rank computes the tokens `own`: `num_layers` layers of own and
-        earlier ranks' rows, and one layer of the cached prefix. Raises InvalidArgumentError if the job exceeds the
-        limit by itself, ResourceExhaustedError if it does not fit in addition to the other jobs."""
+        """Reserve the maximum device memory that a job needs on a rank that computes the tokens `own`: `num_layers`
+        layers of the KV of own and earlier tokens, and one layer of the cached prefix.
+
+        Raises InvalidArgumentError if the job alone exceeds the limit. Raises ResourceExhaustedError if it does not fit
+        together with the reservations of other jobs.
+        """
         if self.limit_bytes is None:
             return
         earlier = TokenRange(job.cached.end, own.start)

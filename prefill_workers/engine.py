@@ -1,15 +1,15 @@
 """Engine of a prefill rank: one thread runs the turns of the rank's jobs, and resolves each job's future exactly once.
 
-Each step resolves the futures of jobs that are over, and runs one turn (about one layer) of one job. If no job can run
-a turn, the step waits for a message, a call, or a watchdog's deadline. All other work runs on other threads and is
-short: the servicer's calls register jobs and cancellations; link threads receive messages, and pass on pieces that are
-ready (`prefill_workers.kv_pipeline`). Other threads only set state. Only the engine's thread computes, calls KvSenders,
-and resolves futures. A second thread checks periodically whether the engine's thread still works
+Each step of the thread resolves the futures of jobs that are over, and runs one turn (about one layer) of one job. If
+no job can run a turn, the step waits for a message, a call, or a watchdog's deadline. All other work runs on other
+threads and is short. The servicer's calls register jobs and cancellations. Link threads receive messages, and pass on
+pieces that are ready (`prefill_workers.kv_pipeline`). Other threads only set state. Only the engine's thread computes,
+calls KvSenders, and resolves futures. A second thread checks periodically whether the engine's thread still works
 (`baton.process.turn_watch`). One lock guards all bookkeeping; no thread computes, sends or receives while holding it.
 
 Called by `prefill_workers.servicer`. Runs the jobs of `prefill_workers.chain` within an epoch of
 `prefill_workers.epoch`: the period in which one set of links connects the group's ranks. Does not depend on gRPC: it
-uses the ports KvSender and Links.
+uses the interfaces KvSender and Links.
 """
 
 import logging
@@ -49,36 +49,39 @@ from prefill_workers.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 MAX_JOBS = 1024
-"""Maximum number of jobs in flight on a rank. Each job holds a lease on a slot, so the number of slots limits them
-first."""
+"""Maximum number of unfinished jobs on a rank. Each job holds a lease on a slot, so in practice the number of slots is
+the lower limit."""
 
 
 @dataclass(frozen=True)
 class PrefillEngineStatus:
-    """Snapshot of one engine's state, for the supervisor's heartbeat."""
+    """Snapshot of an engine's state, which is sent to the supervisor as a heartbeat."""
 
     epoch: Epoch
-    """Current or latest epoch; 0 before the first."""
+    """Number of the current or latest epoch; 0 before the first epoch."""
     epoch_error: str
-    """Reason why no job can be served now; empty while the epoch is running."""
+    """Reason why the engine cannot serve jobs now; empty while an epoch is running."""
     num_jobs: int
     progress: int
-    """Number of turns run, plus number of messages sent and received."""
+    """Number of turns that have run, plus number of messages that were sent and received. The supervisor uses it to
+    detect progress."""
     num_jobs_done: int
-    """Number of jobs that have ended, in success or failure."""
+    """Number of jobs that have ended, including failed ones."""
     stall: str = ""
-    """Reason why the engine is considered hung, so that this rank must be replaced; empty while it works."""
+    """Reason why the engine is considered hung and this rank must be replaced; empty while the engine works."""
 
 
 class PrefillEngine:
-    """Engine of one rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and
+    """Engine of one rank of a prefill group. All public methods may be called from any thread. Only `start_epoch` and
     `close` block.
 
-    `config.watchdog_floor_s` is the shortest time in seconds after which the epoch ends because a peer that should send
-    or receive did neither, and the shortest time after which this engine is considered hung because a turn made no
-    progress. `make_buffer` allocates the host memory for the jobs' KV; None: the device's own function. If links
-    connect devices, KV is in device memory. `crash_note`: path of the process's crash note, which names the job of the
-    current turn; empty: no crash note. Raises ConfigError if the weights exceed `config.device_memory_bytes`.
+    `config.watchdog_floor_s` is the minimum of two timeouts in seconds. The first ends the epoch if a peer neither
+    sends nor receives although it should. The second marks this engine as hung if a turn makes no progress.
+
+    `make_buffer` allocates the host memory for the jobs' KV; None: the device's own function. If links transfer device
+    memory, the KV is allocated on the device instead. `crash_note` is the path of the process's crash note, which names
+    the job of the current turn; empty: no crash note. Raises ConfigError if the weights exceed
+    `config.device_memory_bytes`.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class PrefillEngine:
         self._starting = threading.Lock()
         self._num_jobs_done = 0
         self._progress = 0
-        """Number of turns run, plus number of messages of earlier epochs."""
+        """Number of turns that have run, plus number of messages that were sent and received in earlier epochs."""
         self._session: EpochSession | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
@@ -112,9 +115,12 @@ class PrefillEngine:
         self._watcher.start()
 
     def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
-        """End the current epoch and join `epoch` as rank `rank` of `num_ranks`. Blocks until all ranks have joined.
-        Raises EpochEndedError if `epoch` is not higher than the last one, UnavailableError if the engine is closing or
-        hung, and all errors of `connect`. No epoch is running after an error."""
+        """End the current epoch, and join epoch `epoch` as rank `rank` of `num_ranks` ranks. Blocks until all ranks
+        have joined.
+
+        Raises EpochEndedError if `epoch` is not higher than the last one. Raises UnavailableError if the engine is
+        closing or hung. Raises all errors of `connect`, which connects the links. After an error, no epoch is running.
+        """
         with self._starting:
             session = self._begin_session(epoch, rank, num_ranks)
             try:
@@ -124,7 +130,7 @@ class PrefillEngine:
                 raise
 
     def end_epoch(self, error: BatonError) -> None:
-        """Fail all jobs with `error`, and accept no jobs until the next `start_epoch`. Does nothing if no epoch is
+        """Fail all jobs with `error`, and refuse new jobs until the next `start_epoch`. Does nothing if no epoch is
         running."""
         with self._changed:
             if self._session is not None:
@@ -132,9 +138,9 @@ class PrefillEngine:
 
     @contextmanager
     def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
-        """Announce a job for the duration of the context, in which the caller prepares it for `submit`. The preparation
-        may take any time: messages of other ranks for this job wait, and these ranks are notified to keep waiting. Does
-        nothing if `epoch` is not the current epoch."""
+        """Open a context that announces a job while the caller prepares it for `submit`. The preparation may take any
+        time: messages of other ranks for the job wait, and these ranks are notified to keep waiting. Does nothing if
+        `epoch` is not the current epoch."""
         with self._changed:
             session = self._session if self._session is not None and self._session.epoch == epoch else None
             if session is not None:
@@ -146,11 +152,14 @@ class PrefillEngine:
                 session.withdraw(number)
 
     def submit(self, job: Job, kv_sender: KvSender) -> Future[JobReport]:
-        """Accept a job and return the future of its report. The engine's thread resolves the future when the job is
-        computed, pushed to `kv_sender` and sent to the next rank, or has failed with a BatonError. The future cannot be
-        cancelled: call `cancel` instead. A job that is not accepted raises EpochEndedError, JobAbortedError (it was
-        aborted before it was submitted), InvalidArgumentError or ResourceExhaustedError, and `kv_sender` is not
-        called."""
+        """Accept a job, and return a future of its report. The future is resolved when the job's KV has been computed,
+        pushed to `kv_sender` and sent to the next rank, or when the job has failed with a BatonError. The future cannot
+        be cancelled: call `cancel` instead.
+
+        If the job is not accepted, this call raises an error and does not call `kv_sender`. The error is
+        EpochEndedError, JobAbortedError (the job was aborted before it was submitted), InvalidArgumentError or
+        ResourceExhaustedError.
+        """
         self._check_tokens(job)
         with self._changed:
             session = self._session
@@ -167,8 +176,9 @@ class PrefillEngine:
         return chain_job.future
 
     def cancel(self, number: JobId, error: BatonError | None = None) -> None:
-        """Abort the job `number`, if it is in flight. Its future soon fails with `error`, by default
-        RequestCancelledError, unless the job is over already. Later ranks are notified by a message on the links."""
+        """Abort the job `number` if it is unfinished. Its future soon fails with `error` (default:
+        RequestCancelledError), unless the job is already over. Later ranks of the chain are notified by a message on
+        the links."""
         with self._changed:
             job = self._session.job_scheduler.get(number) if self._session is not None else None
             if job is not None:
@@ -186,7 +196,7 @@ class PrefillEngine:
             return PrefillEngineStatus(session.epoch, error, num_jobs, progress, self._num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the epoch and both threads. Blocks; waits at most `timeout_s` for peers to close their links.
+        """End the epoch, and stop both threads. Waits at most `timeout_s` seconds for other ranks to close their links.
         Idempotent."""
         with self._changed:
             self._closing = True

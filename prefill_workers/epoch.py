@@ -1,10 +1,12 @@
 """One epoch on one rank: its jobs, its links, the messages that arrive on them, and its end.
 
-An epoch begins when all ranks of a group have connected to each other. It ends for all ranks when any link breaks, any
-rank closes its links, a peer that should send or receive is silent for too long, or the next epoch begins. Its end
-fails all of its jobs with one typed, retryable error. The next epoch has new links and a new EpochSession.
+An epoch begins when all ranks of a group have connected to each other. It ends for all ranks if any link breaks, if any
+rank closes its links, if a peer that should send or receive is silent for too long, or if the next epoch begins. The
+end of an epoch fails all of its jobs with one typed, retryable error. The next epoch has new links and a new
+EpochSession.
 
 Messages are matched to jobs by number:
+
 - A job that is not known yet may be submitted to this rank later. Its first message waits for a bounded time. While a
   call prepares the job, the job is announced: the message then waits until the call has submitted the job or ended.
 - When this time is over, and for jobs that are done or aborted, messages are received into scratch memory and dropped.
@@ -12,7 +14,7 @@ Messages are matched to jobs by number:
 
 Owned by `prefill_workers.engine`; calls `prefill_workers.job_scheduler` and `prefill_workers.watchdog`, and handles the
 messages of `prefill_workers.links`. The engine's lock guards all state. `admit` and `patience_s` are called with the
-lock held; all other methods acquire it and may be called on any thread. No method waits, except `place_for`.
+lock held. All other methods acquire the lock and may be called on any thread. No method waits, except `place_for`.
 """
 
 import threading
@@ -34,13 +36,13 @@ from prefill_workers.links import LinkHeader, Links, LinkStatus, Payload
 from prefill_workers.watchdog import Watchdog
 
 _DOUBT_S = 0.25
-"""Seconds between finding a peer overdue and ending the epoch. On a crowded machine, a process that did not get CPU
-time finds all peers overdue at first, because it has not read their messages yet. The delay lets its link threads read
-them."""
+"""Seconds between finding that a peer is overdue and ending the epoch. A process that got no CPU time on a crowded
+machine first finds all its peers overdue, because it has not read their messages yet. The delay gives its link threads
+time to read them."""
 
 
 class EpochSession:
-    """One epoch's jobs and links on one rank. Implements `prefill_workers.links.LinkHandler` for the epoch's links."""
+    """Jobs and links of one epoch on one rank. Implements `prefill_workers.links.LinkHandler` for the epoch's links."""
 
     def __init__(self, epoch: Epoch, rank: Rank, num_ranks: int, watchdog: Watchdog, lock: threading.Condition) -> None:
         self.epoch = epoch
@@ -51,18 +53,18 @@ class EpochSession:
         self.error: BatonError | None = None
         """Error that ended the epoch; None while the epoch is running."""
         self.num_messages = 0
-        """Number of messages sent and received."""
+        """Number of messages that were sent and received in this epoch."""
         self.job_scheduler = JobScheduler()
         self._changed = lock
         self._watchdog = watchdog
         self._announced: Counter[JobId] = Counter()
-        """Number of running calls that will submit a job, by the job's number."""
+        """Number of running calls that prepare a job for submission, by job number."""
         self._doubted_s: float | None = None
-        """Time at which a peer became overdue, on the clock's now_s; None while no peer is overdue."""
+        """Time at which a peer became overdue, as a value of the clock's `now_s`; None while no peer is overdue."""
 
     def open(self, links: Links) -> None:
-        """Begin to serve jobs over `links`, which connect all ranks. If the epoch has ended in the meantime, close the
-        links and raise the epoch's error."""
+        """Start to serve jobs over `links`, which connect all ranks. If the epoch has already ended, close the links
+        and raise the error that ended the epoch."""
         with self._changed:
             self.links = links
             if self.error is not None:
@@ -70,7 +72,7 @@ class EpochSession:
                 raise self.error
 
     def end(self, error: BatonError) -> None:
-        """Fail all jobs with `error` and close the links; does nothing when the epoch has already ended."""
+        """Fail all jobs with `error` and close the links. Does nothing if the epoch has already ended."""
         with self._changed:
             if self.error is None:
                 self.error = error
@@ -81,21 +83,23 @@ class EpochSession:
                 self._changed.notify_all()
 
     def announce(self, number: JobId) -> None:
-        """Record that a running call prepares this job. The call must end the announcement with `withdraw`, whether it
-        has submitted the job or not."""
+        """Record that a running call prepares this job. When the call has submitted the job, or has ended without
+        submitting it, it must call `withdraw`."""
         with self._changed:
             self._announced[number] += 1
 
     def withdraw(self, number: JobId) -> None:
-        """Record that a call that announced this job has submitted it or has ended without it."""
+        """End an announcement. The call that announced this job has submitted it, or has ended without submitting
+        it."""
         with self._changed:
             self._announced[number] -= 1
             if not self._announced[number]:
                 del self._announced[number]
 
     def admit(self, job: Job) -> None:
-        """Check that this rank can serve `job`. Raises EpochEndedError or InvalidArgumentError. Raises JobAbortedError
-        if the job was aborted before it was submitted, and notifies later ranks."""
+        """Check that this rank can serve `job`. Raises EpochEndedError if the epoch is not running, and
+        InvalidArgumentError if the job is invalid. Raises JobAbortedError if the job was aborted before it was
+        submitted; later ranks are then notified."""
         number = job.number
         if self.error is not None:
             raise EpochEndedError(f"epoch {self.epoch} has ended ({self.error}): wait for the next") from self.error
@@ -112,16 +116,17 @@ class EpochSession:
             raise JobAbortedError(f"job {number} is no longer served by rank {self.rank}: make it a new attempt")
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
-        """Send a pipeline's message over the links, and let the watchdog track it. Drop the message if the epoch has
-        ended."""
+        """Send a message over the links to the rank `target`, and let the watchdog track it. Drop the message if the
+        epoch has ended."""
         with self._changed:
             if self.error is None and self.links is not None:
                 self._watchdog.sending(target)
                 self.links.send(target, header, payload)
 
     def patience_s(self) -> float | None:
-        """Return the number of seconds until a peer may be overdue; None if no message is expected from a peer or waits
-        to be sent to it. If a peer has been overdue for a while, end the epoch with LinkStalledError."""
+        """Return the number of seconds until the next deadline of a peer. Return None if no message is expected from a
+        peer and none waits to be sent. If a peer has missed its deadline for a while, end the epoch with
+        LinkStalledError."""
         if self.error is not None:
             return None
         jobs = [job for job in self.job_scheduler.jobs if job.error is None]
@@ -148,10 +153,12 @@ class EpochSession:
         return 0.0
 
     def tell_waiting(self, has_worked: bool) -> None:
-        """Send ALIVE to the ranks that may wait for this one, so that they keep waiting. If this rank has made progress
-        (`has_worked`), send ALIVE to the next rank of each of its jobs. For each announced job, send ALIVE to all
-        ranks: the previous rank may have sent KV that is not received yet, and the next rank may wait for KV
-        already."""
+        """Send ALIVE messages to the ranks that may be waiting for this one, so that they do not treat it as stalled.
+
+        If this rank has made progress (`has_worked`), the next rank of each job gets a message. For each announced job,
+        all ranks get one: the previous rank may have sent KV that is not received yet, and the next rank may already
+        wait for KV.
+        """
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)
             idle = [rank for rank in ranks if self._watchdog.is_idle(rank)]
@@ -163,8 +170,8 @@ class EpochSession:
                     self.send(rank, LinkHeader.bare(self.epoch, number, LinkStatus.ALIVE), None)
 
     def place_for(self, source: Rank, header: LinkHeader) -> Payload | None:
-        """Return the job's memory for a payload; None to drop the payload. Blocks until the job is known or is
-        refused."""
+        """Return the memory of the job into which a payload must be received. Return None if the payload must be
+        dropped. Blocks until the job is submitted or refused."""
         with self._changed:
             self._heard(source)
             self._await_job(header.job)
@@ -178,8 +185,8 @@ class EpochSession:
                 return None
 
     def received(self, source: Rank, header: LinkHeader) -> None:
-        """Pass a received message (KV, abort or ALIVE) to its job. An abort of an unknown job marks its number as not
-        served."""
+        """Handle a received message (KV, ABORT or ALIVE), and pass it to its job. If the job of an ABORT message is
+        unknown, the job is refused when it is submitted later."""
         with self._changed:
             self._heard(source)
             job = self._job_of(header)
@@ -195,7 +202,7 @@ class EpochSession:
                 job.pipeline.received(header)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
-        """Record in the watchdog and in the job's pipeline that a message was sent."""
+        """Record that a message was sent, for the watchdog and for the pipeline of the message's job."""
         with self._changed:
             self._watchdog.sent(target)
             self.num_messages += 1
@@ -205,7 +212,7 @@ class EpochSession:
             self._changed.notify_all()
 
     def broken(self, error: ChainError) -> None:
-        """End the epoch with the error of the link that broke."""
+        """End the epoch because a link broke. `error` is the error of the link."""
         self.end(error)
 
     def _heard(self, source: Rank) -> None:

@@ -1,7 +1,7 @@
 """Starts one prefill rank in the calling process: loads its model and runs its server.
 
-`deploy.groups.hosting` calls it in a child process or in a Ray actor; this module depends on neither. Starts
-`prefill_workers.servicer`. Runs on its process's asyncio loop.
+Called by `deploy.groups.hosting` in a child process or in a Ray actor; this module depends on neither. Starts
+`prefill_workers.servicer`. Runs on the event loop of the process.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from prefill_workers.servicer import PrefillServer
 
 
 async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedModel | None = None) -> PrefillServer:
-    """Load the model, unless `model` is given, start the rank's server and return it while it is serving. Raises
-    ModelError or ConfigError with a one-line message."""
+    """Start the server of a rank, and return it when it is serving. Loads the model first, unless `model` is given.
+    Raises ModelError or ConfigError with a one-line message."""
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     prefixes = prefix_place(place)
     server = await PrefillServer.start(

@@ -1,7 +1,7 @@
-"""Job (a prefill job), JobReport (its report) and KvSender, the port through which a rank sends the job's KV to the
-slot.
+"""Defines prefill jobs (Job), their reports (JobReport), and the interface through which a rank sends the job's KV to
+the slot (KvSender).
 
-`prefill_workers.servicer` makes jobs of messages and implements KvSender; `prefill_workers.engine` and
+`prefill_workers.servicer` creates jobs from messages and implements KvSender; `prefill_workers.engine` and
 `prefill_workers.chain` run the jobs.
 """
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Job:
     """One attempt at prefilling one request. All ranks of the job get an equal Job. `ranks[i]` computes `chunks[i]`.
-    The chunks are consecutive and together end where `prompt_ids` followed by `output_ids` ends. The KV of tokens
-    before the first chunk is cached, in `prefix`. Raises InvalidArgumentError if these conditions do not hold."""
+
+    The chunks are consecutive. The last chunk ends at the end of the sequence, which is `prompt_ids` followed by
+    `output_ids`. The KV of tokens before the first chunk is cached, in `prefix`. Raises InvalidArgumentError if these
+    conditions do not hold.
+    """
 
     number: JobId
     epoch: Epoch
@@ -39,21 +42,21 @@ class Job:
     chunks: tuple[TokenRange, ...]
     prompt_ids: Sequence[int]
     output_ids: Sequence[int] = ()
-    """Tokens that earlier attempts at the request emitted."""
+    """Output tokens that earlier attempts at the request have produced."""
     params: SamplingParams = field(default_factory=SamplingParams)
-    """Sampling parameters of the request, whose choices share this prompt."""
+    """Sampling parameters of the request. All choices of the request share the prompt of this job."""
     prefix: tuple[KvBuffer, ...] = ()
-    """Consecutive pieces of cached KV that together cover at least the tokens [0, chunks[0].start). They are read-only:
-    all ranks of a node read them from the same memory. Empty when no prefix is cached."""
+    """Consecutive pieces of cached KV that together cover at least the tokens before `chunks[0].start`. They are
+    read-only, because all ranks of a node read them from the same memory. Empty if no prefix is cached."""
     due_s: float = 0.0
-    """Due time in seconds on the orchestrator's clock. A rank serves the runnable job with the earliest due time; if
-    due times are equal, the job with the lowest number."""
+    """Due time in seconds on the orchestrator's clock. A rank serves the runnable job with the earliest due time. If
+    due times are equal, it serves the job with the lowest number."""
     layer_s: float = 0.0
     """Predicted seconds of the slowest layer on any of the job's ranks; 0 if unknown."""
     masks: "Future[list[ChoiceMasks]] | None" = None
-    """Future of the token masks of a constrained output's first token, which are the same for all choices. None on all
-    ranks except the last, and for outputs without constraints. The job computes while the grammar is compiled, and no
-    other job waits for the compilation."""
+    """Future of the token masks for the first token of a constrained output. The masks are the same for all choices.
+    None on all ranks except the last, and for outputs without constraints. The job computes while the grammar is
+    compiled. Other jobs do not wait for the compilation."""
 
     def __post_init__(self) -> None:
         ranks, chunks = self.ranks, self.chunks
@@ -72,24 +75,24 @@ class Job:
 
     @property
     def cached(self) -> TokenRange:
-        """Return the range of tokens whose KV is cached, so that no rank computes it."""
+        """Return the range of leading tokens whose KV is cached. No rank computes these tokens."""
         return TokenRange(0, self.chunks[0].start)
 
     @cached_property
     def cached_pieces(self) -> list[tuple[KvBuffer, TokenRange]]:
-        """Return the memory of the cached tokens, as tuples of a piece of `prefix` and the range of its tokens that are
-        used."""
+        """Return the memory of the cached tokens, as pairs of a piece of `prefix` and the range of the piece's tokens
+        that are used."""
         pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
         return [(piece, TokenRange(piece.tokens.start, min(piece.tokens.end, self.cached.end))) for piece in pieces]
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Return the fingerprint by which a crash note names the job's request."""
+        """Return the fingerprint of the job's request. Crash notes identify requests by this fingerprint."""
         return fingerprint(self.request_id, self.prompt_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        """Return all tokens to prefill: the prompt, and the output of earlier attempts."""
+        """Return all tokens of the sequence: the prompt, followed by the output of earlier attempts."""
         return [*self.prompt_ids, *self.output_ids]
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:
@@ -98,56 +101,60 @@ class Job:
 
 
 class KvSender(Protocol):
-    """Port through which a rank sends its own KV to the slot while the chain still runs. Called on the engine's thread;
-    no method may block.
+    """Interface through which a rank sends its own KV to the slot while the chain still runs. Called on the engine's
+    thread. No method may block.
 
-    `num_present` is the number of tokens at the start of the prompt whose KV the slot has already, so that no rank has
-    to push it. `push` and `received` are called any number of times, then `finish` or `abort` once. If the job fails
-    between its last computation and its last message, `abort` is called after `finish`. No method is called after
-    `abort`. An exception from any method except `abort` fails the job with this exception.
+    `num_present` is the number of leading prompt tokens whose KV the slot already has. No rank has to push these
+    tokens.
+
+    `push` and `received` are called any number of times, then `finish` or `abort` once. If the job fails between its
+    last computation and its last message, `abort` is called after `finish`. No method is called after `abort`. An
+    exception from any method except `abort` fails the job with this exception.
     """
 
     @property
     def num_present(self) -> int: ...
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Accept `data`, the KV rows of `tokens` in `layer`. The rows never change again."""
+        """Send KV rows of this rank to the slot. `data` has the rows of `tokens` in `layer`. The rows do not change
+        after this call."""
         ...
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Accept `data`, the KV rows of `tokens` in `layer` that earlier ranks computed; these ranks also push them to
-        the slot. Called only on a chain's last rank. `data` is valid only until this call returns."""
+        """Handle KV rows that were received from an earlier rank. `data` has the rows of `tokens` in `layer`, and is
+        valid only until this call returns. The earlier rank also pushes these rows to the slot. Called only on a
+        chain's last rank."""
         ...
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
-        """Complete the job after all layers were pushed. `firsts`: next token of each choice; empty on all ranks except
-        the last."""
+        """Complete the job after all layers have been pushed. `firsts` are the first sampled tokens, one per choice. It
+        is empty on all ranks except the last."""
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Discard all pushed rows because the job has failed. Must not raise."""
+        """Discard all KV rows that were pushed, because the job has failed with `error`. Must not raise."""
         ...
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """Times and counts of one rank's work on one job."""
+    """Report of one rank's work on one job: times, and numbers of bytes and messages."""
 
     rank: Rank
     tokens: TokenRange
-    """Tokens of the prompt that the rank computed."""
+    """Range of the prompt's tokens that the rank computed."""
     start_ns: int
-    """Start of the job's first turn, in unix nanoseconds."""
+    """Start of the job's first turn. Unix time in nanoseconds."""
     end_ns: int
-    """End of the job's last turn, in unix nanoseconds."""
+    """End of the job's last turn. Unix time in nanoseconds."""
     layers: tuple[Interval, ...]
-    """Time interval of each layer, including waits and other jobs' turns."""
+    """Time interval of each layer. It includes waits, and turns of other jobs."""
     wait_s: float
-    """Seconds in which the job waited for earlier ranks' KV, summed over all layers."""
+    """Total seconds that the job waited for earlier ranks' KV, over all layers."""
     num_bytes_sent: int
-    """Bytes of KV sent to the chain's next rank."""
+    """Number of bytes of KV that were sent to the next rank of the chain."""
     num_messages_sent: int
-    """Number of messages in which `num_bytes_sent` were sent."""
+    """Number of messages with KV that were sent to the next rank."""
     send_s: float
-    """Transfer time of the KV messages to the next rank, in seconds. Each message counts from the time when the link
-    was free for it to its arrival."""
+    """Total transfer time of the KV messages to the next rank, in seconds. The transfer of a message begins when the
+    message is queued and the link has finished the previous one. It ends when the message has arrived."""

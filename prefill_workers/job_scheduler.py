@@ -1,15 +1,14 @@
 """Orders a rank's jobs: the next turn goes to the runnable job with the earliest due time.
 
-The orchestrator gives each job a due time and an ascending number. On each rank, a JobScheduler gives the next turn to
-the runnable job with the earliest due time; if due times are equal, to the job with the lower number. A turn is about
-one layer, so a short job with an earlier due time runs between two layers of a long job. A job that waits for an
-earlier rank's KV gets no turn until the KV has arrived. So no rank is idle while any job can continue, and jobs may be
-submitted in any order. No cycle of waits can form, because a job waits only for lower ranks, and messages are sent
-without waiting.
+The orchestrator gives each job a due time and an ascending number. If due times are equal, the job with the lower
+number is served first. A turn is about one layer, so a short job with an earlier due time runs between two layers of a
+long job. A job that waits for an earlier rank's KV gets no turn until the KV has arrived. So no rank is idle while any
+job can continue, and jobs may be submitted in any order. No cycle of waits can form, because a job waits only for lower
+ranks, and messages are sent without waiting.
 
 Due times only order jobs, and may be in the past. They grow with the clock, so that later jobs have later due times and
-no long job waits for ever (`orchestrator.placement.chain_width` assigns due times, and bounds the number of jobs that
-may overtake).
+no long job waits forever. `orchestrator.placement.chain_width` assigns due times, and bounds the number of jobs that
+may overtake.
 
 Used by `prefill_workers.epoch`. Pure; the engine's lock guards it.
 """
@@ -21,8 +20,8 @@ _MAX_REMEMBERED = 4096
 
 
 class JobScheduler:
-    """Jobs of one rank in one epoch, and the numbers of jobs that are no longer served, because they are done, aborted
-    or refused."""
+    """Jobs of one rank in one epoch. Also records the numbers of jobs that are no longer served because they are done,
+    aborted or refused."""
 
     def __init__(self) -> None:
         self._jobs: dict[JobId, ChainJob] = {}
@@ -33,11 +32,11 @@ class JobScheduler:
 
     @property
     def jobs(self) -> list[ChainJob]:
-        """Return all current jobs, in the order in which they are served."""
+        """Return all current jobs in the order in which they are served."""
         return sorted(self._jobs.values(), key=lambda job: (job.job.due_s, job.job.number))
 
     def add(self, job: ChainJob) -> None:
-        """Add a job. Its number must not be in use, and must not have been passed to `bury`."""
+        """Add a job. Its number must not belong to another current job, or to a job that is no longer served."""
         assert job.job.number not in self._jobs and not self.is_buried(job.job.number)
         self._jobs[job.job.number] = job
 
@@ -54,7 +53,7 @@ class JobScheduler:
             del self._buried[next(iter(self._buried))]
 
     def is_buried(self, number: JobId) -> bool:
-        """Return whether this number is recorded as that of a job that is no longer served."""
+        """Return True if the job with this number is recorded as no longer served."""
         return number in self._buried
 
     def next_runnable(self) -> ChainJob | None:
@@ -62,7 +61,7 @@ class JobScheduler:
         return next((job for job in self.jobs if job.runnable), None)
 
     def take_over(self) -> list[ChainJob]:
-        """Remove all jobs that are over, record their numbers as no longer served, and return them."""
+        """Remove and return all jobs that are over. Their numbers are recorded as no longer served."""
         over = [job for job in self.jobs if job.over]
         for job in over:
             self.bury(job.job.number)

@@ -1,23 +1,24 @@
 """Relays KV along a chain: receives earlier ranks' KV and sends it on together with this rank's own KV, layer by layer.
 
 A layer's KV is sent in pieces. Each rank's chunk is one piece, or several if the chunk is long and more than one rank
-needs it. Sender and receiver derive the pieces from the job. With a cached prefix that ends at token P, a rank that
-owns the tokens [s, e)
+needs it. Sender and receiver derive the pieces from the job. Let the cached prefix end at token P. A rank that owns the
+tokens [s, e) does the following:
 
     receives the pieces of [P, s) in place, into memory that belongs to the layer until it was used (LayerBuffers),
     writes   its own rows [s, e) in place, into a buffer of all layers, from which they are pushed to the slot as well,
     sends    each piece from its place in memory as soon as it is final, that is, received or projected.
 
 So no piece is copied, waits for another piece of its layer, or is sent before its last byte is final. A rank that still
-computes attention does not delay later ranks: the thread that makes a piece final (the link's receiving thread, or the
-engine's) passes it on. Pieces of a layer are sent in the order in which they become final, because the next rank needs
-all of them. Layers are sent one after another, so that rows of a later layer do not delay rows that are needed sooner.
-The last rank sends no KV to other ranks, and the first receives none. The total traffic in bytes is sum_i (e_i - P) *
-row_bytes * num_layers, where i runs over all ranks except the last, and e_i is the end of rank i's chunk.
+computes attention does not delay later ranks: a piece is passed on by the thread that makes it final, which is the
+link's receiving thread or the engine's thread. Pieces of a layer are sent in the order in which they become final,
+because the next rank needs all of them. Layers are sent one after another, so that rows of a later layer do not delay
+rows that are needed sooner. The last rank sends no KV to other ranks, and the first rank receives none. The total
+traffic in bytes is sum_i (e_i - P) * row_bytes * num_layers. Here i runs over all ranks except the last, and e_i is the
+end of rank i's chunk.
 
-Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4.1, but without its concatenation, and with
-cut-through forwarding where the paper stores and forwards; see docs/kv_runahead.md. Used by `prefill_workers.chain` on
-the engine's thread and by `prefill_workers.epoch` on link threads, under the engine's lock.
+Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4.1, with two differences: it does not concatenate KV,
+and it forwards KV by cut-through where the paper stores and forwards; see docs/kv_runahead.md. Used by
+`prefill_workers.chain` on the engine's thread and by `prefill_workers.epoch` on link threads, under the engine's lock.
 """
 
 import math
@@ -37,36 +38,36 @@ from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus, Payload
 
 PIECE_TOKENS = 1024
-"""Maximum number of tokens in a piece that its receiver sends on. It is large enough to make a message's fixed costs
-negligible, and small enough that the receiver begins to send on a long chunk long before all of it has arrived. Must be
-the same on all ranks of a group."""
+"""Maximum number of tokens in a piece that its receiver sends on to another rank. Larger pieces make the fixed cost of
+a message negligible. Smaller pieces let the receiver forward a long chunk before all of it has arrived. Must be the
+same on all ranks of a group."""
 
 SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
-"""A function that enqueues a message as `Links.send` does, and never blocks."""
+"""Function that queues a message for sending and never blocks. It has the parameters of `Links.send`."""
 
 
 @dataclass(frozen=True)
 class RankKv:
-    """KV of a job on one rank, in the memory that links send from and receive into."""
+    """KV of one job on one rank, in memory that links can send from and receive into."""
 
     job: Job
     rank: Rank
     own: KvBuffer
-    """KV of the rank's own tokens, in all layers."""
+    """KV of the rank's own tokens in all layers."""
     earlier: LayerBuffers
-    """KV of the tokens that earlier ranks compute."""
+    """KV of the tokens that earlier ranks of the chain compute."""
     on_device: bool = False
-    """True if links transfer device memory; this KV is then in device memory."""
+    """True if this KV is in device memory, because links transfer device memory. False if it is in host memory."""
 
     def payload(self, rows: Tensor) -> Payload:
-        """Return contiguous rows as a payload that shares their memory: a byte view in host memory, a uint8 tensor on a
-        device."""
+        """Return the memory of contiguous KV rows as a payload, without a copy: a byte view in host memory, or a uint8
+        tensor on a device."""
         return rows.view(torch.uint8).view(-1) if self.on_device else byte_view(rows)
 
 
 class KvPipeline:
-    """Relay of one job's KV on one rank of a chain. Owns the counters and `kv.earlier`; `kv.own` is shared with
-    ChainJob. Thread-safe. `lock` is the engine's lock; it is re-entrant, so that `send` may acquire it again."""
+    """Relays the KV of one job on one rank of a chain. Owns the counters and `kv.earlier`, and shares `kv.own` with
+    ChainJob. Thread-safe. `lock` is the engine's lock. It is re-entrant, so `send` may acquire it again."""
 
     def __init__(self, kv: RankKv, *, clock: Clock, lock: threading.Condition, send: SendMessage) -> None:
         self.kv = kv
@@ -79,9 +80,10 @@ class KvPipeline:
         self.earlier = TokenRange(job.cached.end, self.own.start)
         self.num_bytes_sent = 0
         self.num_sent = 0
-        """Number of messages in which `num_bytes_sent` were sent."""
+        """Number of messages with KV that were sent to the next rank."""
         self.send_s = 0.0
-        """Transfer time of the sent messages in seconds, each from the time when the link was free to its arrival."""
+        """Total transfer time of the sent KV messages, in seconds. The transfer of a message begins when the message is
+        queued and the link has finished the previous one. It ends when the message has arrived."""
         self._job, self._clock, self._lock, self._send = job, clock, lock, send
         self._num_layers = kv.own.layout.num_layers
         self._earlier_pieces = [piece for before in range(place) for piece in _pieces(job, before)]
@@ -91,36 +93,38 @@ class KvPipeline:
         self._num_received = self._num_layers if self.source is None else 0
         self._num_projected = 0
         self._final: dict[int, list[TokenRange]] = {}
-        """Final pieces that are not sent yet, by layer. They wait until all earlier layers were sent."""
+        """Pieces that are complete but have not been sent, by layer. They wait until all earlier layers have been
+        sent."""
         self._passing_layer = self._num_passed = 0
-        """Layer that is being sent, and number of its pieces that were passed to the link."""
+        """`_passing_layer` is the layer that is being sent. `_num_passed` is the number of its pieces that were passed
+        to the link."""
         self._handed_s: deque[float] = deque()
         self._last_sent_s = -math.inf
         self._uses: Counter[int] = Counter()
-        """Number of uses so far of the earlier ranks' rows, by layer. Attention counts as one use, and so does sending
-        each piece."""
+        """Number of times that the KV rows of earlier ranks have been used, by layer. Attention counts as one use, and
+        so does sending each piece. The rows are freed after their last use."""
         self._aborted = False
 
     @property
     def done(self) -> bool:
-        """Return whether all pieces of all layers were sent to the next rank or, on the last rank, whether all layers
-        have arrived."""
+        """Return True if the relay is complete: all KV of all layers was sent to the next rank or, on the last rank,
+        has arrived."""
         if self.target is None:
             return self._num_received == self._num_layers
         return self.num_sent == self._num_layers * self._num_pieces
 
     def has_received(self, layer: int) -> bool:
-        """Return whether the earlier tokens' rows of `layer` have arrived."""
+        """Return True if the KV rows of all earlier ranks in `layer` have arrived."""
         return layer < self._num_received
 
     def arrived_s(self, layer: int) -> float:
-        """Return the time at which a layer arrived, in seconds of the clock's now_s; minus infinity on the chain's
-        first rank."""
+        """Return the time at which the KV of a layer was completely received, as a value of the clock's `now_s`. Return
+        minus infinity on the first rank of the chain, which receives no KV."""
         return self._arrived_s[layer] if self.source is not None else float("-inf")
 
     def place(self, source: Rank, header: LinkHeader) -> Payload:
-        """Return the memory into which the payload of `header` must be written. Raises ChainError if the piece is not
-        expected now or memory for it cannot be allocated."""
+        """Return the memory into which the payload of a message must be received. `header` is the header of the
+        message. Raises ChainError if this payload is not expected now, or if its memory cannot be allocated."""
         expected = self._header(self._num_received, header.tokens)
         is_due = header == expected and header.tokens in self._missing and not self.has_received(self._num_layers - 1)
         if source != self.source or not is_due:
@@ -134,7 +138,7 @@ class KvPipeline:
             raise ChainError(f"job {self._job.number}: no memory for layer {header.layer}: retry later") from error
 
     def received(self, header: LinkHeader) -> None:
-        """Record that the payload of `header` was received into its memory, and send its piece to the next rank."""
+        """Record that the payload of a message has been received, and send it on to the next rank."""
         with self._lock:
             self._missing.remove(header.tokens)
             if not self._missing:
@@ -144,30 +148,31 @@ class KvPipeline:
             self._pass_on(header.layer, (header.tokens,))
 
     def projected(self) -> None:
-        """Record that the next layer's own rows are written, and send them to the next rank."""
+        """Record that this rank has written its own KV rows of the next layer, and send them to the next rank."""
         with self._lock:
             self._num_projected += 1
             self._pass_on(self._num_projected - 1, self._own_pieces)
 
     def earlier_rows(self, layer: int) -> KvRows:
-        """Return the earlier tokens' rows of a received layer. They are valid until `attended` is called."""
+        """Return the KV rows of earlier ranks in a layer that has been received. They are valid until `attended` is
+        called."""
         with self._lock:
             return self.kv.earlier.rows(layer, self.earlier)
 
     def earlier_span(self, layer: int) -> Tensor:
-        """Return the earlier tokens' rows of a received layer as one tensor `[T, 2, G, H]`, valid until `attended` is
-        called."""
+        """Return the KV rows of earlier ranks in a received layer as one tensor `[T, 2, G, H]`: T tokens, K and V, G KV
+        heads of H elements each. The tensor is valid until `attended` is called."""
         with self._lock:
             return self.kv.earlier.span(layer, self.earlier)
 
     def attended(self, layer: int) -> None:
-        """Record that this rank has read the earlier tokens' rows of `layer` for the last time, so that their memory
-        may be reused. Must not be called if the rank has no earlier tokens."""
+        """Record that this rank will not read the KV rows of earlier ranks in `layer` any more, so that their memory
+        may be reused. Must not be called if there are no earlier ranks."""
         with self._lock:
             self._used(layer)
 
     def sent(self, header: LinkHeader) -> None:
-        """Record that a message of this job was sent, and release its rows."""
+        """Record that a message of this job was sent. Its KV rows are then not needed for this message any more."""
         with self._lock:
             self.num_bytes_sent += header.num_bytes
             if header.status is LinkStatus.DATA:
@@ -179,11 +184,13 @@ class KvPipeline:
                     self._used(header.layer)
 
     def alive(self) -> None:
-        """Send ALIVE to the next rank, if it may wait for more KV of this job, so that it keeps waiting."""
+        """Send an ALIVE message to the next rank if it may be waiting for KV of this job. The message makes it keep
+        waiting."""
         self._tell(LinkStatus.ALIVE)
 
     def abort(self) -> None:
-        """Send ABORT to the next rank, if it has not received all KV of this job, and send no more pieces."""
+        """Send an ABORT message to the next rank if it has not received all KV of this job. No more pieces are sent
+        afterwards."""
         self._tell(LinkStatus.ABORT)
 
     @property

@@ -1,11 +1,11 @@
-"""Stores a prefill's KV in the node's prefix store, on the chain's last rank, which has the KV of all tokens.
+"""Stores the KV of a prefill in the node's prefix store. Runs on the chain's last rank, which has the KV of all tokens.
 
-The rows that earlier ranks computed are in memory only layer by layer (`prefill_workers.kv_pipeline`), so they are
-copied at once, on the engine's thread. The rows that this rank computed stay valid as long as a view of them exists, so
-they are copied after the first token was committed. Only then are the blocks sealed, that is, completed and made
-readable for others; a job that fails or is cancelled stores none. In chains of several ranks, the cost before the first
-token is the allocation of the blocks and one copy of the earlier ranks' rows. Finally the blocks are copied to disk, if
-the node keeps blocks on disk.
+Rows that earlier ranks computed are in memory only layer by layer (`prefill_workers.kv_pipeline`). They are copied
+immediately, on the engine's thread. Rows that this rank computed stay valid as long as a view of them exists. They are
+copied after the first token was committed. Only then are the blocks sealed, that is, completed and made readable for
+others. A job that fails or is cancelled stores no blocks. In chains of several ranks, the cost before the first token
+is the allocation of the blocks and one copy of the earlier ranks' rows. Finally, the blocks are copied to disk, if the
+node keeps blocks on disk.
 
 Called by `prefill_workers.servicer`; writes to `baton.modeling.prefix_store.store`. Threads: the engine's thread calls
 `write` and `hold`. Any thread may call `drop`, and any thread that may block calls `take`, `finish` and `sink`.
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixFilling:
-    """Blocks of one job that are to be stored. They are consecutive, and begin at the token `start`, where the cached
-    blocks end."""
+    """Writes the new KV blocks of one job to the prefix store. The blocks are consecutive, and begin at the token
+    `start`, after the blocks that are already cached."""
 
     def __init__(self, store: PrefixStore, names: Sequence[str], start: int, block_tokens: int) -> None:
         self._store = store
@@ -38,8 +38,9 @@ class PrefixFilling:
         self._held: list[tuple[int, TokenRange, memoryview]] = []
 
     def take(self) -> None:
-        """Reserve memory in the store for as many blocks as fit. Blocks for some milliseconds. Must be called before
-        the first `write`. If a job has no `write`, `finish` reserves the memory."""
+        """Reserve memory in the prefix store for as many of the blocks as fit. May block for some milliseconds. Must be
+        called before the first `write`. If `write` is never called, this call is optional, because `finish` reserves
+        the memory."""
         room = self._taken()
         with self._lock:
             if not self._over:
@@ -48,20 +49,23 @@ class PrefixFilling:
         room.drop()
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy the rows of `tokens` in `layer` into their blocks before returning."""
+        """Copy the KV rows of `tokens` in `layer` into the blocks. `data` may be reused after the call."""
         with self._lock:
             room = self._room
         if room is not None:
             self._copy(room, layer, tokens, data)
 
     def hold(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Keep a view of the rows of `tokens` in `layer`, whose `data` must never change, for `finish` to copy."""
+        """Keep a view of the KV rows of `tokens` in `layer`, which `finish` will copy. The memory of `data` must not
+        change."""
         self._held.append((layer, tokens, data))
 
     def finish(self) -> Filled:
-        """Copy the held rows, seal the blocks, and return the names of stored and evicted blocks. Call this when all
-        layers of all tokens have arrived. Returns an empty Filled after `drop`, if no block fits, or if the store
-        fails. Blocks until the copies are complete."""
+        """Copy the rows that were passed to `hold`, make the blocks readable for others, and return the names of stored
+        and evicted blocks. Call it when all layers of all tokens have arrived. Blocks until the copies are complete.
+
+        Returns an empty Filled if `drop` was called, if no block fits into the store, or if the store fails.
+        """
         with self._lock:
             if self._over:
                 return Filled()
@@ -81,8 +85,9 @@ class PrefixFilling:
             room.drop()
 
     def sink(self, stored: Sequence[str]) -> list[str]:
-        """Copy the blocks that `finish` stored to disk, and return the names of blocks evicted to make room. Does
-        nothing if the node keeps no blocks on disk. Blocks until the copies are complete."""
+        """Copy blocks to disk, and return the names of the blocks that were evicted to make room. `stored` are the
+        names of the blocks that `finish` has stored. Does nothing if the node keeps no blocks on disk. Blocks until the
+        copies are complete."""
         try:
             return self._store.sink(stored, self._tokens(len(stored)), self._block_tokens)
         except (BatonError, OSError) as error:
@@ -90,7 +95,7 @@ class PrefixFilling:
             return []
 
     def drop(self) -> None:
-        """Discard all blocks that `finish` has not begun to seal. Idempotent."""
+        """Discard all blocks, unless `finish` has already begun to store them. Idempotent."""
         with self._lock:
             self._over = True
             room, self._room = self._room, None

@@ -1,9 +1,10 @@
 """Serves one prefill rank over gRPC: epochs, jobs and heartbeats. Pushes KV to a leased slot.
 
 Called by `orchestrator.workers.client` (Run, GetStatus, ListPrefixBlocks) and by `deploy.groups` (StartEpoch,
-GetStatus). Submits jobs to `prefill_workers.engine`, and pushes KV by `baton.transport.kv_sender`. Runs on the
-process's asyncio loop and never touches a tensor: the engine's thread offers views of KV to a push session, and this
-loop awaits the engine's futures. Errors become statuses in the interceptor of `baton.transport.channel.make_server`.
+GetStatus). Submits jobs to `prefill_workers.engine`, and pushes KV by `baton.transport.kv_sender`. Runs on the event
+loop of the process and never touches a tensor: the engine's thread passes views of KV to a push session, and the event
+loop awaits the engine's futures. The interceptor of `baton.transport.channel.make_server` converts errors to gRPC
+statuses.
 """
 
 import asyncio
@@ -48,17 +49,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PushSender:
-    """KvSender that pushes KV in a push session and, if this rank stores the prompt's KV, writes it to the prefix
-    store."""
+    """KvSender that pushes a job's KV to the leased slots. If this rank stores the prompt's KV, it also writes the KV
+    to the prefix store."""
 
     def __init__(self, session: PushSession, num_present: int, filling: PrefixFilling | None = None) -> None:
         self.num_present = num_present
         self.firsts: tuple[SampledToken, ...] = ()
-        """Next token of each choice; empty until the job is computed, and on all ranks except the last."""
+        """First sampled token of each choice. Empty until the job is computed, and always empty on all ranks except the
+        last."""
         self._session, self._filling = session, filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Pass the rows that the slot lacks to the push session, and hold all rows for the prefix store."""
+        """Push the KV rows of `tokens` in `layer` to the slots, except rows that the slots already have. Keep all of
+        the rows for the prefix store if this rank stores the prompt's KV."""
         missing = TokenRange(min(max(tokens.start, self.num_present), tokens.end), tokens.end)
         if len(missing):
             self._session.offer(layer, missing, data[(len(tokens) - len(missing)) * (data.nbytes // len(tokens)) :])
@@ -66,26 +69,29 @@ class PushSender:
             self._filling.hold(layer, tokens, data)
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Write rows that earlier ranks computed to the prefix store, if this rank fills it."""
+        """Write KV rows that earlier ranks computed to the prefix store. Does nothing if this rank does not store the
+        prompt's KV."""
         if self._filling is not None:
             self._filling.write(layer, tokens, data)
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
-        """Keep each choice's next token for the commit, and end the push session."""
+        """Store the first sampled token of each choice, which is sent when the push is committed, and end the push
+        session."""
         self.firsts = firsts
         self._session.finish()
 
     def abort(self, error: BaseException) -> None:
-        """End the push session with the job's error."""
+        """End the push session with the error that made the job fail."""
         self._session.fail(error)
 
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
-    """Serves baton.v1.PrefillRank with an engine. Takes ownership of `engine`, `store` and `grammars`.
+    """Serves the gRPC service baton.v1.PrefillRank with an engine. Takes ownership of `engine`, `store` and `grammars`.
 
-    `place`: address of the interface that the links use, and the cluster's secret, which is sent to generation groups.
-    `store`: the node's prefix store; None if the node has none. `may_share`: True if KV may go through shared memory to
-    groups of the same node. `grammars`: the model's grammars; None: constrained outputs are refused.
+    `place` has the address of the interface for links, and the cluster's secret, which is sent to generation groups.
+    `store` is the node's prefix store; None if the node has none. `may_share` is True if KV may be sent through shared
+    memory to groups of the same node. `grammars` are the model's output grammars; None: constrained outputs are
+    refused.
     """
 
     def __init__(
@@ -105,19 +111,20 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         connect = partial(make_channel, secret=ClusterSecret(place.secret))
         self._channels = ChannelCache(connect)
         self._exchange = None
-        """Exchange of prefix blocks with other nodes; None without a prefix store."""
+        """Service that exchanges prefix blocks with other nodes; None if there is no prefix store."""
         if store is not None:
             self._exchange = BlockExchange(store.blocks, clock=engine.clock, connect=connect)
         self._blocks = BlockThreads()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Add PrefillRank to the server and, if a prefix store exists, the exchange of blocks."""
+        """Register the PrefillRank service with the server. If a prefix store exists, also register the service through
+        which other nodes fetch blocks."""
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(self, server)
         if self._exchange is not None:
             self._exchange.add_to(server)
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
-        """Join the next epoch. Replies when all ranks have joined; other calls are served meanwhile."""
+        """Join the next epoch. Replies when all ranks have joined. Other calls are served in the meantime."""
         rendezvous = rendezvous_from_proto(request, self._host)
         connect = partial(connect_torch_links, rendezvous, backend=self._backend)
         await asyncio.to_thread(
@@ -126,8 +133,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
-        """Run a job on this rank and return its report. If the call fails, the job and its push end at once or soon
-        after."""
+        """Run a job on this rank, and return its report. If the call fails, the job and its push of KV end immediately
+        or soon after."""
         with self.engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
                 return await self._run(request, channel)
@@ -162,7 +169,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return report_to_proto(report, summary, Filled(filled.stored, filled.evicted + self._blocks.take_evicted()))
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
-        """Answer a heartbeat with the status of the engine and the content of the prefix store."""
+        """Answer a heartbeat with the status of the engine and a summary of the prefix store."""
         store = None
         if self.prefixes is not None:
             held = scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(self.prefixes.holdings))
@@ -179,7 +186,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     async def ListPrefixBlocks(
         self, request: common_pb2.ListPrefixBlocksRequest, context: Context
     ) -> common_pb2.ListPrefixBlocksReply:
-        """Return the names of all blocks in the node's prefix store; no names if the node has no store."""
+        """Return the names of all blocks in the node's prefix store. Return no names if the node has no store."""
         blocks = await in_own_thread(self.prefixes.names) if self.prefixes is not None else []
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
@@ -247,12 +254,12 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
 
 class PrefillServer:
-    """Prefill engine and its gRPC server. Create one with `start`, on the asyncio loop."""
+    """Prefill engine together with its gRPC server. Create it with `start`, on the event loop."""
 
     def __init__(self, server: grpc.aio.Server, servicer: PrefillRankServicer, port: int) -> None:
         self.engine, self.port = servicer.engine, port
         self.prefixes = servicer.prefixes
-        """Prefix store of the node; None if this rank stores no prefixes."""
+        """Prefix store of the node; None if this rank does not store prefixes."""
         self._server, self._servicer = server, servicer
 
     @classmethod
@@ -265,10 +272,14 @@ class PrefillServer:
         may_share: bool = True,
         grammars: Grammars | None = None,
     ) -> Self:
-        """Start a server on a free port of `place.host`, for callers that have the cluster's secret. Links use the same
-        address. Takes ownership of `engine` and `grammars`, which are closed if this raises. `prefixes`: folders of the
-        node's prefix store, created if missing and removed by their last user. `may_share` and `grammars`: see
-        PrefillRankServicer. Raises ConfigError if the server cannot listen, or a folder cannot be created.
+        """Start a server on a free port of `place.host`. It accepts callers that have the cluster's secret. Links use
+        the same address.
+
+        Takes ownership of `engine` and `grammars`, and closes them if this call raises. `prefixes` are the folders of
+        the node's prefix store. They are created if they do not exist, and removed by their last user. `may_share` is
+        True if KV may be sent through shared memory to groups of the same node. `grammars` constrain outputs; None:
+        constrained outputs are refused. Raises ConfigError if the server cannot listen, or if a folder cannot be
+        created.
         """
         try:
             secret = ClusterSecret(place.secret)
@@ -286,15 +297,19 @@ class PrefillServer:
         return cls(server, servicer, port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new calls, give running calls `grace_s` seconds to end, then cancel them and close the engine.
-        Idempotent."""
+        """Refuse new calls, wait `grace_s` seconds for running calls, then cancel the remaining ones and close the
+        engine. Idempotent."""
         await self._server.stop(grace_s)
         await self._servicer.close()
 
 
 def rendezvous_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Rendezvous:
-    """Return the Rendezvous that a message describes. Raises InvalidArgumentError for an epoch out of range, a rank
-    that is not in the group, a timeout that is not positive, or a malformed store address."""
+    """Return the parameters of an epoch that a protobuf message describes. `host` is the address of the network
+    interface for links.
+
+    Raises InvalidArgumentError if the epoch is out of range, the rank is not in the group, the timeout is not positive,
+    or the store's address is malformed.
+    """
     if (epoch := message.epoch) > MAX_EPOCH:
         raise InvalidArgumentError(f"epoch = {epoch} is out of range: use at most {MAX_EPOCH}, one after another")
     if not message.rank < message.num_ranks:
@@ -307,8 +322,8 @@ def rendezvous_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> 
 
 
 def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:
-    """Return the job that a message describes. `prefix` holds the cached blocks that the message names. Raises
-    InvalidArgumentError if ranks, chunks, prompt and prefix are inconsistent."""
+    """Return the job that a protobuf message describes. `prefix` has the memory of the cached blocks that the message
+    names. Raises InvalidArgumentError if ranks, chunks, prompt and prefix are inconsistent."""
     return read(
         Job,
         message,
@@ -322,7 +337,8 @@ def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...]
 
 
 def report_to_proto(report: JobReport, push: PushSummary, filled: Filled) -> prefill_pb2.PrefillReport:
-    """Return one rank's report of a job as a message."""
+    """Return the protobuf message with one rank's report of a job. `push` describes the push of KV to the slots,
+    `filled` the blocks that were stored."""
     timing = prefill_pb2.RankTiming(
         **scalars(prefill_pb2.RankTiming, report),
         tokens=range_to_proto(report.tokens),

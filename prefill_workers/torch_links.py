@@ -1,25 +1,25 @@
 """Links between processes, over torch.distributed's gloo: point-to-point messages, no collective operations.
 
-Implements the ports of `prefill_workers.links`; connected by `prefill_workers.servicer` when an epoch starts. Headers
-are sent over gloo. Payloads follow them over gloo too, unless the ranks have communicators between their devices
-(`prefill_workers.communicators`).
+Implements the interfaces of `prefill_workers.links`; connected by `prefill_workers.servicer` when an epoch starts.
+Headers are sent over gloo. Payloads follow them over gloo too, unless the ranks have communicators between their
+devices (`prefill_workers.communicators`).
 
 gloo uses a rendezvous protocol: a send reads its memory and completes only when the peer has posted the receive.
-Between any two ranks there are two links, each with a sending thread on one side and a receiving thread on the other,
-which always has a receive posted. So every rank notices a dead peer at once, even when no job runs. A wait that times
-out would close gloo's connection for ever, so waits have no timeout; `prefill_workers.watchdog` limits how long a peer
-may be silent.
+Between any two ranks there are two links, each with a sending thread on one side and a receiving thread on the other.
+The receiving thread always has a receive posted. So every rank notices a dead peer immediately, even when no job runs.
+A wait that times out would close gloo's connection for good, so waits have no timeout; `prefill_workers.watchdog`
+limits how long a peer may be silent.
 
-A rank that closes sends CLOSE on every link and continues to receive, into scratch memory, until its peers have closed
-as well. So no send to a rank that has closed hangs, and all threads end. Only a stopped peer can block a thread. The
+A rank that closes its links sends CLOSE on every link. It continues to receive, into scratch memory, until its peers
+have closed as well. So no send to a closed rank hangs, and all threads end. Only a stopped peer can block a thread. The
 blocked thread, a daemon, stays until the supervisor kills the peer; then it ends, and its error is dropped.
 
 For each communicator with a peer, a separate thread receives the payloads that the headers announce. So the thread that
-receives headers never waits for a missing payload, and detects the peer's end at once. When the links are closed, a
+receives headers never waits for a missing payload, and detects the peer's end immediately. When the links are closed, a
 thread aborts the communicators, because this may block. Before that, a flag is set so that later payloads are dropped.
 A rank whose communicator broke still sends CLOSE.
 
-Each epoch has a process group of its own, not torch's default group. The ranks connect through a TCPStore in the
+Each epoch has its own process group, which is not torch's default group. The ranks connect through a TCPStore in the
 supervisor, which exists until all ranks are connected. The network interface is set explicitly.
 """
 
@@ -58,9 +58,10 @@ _Message = tuple[LinkHeader, Payload | None]
 def connect_torch_links(
     rendezvous: Rendezvous, handler: LinkHandler, backend: CommunicatorBackend | None = None
 ) -> "TorchLinks":
-    """Join an epoch and return its links. Blocks until all ranks have joined; raises LinkBrokenError on a timeout.
-    `backend`: factory of communicators for this rank's device; payloads are sent between devices if `refusal` allows
-    it.
+    """Join an epoch, and return its links. Blocks until all ranks have joined. Raises LinkBrokenError on a timeout.
+
+    `backend` creates communicators for this rank's device; None: payloads are sent through host memory. Payloads are
+    sent between devices only if the backends and devices of all ranks allow it.
     """
     lines: dict[Rank, Line] = {}
     try:
@@ -80,8 +81,9 @@ def connect_torch_links(
 
 
 def make_group(rendezvous: Rendezvous, store: dist.Store | None = None) -> Group:
-    """Return a new process group, separate from torch's default. Blocks until all ranks have joined; raises
-    RuntimeError on a timeout."""
+    """Return a new process group that is independent of torch's default group. `store` is the store through which the
+    ranks connect; None: the store that `rendezvous` names. Blocks until all ranks have joined. Raises RuntimeError on a
+    timeout."""
     store = store or _epoch_store(rendezvous)
     return gloo_group(store, rendezvous.rank, rendezvous.num_ranks, rendezvous.host, rendezvous.timeout_s)
 
@@ -95,21 +97,22 @@ def _epoch_store(rendezvous: Rendezvous) -> dist.Store:
 
 @dataclass(frozen=True)
 class Line:
-    """Connection of this rank with one peer."""
+    """Connection between this rank and one other rank."""
 
     gloo: GroupCommunicator
-    """gloo connection for headers, and for payloads if `communicator` is None."""
+    """Communicator over gloo for headers. It also carries payloads if `communicator` is None."""
     communicator: Communicator | None
     """Communicator for payloads between devices; None: payloads are sent over gloo."""
 
     @property
     def payloads(self) -> Communicator:
-        """Return the communicator for payloads: `communicator`, or `gloo` if it is None."""
+        """Return the communicator that carries payloads: `communicator`, or `gloo` if `communicator` is None."""
         return self.communicator or self.gloo
 
 
 class TorchLinks:
-    """Implements `prefill_workers.links.Links` over gloo. The last link thread to end drops the process groups."""
+    """Links over gloo. Implements `prefill_workers.links.Links`. The last link thread that ends drops the process
+    groups."""
 
     def __init__(self, rendezvous: Rendezvous, lines: dict[Rank, Line], handler: LinkHandler) -> None:
         self.on_device = any(line.communicator is not None for line in lines.values())
@@ -131,15 +134,15 @@ class TorchLinks:
             thread.start()
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
-        """Enqueue one message for the thread that sends to `target`; drop it once the links are closed."""
+        """Queue one message for the thread that sends to `target`. Drop the message if the links are closed."""
         assert header.num_bytes == (payload.nbytes if payload is not None else 0), header
         with self._queueing:
             if not self._closed.is_set():
                 self._queues[target].put((header, payload))
 
     def close(self) -> None:
-        """Drop messages that are not being sent yet, notify all peers and return at once. May be called on any thread.
-        Idempotent."""
+        """Close the links, and return immediately. Queued messages are dropped, and all peers are notified. May be
+        called on any thread. Idempotent."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()
@@ -150,7 +153,8 @@ class TorchLinks:
                     queue.put(None)
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait, after `close`, until all link threads have ended, and return whether they have."""
+        """Wait until all link threads have ended, for at most `timeout_s` seconds. Return True if all have ended. Call
+        it after `close`."""
         return join_all(self._threads, timeout_s)
 
     def _add(self, peer: Rank, way: str, work: Callable[[], None]) -> None:

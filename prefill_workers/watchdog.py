@@ -1,11 +1,14 @@
-"""Tracks the peers from which this rank expects a sign of life, and since when it does.
+"""Detects peers that have stopped. Tracks the peers from which this rank expects a sign of life, and for how long it
+has expected one.
 
-A dead peer breaks its links at once; a stopped peer is only silent. A sign of life is a message from the peer, or one
-that the peer received. A peer is overdue when it has shown no sign of life for longer than a limit, while a message to
-it waits to be sent or a job waits for its KV. A rank in a long turn sends ALIVE to the ranks that wait, as long as it
-detects that it makes progress (`baton.process.turn_watch`). While it prepares a job, it sends ALIVE to all ranks
-(`prefill_workers.epoch`). So silence means a fault, even if the predicted time from which the limit is computed was
-wrong, or the peer computes another job than predicted.
+A dead peer breaks its links immediately; a stopped peer is only silent. A sign of life is a message from the peer, or a
+message that the peer received. A sign of life is expected while a message to the peer waits to be sent, or while a job
+waits for the peer's KV. A peer is overdue if it has shown no sign of life for longer than a limit.
+
+A rank in a long turn sends ALIVE to the ranks that wait for it, as long as it makes progress
+(`baton.process.turn_watch`). While it prepares a job, it sends ALIVE to all ranks (`prefill_workers.epoch`). So silence
+means a fault, even if the limit was computed from a wrong prediction, or if the peer computes another job than
+predicted.
 
 Used by `prefill_workers.epoch`. Pure, with the clock passed in; the engine's lock guards it.
 """
@@ -21,8 +24,8 @@ from baton.types import Rank
 
 @dataclass(frozen=True, order=True)
 class Due:
-    """Time by which a peer must show a sign of life, in seconds of the clock's now_s, and the limit from which it was
-    computed."""
+    """Deadline of a peer: the time by which it must show a sign of life, as a value of the clock's `now_s`. Also has
+    the time limit in seconds from which the deadline was computed."""
 
     deadline_s: float
     peer: Rank
@@ -30,7 +33,8 @@ class Due:
 
 
 class Watchdog:
-    """Tracks signs of life from all peers of one epoch. `floor_s` is the shortest limit, in seconds."""
+    """Tracks signs of life from all peers of one epoch. A peer that shows no sign of life for longer than a limit is
+    overdue. `floor_s` is the minimum of this limit, in seconds."""
 
     def __init__(self, clock: Clock, floor_s: float) -> None:
         self.clock, self.floor_s = clock, floor_s
@@ -48,19 +52,22 @@ class Watchdog:
         self._unsent[peer] += 1
 
     def sent(self, peer: Rank) -> None:
-        """Record that `peer` received a message."""
+        """Record that a message was sent and that `peer` received it, which is a sign of life."""
         self._unsent[peer] -= 1
         self.heard(peer)
 
     def is_idle(self, peer: Rank) -> bool:
-        """Return whether no message to `peer` waits to be sent."""
+        """Return True if no message to `peer` waits to be sent."""
         return not self._unsent[peer]
 
     def first_due(self, waits: Iterable[tuple[Rank, float]], turn_s: float) -> Due | None:
-        """Return the earliest deadline of all peers from which a sign of life is expected; None if there are none. They
-        are the peers with unsent messages and the peers in `waits`, which gives for each the time at which a job began
-        to wait for it, in seconds of the clock's now_s. The limit is a few times `turn_s`, the longest expected turn,
-        and at least the floor."""
+        """Return the earliest deadline of all peers from which a sign of life is expected; None if no sign of life is
+        expected.
+
+        A sign of life is expected from peers to which a message waits to be sent, and from the peers in `waits`. Each
+        entry of `waits` is a peer and the time, as a value of the clock's `now_s`, at which a job began to wait for the
+        peer's KV. The limit is a multiple of `turn_s`, the longest expected turn in seconds, but at least `floor_s`.
+        """
         most_s = limit_s(self.floor_s, turn_s)
         owing = [(peer, 0.0) for peer, count in self._unsent.items() if count]
         dues = (

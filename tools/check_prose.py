@@ -1,9 +1,10 @@
-"""Refuses wording that the house style replaces: in docstrings, comments, help, messages, metrics and documents.
+"""Finds wording that violates the house style in docstrings, comments, help texts, messages, metrics and documents.
 
-The table PATTERNS holds what is refused, where, and the wording to use. `tools/prose_baseline.tsv` holds how many hits
-of a pattern each file still has. A file with more hits fails; a file with fewer fails too, until `--update-baseline`
-has lowered the count. `--update-baseline` never raises a count and never adds a file; it follows files that git saw
-renamed. Code in backticks and fences is not looked at. `--sample N` prints N docstrings to be read by people.
+PATTERNS lists the refused wordings, the kinds of text in which they are refused, and the wording to use instead.
+`tools/prose_baseline.tsv` has the number of hits of each pattern that each file still has. The check fails if a file
+has more hits than its baseline. It also fails if a file has fewer, until `--update-baseline` has lowered the count.
+`--update-baseline` never raises a count and never adds a file. It follows files that git recognizes as renamed. Code in
+backticks and fences is ignored. `--sample N` prints N random docstrings for people to read.
 """
 
 import argparse
@@ -37,15 +38,16 @@ HEADER = "file\tpattern\tcount"
 LEAST_WORDS = 4
 
 SCOPES = ("docstring", "comment", "help", "error", "log", "metric", "string", "document")
-"""Kinds of text. A "string" is any other string of at least LEAST_WORDS words. Such strings are checked because they
-may be passed to exceptions as messages."""
+"""Kinds of text. A "string" is any string of at least LEAST_WORDS words that is of no other kind. Such strings are
+checked because they may be passed to exceptions as messages."""
 ALONE = ("docstring", "help", "metric")
-"""Kinds of text that must begin with a capitalised subject or verb, because readers see each of them alone."""
+"""Kinds of text that must begin with a capitalised subject or verb, because readers see each such text alone."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Wording that is refused. In the regex, which ignores case, a space stands for a space or a line break."""
+    """Refused wording, with the wording to use instead. The regular expression ignores case. A space in it matches a
+    space or a line break."""
 
     name: str
     regex: str
@@ -54,7 +56,7 @@ class Pattern:
 
 
 FEW_WORDS = Pattern("few-words", "", f"use at least {LEAST_WORDS} words", ("docstring",))
-"""Pattern of public docstrings that are too short. It counts words, and has no regex."""
+"""Pattern for public docstrings that are too short. It has no regular expression, because words are counted instead."""
 PATTERNS = (
     Pattern(
         "start", r"\A(?:what|whether|of|that|as|and|or|likewise)\b", "start with a verb or with the noun itself", ALONE
@@ -119,7 +121,7 @@ _FENCED = re.compile(r"^ *(```|~~~).*?^ *\1", re.DOTALL | re.MULTILINE)
 
 
 class Text(NamedTuple):
-    """A piece of prose, its kind and the line on which it begins."""
+    """Text to check, with its kind and the line on which it begins."""
 
     scope: str
     line: int
@@ -127,7 +129,7 @@ class Text(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A place where a file breaks a pattern."""
+    """Match of a pattern in a file, with its line and its kind of text."""
 
     file: str
     line: int
@@ -141,11 +143,12 @@ class Hit(NamedTuple):
 
 
 Counts = dict[tuple[str, str], int]
-"""Number of hits by file and name of pattern."""
+"""Number of hits, by file and name of the pattern."""
 
 
 class Docstring(NamedTuple):
-    """A public docstring, or a note below a field or a constant, with the line on which its owner begins."""
+    """Docstring of a module, class or public function, or string below a field or constant. `owner_line` is the line on
+    which the documented object begins."""
 
     name: str
     owner_line: int
@@ -153,7 +156,7 @@ class Docstring(NamedTuple):
 
 
 def hits_in(root: Path) -> Iterator[Hit]:
-    """Yield all hits in the Python files and the documents below a checkout, by file."""
+    """Yield the matches of all patterns in the Python files and documents of the checkout at `root`, file by file."""
     for path in python_files(root):
         name, source = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
         tree = ast.parse(source)
@@ -169,18 +172,18 @@ def hits_in(root: Path) -> Iterator[Hit]:
 
 
 def python_files(root: Path) -> list[Path]:
-    """Return the Python files to check, sorted, without generated stubs and tests."""
+    """Return the sorted paths of all Python files to check. Generated stubs and tests are left out."""
     paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
     return [path for path in paths if not path.is_relative_to(root / GENERATED)]
 
 
 def is_about_metrics(name: str) -> bool:
-    """Return True if most strings of a file are help texts of metrics."""
+    """Return True if most strings of the file with this name are help texts of metrics."""
     return name.startswith("orchestrator/observability/") and "metrics" in Path(name).name
 
 
 def hits(file: str, texts: list[Text]) -> Iterator[Hit]:
-    """Yield the hits in the texts of a file. Code in backticks does not count."""
+    """Yield the matches of all patterns in the texts of a file. Code in backticks is ignored."""
     for scope, line, text in texts:
         prose = _CODE.sub(blank, re.sub(r"[ \t]*\n[ \t]*", "\n", text))
         for pattern, matcher in MATCHERS:
@@ -191,14 +194,13 @@ def hits(file: str, texts: list[Text]) -> Iterator[Hit]:
 
 
 def blank(match: re.Match[str]) -> str:
-    """Return a replacement for code: it has the same number of lines, and a character that no pattern matches as a
-    word."""
+    """Return a replacement for a piece of code: a bullet character, followed by as many line breaks as the code has."""
     return "\N{BULLET}" + "\n" * match[0].count("\n")
 
 
 def strings(tree: ast.Module, rest: str) -> Iterator[Text]:
-    """Yield docstrings and other strings. The kind of a string is that of the call that it is passed to, or `rest` if
-    there is no such call."""
+    """Yield the docstrings and other strings of a module. The kind of a string depends on the call in which it is an
+    argument. A string outside such calls has the kind `rest`."""
     pending: list[tuple[ast.AST, str]] = [(tree, rest)]
     while pending:
         node, scope = pending.pop()
@@ -220,14 +222,14 @@ def strings(tree: ast.Module, rest: str) -> Iterator[Text]:
 
 
 def as_prose(text: Text, rest: str) -> list[Text]:
-    """Return the text in a list. The list is empty if the text is passed to no known call and has fewer than
-    LEAST_WORDS words."""
+    """Return a list with the text, or an empty list if the text is to be ignored. A text of kind `rest` is ignored if
+    it has fewer than LEAST_WORDS words."""
     return [] if text.scope == rest and len(text.text.split()) < LEAST_WORDS else [text]
 
 
 def scope_of(function: ast.expr, outer: str) -> str:
-    """Return the kind of the strings in a call's arguments: "error" for an exception or a parser's error, "log" for a
-    logger, else `outer`, the kind of the surrounding call."""
+    """Return the kind of the strings that are arguments of a call of `function`. It is "error" for an exception or a
+    parser's error, and "log" for a logger. Otherwise it is `outer`, the kind of the surrounding call."""
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if isinstance(function, ast.Attribute) and "log" in ast.unparse(function.value).lower().split(".")[-1]:
         return "log"
@@ -235,7 +237,8 @@ def scope_of(function: ast.expr, outer: str) -> str:
 
 
 def comments(source: str) -> Iterator[Text]:
-    """Yield comments. Comments on consecutive lines in the same column are one text."""
+    """Yield the comments in a source text. Comments on consecutive lines that start in the same column are one
+    comment."""
     block: list[tuple[tuple[int, int], str]] = []
     if "#" not in source:
         return
@@ -250,7 +253,8 @@ def comments(source: str) -> Iterator[Text]:
 
 
 def docstrings(tree: ast.Module) -> Iterator[Docstring]:
-    """Yield the docstrings of a module, its classes and public functions, and the notes below fields and constants."""
+    """Yield the docstrings of a module, of its classes and public functions, and of its fields and constants (the
+    strings below them)."""
     pending: list[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]] = [("module", tree)]
     while pending:
         name, scope = pending.pop()
@@ -271,29 +275,30 @@ def docstrings(tree: ast.Module) -> Iterator[Docstring]:
 
 
 def is_text(node: ast.expr) -> TypeGuard[ast.Constant]:
-    """Return whether an expression is a string constant."""
+    """Return True if an expression is a string constant."""
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def count(found: list[Hit]) -> Counts:
-    """Return the number of hits by file and name of pattern."""
+    """Return the number of hits, by file and name of the pattern."""
     return Counter((hit.file, hit.pattern.name) for hit in found)
 
 
 def read_baseline(path: Path) -> Counts:
-    """Return the counts of a baseline. If the file does not exist, there are none."""
+    """Read the counts of a baseline from a file. Return no counts if the file does not exist."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:] if path.exists() else []
     return {(file, name): int(number) for file, name, number in (line.split("\t") for line in lines)}
 
 
 def write_baseline(path: Path, counts: Counts) -> None:
-    """Write a baseline, sorted by file and pattern."""
+    """Write the counts of a baseline to a file, sorted by file and pattern."""
     lines = [f"{file}\t{name}\t{number}" for (file, name), number in sorted(counts.items())]
     path.write_text("\n".join([HEADER, *lines, ""]), encoding="utf-8")
 
 
 def shrunk(baseline: Counts, counts: Counts, renamed: dict[str, str]) -> Counts:
-    """Return the baseline with the new names of renamed files. Counts above the current ones are lowered."""
+    """Return the baseline with renamed files under their new names. Counts that are higher than the current counts are
+    lowered to them."""
     moved: Counter[tuple[str, str]] = Counter()
     for (file, name), number in baseline.items():
         moved[renamed.get(file, file), name] += number
@@ -302,20 +307,21 @@ def shrunk(baseline: Counts, counts: Counts, renamed: dict[str, str]) -> Counts:
 
 
 def renames(root: Path) -> dict[str, str]:
-    """Return the new names of files, by old name, that git reports as renamed since the last commit of the baseline."""
+    """Return the files that have been renamed since the baseline was last committed: the new names, by old name."""
     since = git(root, "log", "-1", "--format=%H", "--", str(BASELINE)).strip()
     lines = git(root, "diff", "--name-status", "-M", "--diff-filter=R", since).splitlines() if since else []
     return {old: new for _, old, new in (line.split("\t") for line in lines)}
 
 
 def git(root: Path, *arguments: str) -> str:
-    """Return the output of a git command in a checkout. Raises CalledProcessError if it fails."""
+    """Run a git command in the checkout at `root`, and return its output. Raises CalledProcessError if the command
+    fails."""
     return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
 
 
 def complaints(found: list[Hit], baseline: Counts) -> list[str]:
-    """Return one line per hit in a file with more hits than its baseline, and one line per baseline count that is too
-    high."""
+    """Return one line for each hit in a file that has more hits than its baseline. Also return one line for each count
+    in the baseline that is too high."""
     counts = count(found)
     keys = [(hit, (hit.file, hit.pattern.name)) for hit in found]
     return [str(hit) for hit, key in keys if counts[key] > baseline.get(key, 0)] + [
@@ -326,8 +332,8 @@ def complaints(found: list[Hit], baseline: Counts) -> list[str]:
 
 
 def sample(root: Path, number: int) -> Iterator[str]:
-    """Yield randomly selected docstrings, each preceded by its location and its signature. The seed is the id of commit
-    HEAD."""
+    """Yield `number` randomly selected docstrings, each with its location and its signature. The seed is the id of the
+    commit HEAD, so the selection is the same for the same commit."""
     places = [(path, each) for path in python_files(root) for each in docstrings(ast.parse(path.read_text("utf-8")))]
     seed = int(git(root, "rev-parse", "HEAD")[:8], 16)
     for path, (name, owner_line, node) in random.Random(seed).sample(places, min(number, len(places))):
@@ -336,7 +342,7 @@ def sample(root: Path, number: int) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print one line per refused hit, and the number of hits. Return 1 if there are any."""
+    """Print one line per refused hit, and the number of refused hits. Return 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--update-baseline", action="store_true", help="lower the counts of the baseline to today's")

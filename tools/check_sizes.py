@@ -1,6 +1,7 @@
-"""House limits on size: lines of a file, lines of a function, positional parameters. Prints breaches, p50 and p90.
+"""Checks limits on the number of lines of a file, lines of a function, and positional parameters. Prints violations,
+medians and 90th percentiles.
 
-`python tools/check_sizes.py [ROOT]` exits with status 1 when a limit is broken. Generated stubs are not counted.
+`python tools/check_sizes.py [ROOT]` exits with status 1 if a limit is exceeded. Generated stubs are not counted.
 """
 
 import ast
@@ -20,18 +21,18 @@ GENERATED = ("baton", "v1")
 
 @dataclass(frozen=True)
 class Function:
-    """The size of one function: its lines and its positional parameters."""
+    """Size of one function: its number of lines and its number of positional parameters."""
 
     name: str
     line: int
     num_lines: int
     num_positional: int
-    """Number of parameters that may be passed by position, without self and cls."""
+    """Number of parameters that may be passed by position. `self` and `cls` are not counted."""
 
 
 def python_files(root: Path) -> Iterator[Path]:
-    """Yield the project's own Python files in the folders of `root`, sorted; skips hidden folders and generated
-    stubs."""
+    """Yield the project's own Python files in the folders of `root`, sorted. Hidden folders and generated stubs are
+    skipped."""
     folders = (path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     for folder in sorted(folders):
         if folder.name not in NOT_OURS:
@@ -41,7 +42,7 @@ def python_files(root: Path) -> Iterator[Path]:
 
 
 def functions(tree: ast.Module) -> Iterator[Function]:
-    """Yield the size of each function and method of a module, nested ones included."""
+    """Yield the size of each function and method of a module. Nested functions are included."""
     methods = {
         id(item) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body
     }  # a method's first parameter is bound, not passed by the caller
@@ -54,7 +55,7 @@ def functions(tree: ast.Module) -> Iterator[Function]:
 
 
 def breaches(name: str, num_lines: int, sizes: list[Function]) -> Iterator[str]:
-    """Yield one line per exceeded limit of the file `name`: location, size and limit."""
+    """Yield one line per exceeded limit in the file `name`. Each line has the location, the size and the limit."""
     if num_lines > MAX_FILE_LINES:
         yield f"{name}: {num_lines} lines (the limit is {MAX_FILE_LINES}): split it by concept"
     for size in sizes:
@@ -73,7 +74,7 @@ def _is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def main(root: Path) -> int:
-    """Check the tree at `root` and print the breaches; return the exit status."""
+    """Check the Python files below `root`, and print the violations. Return the exit status."""
     found: list[str] = []
     lengths: list[int] = []
     num_files = 0

@@ -1,8 +1,8 @@
-"""Refuses a last commit whose subject is not an imperative sentence of at most 72 characters.
+"""Checks that the subject of the last commit is an imperative sentence of at most 72 characters.
 
-`python tools/check_subject.py [SUBJECT]`: without a subject, that of the last commit that is not a merge. The check
-looks at words only: the first one is a capitalised verb in its base form, not an article, a noun's plural or a
-participle. Outside a git repository there is nothing to check.
+`python tools/check_subject.py [SUBJECT]` checks the given subject. Without an argument, it checks the last commit that
+is not a merge. The check looks at words only: the first word must be a capitalised verb in its base form, not an
+article, a plural noun or a participle. Outside a git repository, there is nothing to check.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ VERBS_IN_ING = frozenset(("bring", "cling", "fling", "ping", "ring", "sing", "sp
 
 
 def main() -> int:
-    """Print why the subject is refused, and return 1. Return 0 if it is accepted."""
+    """Check a commit's subject, and print the result. Return 1 if the subject is refused, else 0."""
     subject = sys.argv[1] if len(sys.argv) > 1 else _last_subject()
     reason = why_refused(subject) if subject else ""
     print(f"subject {subject!r}: {reason}" if reason else "subject: an imperative sentence" if subject else "no commit")
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def why_refused(subject: str) -> str:
-    """Return the reason why a subject is refused; empty if it is accepted."""
+    """Return the reason why a commit's subject is refused. Return an empty string if the subject is accepted."""
     if len(subject) > MAX_CHARS:
         return f"{len(subject)} characters, at most {MAX_CHARS}"
     words = subject.split()
@@ -51,7 +51,7 @@ def why_refused(subject: str) -> str:
 
 
 def may_be_verb(word: str) -> bool:
-    """Return whether a lower-case word can be a verb in its base form."""
+    """Return True if a lower-case word can be a verb in its base form."""
     if word in NO_VERBS:
         return False
     if word.endswith("s"):

@@ -1,4 +1,4 @@
-"""Generates the text of docs/reference/cli.md from the parser of the command line. `tools.pages` writes the file."""
+"""Generates the text of docs/reference/cli.md from the command line's parser. `tools.pages` writes the file."""
 
 import argparse
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ fails says what, where and the remedy in one line, and exits with status 1, or 2
 
 
 def page() -> str:
-    """Return the page's text."""
+    """Return the text of the page docs/reference/cli.md."""
     parser = build_parser()
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     texts = {each.dest: each.help or "" for each in commands._choices_actions}

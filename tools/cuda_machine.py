@@ -1,8 +1,12 @@
-"""Checks whether a machine has what tests and benchmarks for GPUs need, or reports their runs. For cuda_measure.sh.
+"""Checks that a machine has the software that GPU tests and benchmarks need, or reports the results of their runs. Used
+by cuda_measure.sh.
 
-`python tools/cuda_machine.py DEVICE WHEELS PART ...` prints what is missing for these parts and returns 1, or prints
-the machine. WHEELS is the folder of wheels that the part `serve` installs. `python tools/cuda_machine.py DEVICE
-NAME=STATUS ...`, with the exit statuses of what was run, prints machine and statuses as one JSON object.
+`python tools/cuda_machine.py DEVICE WHEELS PART ...` prints the items that these parts need and the machine lacks, and
+returns 1. If nothing is missing, it prints a description of the machine. WHEELS is the folder of wheels that the part
+`serve` installs.
+
+`python tools/cuda_machine.py DEVICE NAME=STATUS ...` prints a description of the machine and the exit statuses of the
+named runs as one JSON object.
 """
 
 import importlib.util
@@ -37,15 +41,15 @@ SERVER_MODULES = (
     ),
     *("charset_normalizer", "click", "packaging", "annotated_types"),
 )
-"""Modules that `baton serve` and Ray import, in addition to MODULES and Ray."""
+"""Modules that `baton serve` and Ray import. The modules in MODULES, and Ray itself, are needed in addition."""
 RAY_EXECUTABLE = "ray/core/src/ray/gcs/gcs_server"
-"""Path of a program in Ray's wheel that Ray starts."""
+"""Path, inside Ray's wheel, of a program that Ray starts. After installation, the program must be executable."""
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "grpcio")
 
 
 def missing(device: str, parts: Sequence[str], wheels: Path) -> list[str]:
-    """Return what the machine lacks for the given parts, one line per item. `wheels`: folder of the wheels that the
-    part `serve` installs. The folder may be missing."""
+    """Return the software that the machine lacks for the given parts, one line per item. `wheels` is the folder of the
+    wheels that the part `serve` installs. The folder does not need to exist."""
     found = []
     if sys.version_info[:2] not in PYTHONS:
         found.append(f"Python {platform.python_version()}: use 3.11 or 3.12, by PYTHON=...")
@@ -96,7 +100,7 @@ def _is_executable(wheel: Path, name: str) -> bool:
 
 
 def describe(device: str) -> dict[str, object]:
-    """Return the machine's kind and the versions of its software."""
+    """Return the kind of the machine's device and the versions of Python and of the installed packages."""
     import torch
 
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
@@ -114,7 +118,8 @@ def _version(package: str) -> str:
 
 
 def main(device: str, *rest: str) -> int:
-    """Print what is missing, or the machine, or the outcomes of runs; return the exit status."""
+    """Print the missing software, a description of the machine, or the results of runs, depending on the arguments.
+    Return the exit status."""
     if all("=" in each for each in rest):
         statuses = (each.partition("=") for each in rest)
         print(json.dumps(describe(device) | {name: int(status) for name, _, status in statuses}))

@@ -1,6 +1,6 @@
-"""Prints all that tools/cuda_measure.sh measured in one table, with the number that each is compared with.
+"""Prints all measurements of tools/cuda_measure.sh in one table. Each value is shown with its baseline.
 
-`python -m tools.cuda_table FOLDER` reads the rows of `benchmarks.cuda` in the folder's files.
+`python -m tools.cuda_table FOLDER` reads the results of `benchmarks.cuda` in the folder's files.
 """
 
 import json
@@ -15,8 +15,8 @@ _NUMBERS = ("value", "baseline_value", "ratio")
 
 
 def rows_of(folder: Path) -> list[dict[str, object]]:
-    """Return the rows in a folder's files, in the order in which the files were written. A line that is cut off, as a
-    time limit may leave it, is skipped."""
+    """Return the measurements in a folder's files, the oldest file first. Incomplete lines, which remain if a run
+    reaches its time limit, are skipped."""
     found = []
     for file in sorted(folder.glob(_ROWS), key=lambda each: each.stat().st_mtime):
         for line in file.read_text().splitlines():
@@ -30,7 +30,7 @@ def rows_of(folder: Path) -> list[dict[str, object]]:
 
 
 def main(folder: str) -> int:
-    """Print the table of a folder; return the exit status."""
+    """Print the table of the measurements in a folder. Return the exit status."""
     table = Table(Column("case", overflow="fold"), "metric", "value", "compared with", "its value", "ratio")
     for row in rows_of(Path(folder)):
         numbers = ["-" if row[name] is None else f"{row[name]:.4g}" for name in _NUMBERS]

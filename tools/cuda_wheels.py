@@ -1,8 +1,9 @@
-"""Gathers the wheels that tools/cuda_measure.sh needs on a machine with torch, Triton and transformers and no network.
+"""Downloads the wheels that tools/cuda_measure.sh needs. They are for a machine that has torch, Triton and
+transformers, but no network.
 
 `python tools/cuda_wheels.py FOLDER` downloads them with pip into a new folder, for Python 3.12 on x86-64, in the
-versions of constraints.txt. Ray's wheel is packed again without its Java, rllib and dashboard files: with them the
-folder exceeds the 64 MiB that may be carried to such a machine.
+versions of constraints.txt. Ray's wheel is packed again without its Java, rllib, llm and dashboard files. With these
+files, the folder would exceed the limit of 64 MiB for transfers to such a machine.
 """
 
 import subprocess
@@ -22,12 +23,12 @@ _REQUESTS = ("requests", "urllib3", "certifi", "idna", "charset-normalizer")
 _OPENTELEMETRY = (f"opentelemetry-{name}" for name in (*_TRACES, *(f"exporter-otlp-{each}" for each in _EXPORTERS)))
 PACKAGES = (*_MODEL, *_GRPC, *_HTTP, *_OPENTELEMETRY, *_OTHERS, *_RAY, *_REQUESTS)
 _PLATFORMS = ("_2_31", "_2_28", "_2_17", "2014", "_2_5", "1")
-"""Suffixes of "manylinux" in platform names, the newest first."""
+"""Suffixes of pip's "manylinux" platform names, the newest first."""
 _LEFT_OUT = ("ray/jars/", "ray/rllib/", "ray/llm/", "ray/dashboard/client/")
 
 
 def download(folder: Path) -> None:
-    """Download the wheels of all packages into a folder. Raises CalledProcessError when pip fails."""
+    """Download the wheels of all packages into a folder. Raises CalledProcessError if pip fails."""
     platforms = [f"--platform=manylinux{each}_x86_64" for each in _PLATFORMS]
     options = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options, "-c", str(_CONSTRAINTS), "-d", str(folder)]
@@ -35,8 +36,8 @@ def download(folder: Path) -> None:
 
 
 def repack(wheel: Path, left_out: tuple[str, ...]) -> None:
-    """Replace a wheel by one without the files below these folders. Files stay executable, which `python -m zipfile`
-    forgets."""
+    """Replace a wheel by one without the files in the folders `left_out`. Executable files stay executable, which
+    `python -m zipfile` would not ensure."""
     whole = wheel.rename(wheel.with_suffix(".whole"))
     with ZipFile(whole) as source, ZipFile(wheel, "w") as target:
         for entry in source.infolist():
@@ -46,7 +47,7 @@ def repack(wheel: Path, left_out: tuple[str, ...]) -> None:
 
 
 def main(folder: str) -> int:
-    """Gather the wheels in a folder; return the exit status."""
+    """Download all wheels into a folder, and make Ray's wheel smaller. Return the exit status."""
     wheels = Path(folder)
     download(wheels)
     for wheel in wheels.glob("ray-*.whl"):

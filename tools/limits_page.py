@@ -18,7 +18,7 @@ the shares of tenants ([tenants.md](../tenants.md)), kept responses, deadlines a
 
 
 def page() -> str:
-    """Return the page's text."""
+    """Return the text of the page docs/reference/limits.md."""
     hints = get_type_hints(limits, include_extras=True)
     found = [(name, hint.__metadata__[0]) for name, hint in hints.items() if hasattr(hint, "__metadata__")]
     parts = [_HEAD]

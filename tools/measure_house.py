@@ -1,10 +1,12 @@
-"""Measures how easy it is to navigate the code, as docs/house.md shows it.
+"""Measures how easy it is to navigate the code. docs/house.md shows the results.
 
-`python -m tools.measure_house [ROOT]` prints the figures of the checkout at ROOT as a Markdown table. The product is
-what a wheel installs, without the package baton_lab and generated stubs. A room of a package is a module or a folder
-right below it. The number of levels is that of the rooms on the longest path along imports, where rooms that import
-each other in a circle count as one. A call copies configuration by hand when it makes a Config, a Section or a Host,
-and at least three of its keyword arguments pass an attribute of the same name, as in `ttl_s=section.ttl_s`.
+`python -m tools.measure_house [ROOT]` prints the figures of the checkout at ROOT as a Markdown table. Terms:
+
+- Product: the files that a wheel installs, without the package baton_lab and generated stubs.
+- Room of a package: a module or a folder directly inside the package.
+- Levels: the number of rooms on the longest path along imports. Rooms that import each other in a circle count as one.
+- Copying configuration by hand: a call that creates a Config, a Section or a Host, if at least three of its keyword
+  arguments pass an attribute of the same name, as in `ttl_s=section.ttl_s`.
 """
 
 import ast
@@ -21,18 +23,18 @@ from tools.check_sizes import functions
 
 NO_PRODUCT = ("baton_lab", "benchmarks", "tests", "tools")
 REPEATED_FILES = ("__init__", "__main__", "port", "config", "host", "servicer", "errors", "routes", "bodies")
-"""File names that may occur in any number of folders."""
+"""Names of files that are allowed to occur in any number of folders."""
 MOST_PARAMETERS = 5
 LONG_FILE_LINES = 330
 CONFIGURED = ("Config", "Section", "Host")
-"""Suffixes of the names of classes that hold configuration or are created from it."""
+"""Name suffixes of classes that hold configuration or are created from configuration."""
 LEAST_COPIES = 3
-"""Minimum number of keyword arguments per call that copy an attribute of the same name, so that the call counts as
-copying by hand."""
+"""Minimum number of keyword arguments of the form `name=something.name` that make a call count as copying configuration
+by hand."""
 
 
 def main(root: Path) -> int:
-    """Print the table of figures; return the exit status."""
+    """Print the table of figures for the checkout at `root`. Return the exit status."""
     packages = [path.parent.name for path in sorted(root.glob("*/__init__.py")) if path.parent.name not in NO_PRODUCT]
     files = [path for package in packages for path in python_files(root / package)]
     trees = {path: parsed(path) for path in files}
@@ -77,13 +79,13 @@ def parsed(path: Path) -> ast.Module:
 
 
 def repeated(names: list[str], most: int) -> int:
-    """Return the number of names that occur more than `most` times."""
+    """Return how many different names occur more than `most` times in `names`."""
     return sum(number > most for number in Counter(names).values())
 
 
 def wide_functions(tree: ast.Module) -> int:
-    """Return the number of functions with more than MOST_PARAMETERS parameters. Keyword-only parameters count; self and
-    cls do not."""
+    """Return the number of functions with more than `MOST_PARAMETERS` parameters. Keyword-only parameters are counted;
+    `self` and `cls` are not."""
     methods = {id(each) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body}
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     bound = [id(node) in methods and "staticmethod" not in map(ast.unparse, node.decorator_list) for node in found]
@@ -92,17 +94,17 @@ def wide_functions(tree: ast.Module) -> int:
 
 
 def python_files(folder: Path) -> list[Path]:
-    """Return the Python files below a folder, sorted, without generated stubs."""
+    """Return the sorted paths of all Python files below a folder. Generated stubs are left out."""
     return [path for path in sorted(folder.rglob("*.py")) if path.parent.name != "v1"]
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return the files and folders directly inside a folder, without caches."""
+    """Return the files and folders directly inside a folder. Cache folders are left out."""
     return [path for path in folder.iterdir() if path.name != "__pycache__"]
 
 
 def code_lines(path: Path, tree: ast.Module) -> int:
-    """Return the number of lines of a file that hold code: neither blank, nor comment, nor part of a docstring."""
+    """Return the number of lines of code in a file. Blank lines, comments and docstrings are not counted."""
     texts = {
         number
         for node in ast.walk(tree)
@@ -122,7 +124,7 @@ def code_lines(path: Path, tree: ast.Module) -> int:
 
 def copied_lines(tree: ast.Module) -> int:
     """Return the number of keyword arguments of the form `name=something.name` in calls that copy configuration by
-    hand."""
+    hand, i.e. that have at least `LEAST_COPIES` such arguments."""
     copies = [
         sum(isinstance(each.value, ast.Attribute) and each.value.attr == each.arg for each in node.keywords)
         for node in ast.walk(tree)
@@ -132,8 +134,8 @@ def copied_lines(tree: ast.Module) -> int:
 
 
 def rooms(root: Path, package: str) -> dict[str, set[str]]:
-    """Return the imports between the rooms of a package (modules or folders directly below it): for each room, the
-    other rooms that it imports."""
+    """Return the imports between the rooms of a package. A room is a module or a folder directly inside the package.
+    The result has, for each room, the other rooms that it imports."""
     graph: dict[str, set[str]] = {}
     for path in python_files(root / package):
         room = path.relative_to(root / package).parts[0].removesuffix(".py")
@@ -145,7 +147,7 @@ def rooms(root: Path, package: str) -> dict[str, set[str]]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the full names of modules, or of names in them, that a file imports."""
+    """Yield the full names that a file imports. They are names of modules, or of objects in modules."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -154,8 +156,8 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def levels(graph: dict[str, set[str]]) -> int:
-    """Return the number of rooms on the longest path along imports. Rooms that import each other in a circle count as
-    one."""
+    """Return the number of nodes on the longest path through an import graph. `graph` has, for each module or folder of
+    a package, the others that it imports. Nodes that import each other in a circle count as one."""
 
     @cache
     def reach(room: str) -> frozenset[str]:

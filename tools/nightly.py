@@ -1,9 +1,9 @@
 """Runs the tests that `make test` leaves out, one file at a time, for a given number of minutes.
 
-`python -m tools.nightly [--minutes N]` takes the files whose last pass is the oldest first, and appends one line for
-each file to the ledger, tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It skips a
-file whose last run took longer than the time that is left. `--check` runs nothing and prints a warning for each file of
-the ledger that has not passed for `STALE_COMMITS` commits.
+`python -m tools.nightly [--minutes N]` starts with the files whose last pass is the longest ago. It appends one line
+for each file to the ledger tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It skips a
+file whose last run took longer than the time that is left. `--check` runs no tests. It prints a warning for each file
+of the ledger that has not passed for `STALE_COMMITS` commits.
 """
 
 import argparse
@@ -25,13 +25,13 @@ STALE_COMMITS = 60
 EXPRESSION = "ci or nightly"
 PASSED, FAILED = "passed", "failed"
 _INSTRUCTIONS = {"amx_tile": "amx", "avx512_bf16": "avx512-bf16", "avx512f": "avx512", "avx2": "avx2"}
-"""Processor features that kernels use, the best first, with their names in the ledger."""
+"""Processor features that kernels use, and the names for them in the ledger. The best feature comes first."""
 _NOTHING_COLLECTED = 5
 
 
 @dataclass(frozen=True)
 class Run:
-    """One line of the ledger: one run of one test file."""
+    """Line of the ledger. It records one run of one test file."""
 
     file: str
     commit: str
@@ -41,7 +41,7 @@ class Run:
 
 
 def main() -> int:
-    """Run files until the time limit is reached. Return 1 if a file failed."""
+    """Run test files until the time limit is reached. Return 1 if a test file failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40, help="time for the whole run, in minutes (default: 40)")
     parser.add_argument("--check", action="store_true", help="print a warning for each stale file, and run nothing")
@@ -56,21 +56,21 @@ def main() -> int:
 
 
 def read_ledger(text: str) -> list[Run]:
-    """Return the runs of a ledger, the oldest first."""
+    """Return the runs recorded in the text of a ledger, the oldest first."""
     rows = [line.split("\t") for line in text.splitlines()[1:]]
     return [Run(file, commit, processor, result, int(seconds)) for file, commit, processor, result, seconds in rows]
 
 
 def oldest_first(files: Iterable[str], runs: Iterable[Run]) -> list[str]:
-    """Return the files in the order of their last pass in the ledger. Files that never passed come first, sorted by
-    name."""
+    """Return the test files in the order of their last passes in the ledger. Files that have never passed come first,
+    sorted by name."""
     passed = {run.file: place for place, run in enumerate(runs) if run.result == PASSED}
     return sorted(files, key=lambda file: (passed.get(file, -1), file))
 
 
 def stale_files(runs: Iterable[Run], ages: Mapping[str, int]) -> list[str]:
-    """Return one line per file that is in the ledger, still exists, and has not passed for too many commits. `ages`
-    maps each commit to the number of commits made after it."""
+    """Return one warning for each existing file in the ledger that has not passed recently, i.e. within the last
+    `STALE_COMMITS` commits. `ages` has the number of later commits for each commit."""
     passed: dict[str, int | None] = {}
     for run in runs:
         passed.setdefault(run.file, None)

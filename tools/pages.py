@@ -1,6 +1,7 @@
-"""Writes the pages of docs/reference/ that are made of the code, or checks that they are up to date.
+"""Writes the pages of docs/reference/ that are generated from the code, or checks that they are up to date.
 
-`python -m tools.pages [--check]`: with --check it writes nothing, and a stale page gives exit status 1.
+`python -m tools.pages` writes the pages. With `--check` it writes nothing, and exits with status 1 if a page is out of
+date.
 """
 
 import argparse
@@ -14,7 +15,7 @@ PAGES = {"cli.md": cli_page.page, "limits.md": limits_page.page}
 
 
 def main() -> int:
-    """Write or check the pages."""
+    """Write or check the generated pages. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a page is stale")
     only_checks = parser.parse_args().check

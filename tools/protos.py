@@ -1,6 +1,7 @@
-"""Writes the stubs in baton/v1 from proto/, or checks that they match proto/.
+"""Generates the Python stubs in baton/v1 from the protocol definitions in proto/, or checks that they are up to date.
 
-`python tools/protos.py [--check] [--root ROOT]`: with --check it writes nothing, and stale stubs give exit status 1.
+`python tools/protos.py [--check] [--root ROOT]` writes the stubs. With `--check` it writes nothing, and exits with
+status 1 if a stub is out of date.
 """
 
 import argparse
@@ -14,7 +15,8 @@ HANDWRITTEN = "__init__.py"
 
 
 def generate(root: Path, out: Path) -> None:
-    """Write messages, services and their types into `out`/baton/v1. Raises CalledProcessError on a bad proto."""
+    """Generate the Python modules for messages and services, with type stubs, in the folder `out`/baton/v1. Raises
+    CalledProcessError if a proto is invalid."""
     protos = sorted(str(path.relative_to(root)) for path in (root / "proto").rglob("*.proto"))
     bin_folder = Path(sys.executable).parent
     plugins = [f"--plugin={name}={bin_folder / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
@@ -30,8 +32,8 @@ def generate(root: Path, out: Path) -> None:
 
 
 def stale(root: Path) -> list[str]:
-    """Return the files that do not match proto/: changed, missing and left-over stubs, and files in proto/ that are not
-    protos."""
+    """Return one line for each difference between the stubs and proto/. Differences are changed, missing and
+    superfluous stubs, and files in proto/ that are not .proto files."""
     foreign = [path for path in (root / "proto").rglob("*") if path.is_file() and path.suffix != ".proto"]
     found = [f"{path.relative_to(root)}: proto/ holds .proto files only: remove it" for path in sorted(foreign)]
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +54,7 @@ def _contents(root: Path) -> dict[str, bytes]:
 
 
 def main() -> int:
-    """Run the command; return the exit status."""
+    """Write or check the stubs, depending on the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; report stale stubs")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the project's root")

@@ -1,2 +1,2 @@
-"""Client side of calls: builds a request's message, reads the stream of its tokens, and resumes the stream after the
-server was lost."""
+"""Client side of calls: builds a request's message, reads the stream of tokens, and resumes the stream after the
+connection to the server was lost."""

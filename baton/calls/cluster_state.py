@@ -1,6 +1,8 @@
-"""The state of a cluster and of its groups, as values and as messages. Safe to share between threads.
+"""State of a cluster and of its groups of workers: the dataclasses, and their conversion from and to protobuf messages.
+Thread-safe.
 
-Statuses of workers are not converted: a GroupState holds the worker's own message, which must not be changed.
+Statuses of workers are not converted. A GroupState contains the protobuf messages that the workers sent, and these
+messages must not be changed.
 """
 
 from collections.abc import Mapping
@@ -18,36 +20,36 @@ from baton.v1.prefill_pb2 import PrefillStatus as PrefillStatus
 
 @dataclass(frozen=True)
 class GroupState:
-    """State of one group of workers: the orchestrator's view of the group, and the latest statuses that its workers
-    reported."""
+    """State of one group of workers: the orchestrator's view of the group, and the latest statuses reported by its
+    workers."""
 
     name: str
     role: str
     """Role of the group: prefill or generate."""
     endpoints: tuple[str, ...]
-    """Address of each rank, host:port."""
+    """Address (host:port) of each rank of the group."""
     epoch: int
     is_ready: bool
-    """True if new work may be sent to the group."""
+    """True if new requests may be sent to the group."""
     num_leaked: int
-    """Number of slots or jobs that have been held for more than 2 s without belonging to a request that the
-    orchestrator knows."""
+    """Number of slots and prefill jobs that have been occupied for more than 2 s, although the orchestrator knows no
+    request for them."""
     num_requests: int
-    """Number of this orchestrator's requests that the group serves."""
+    """Number of requests that the group serves for this orchestrator."""
     is_drained: bool = False
-    """True if the group gets no new work because an operator drained it."""
+    """True if the group receives no new requests because an operator drained it."""
     is_broken: bool = False
-    """True if the group gets no new work for a while, because attempts on it failed repeatedly."""
+    """True if the group temporarily receives no new requests because attempts on it failed repeatedly."""
     generation: GenerationStatus | None = None
-    """Latest status of a generation group; None for a prefill group, and while the group does not answer."""
+    """Latest status of a generation group's worker. None for a prefill group, or if the worker does not answer."""
     ranks: Mapping[int, PrefillStatus] = field(default_factory=dict)
-    """Latest statuses of a prefill group's ranks, by rank; ranks that do not answer are missing."""
+    """Latest status of each rank of a prefill group, by rank. Ranks that do not answer are missing."""
     lender: str = ""
-    """Name of the group that lends this group its worker; empty when its workers are its own."""
+    """Name of the group whose worker this group uses. Empty if the group has its own workers."""
 
     @property
     def readiness(self) -> str:
-        """Readiness of the group for new work in one word: yes, no, draining, drained or broken."""
+        """Readiness of the group for new requests: yes, no, draining, drained or broken."""
         if self.is_drained:
             return "draining" if self.num_requests else "drained"
         if self.is_broken:
@@ -56,29 +58,29 @@ class GroupState:
 
     @property
     def statuses(self) -> tuple[GenerationStatus | PrefillStatus, ...]:
-        """Latest statuses of the group's workers, in rank order, without workers that do not answer."""
+        """Latest statuses of the group's workers, in rank order. Workers that do not answer are omitted."""
         own = () if self.generation is None else (self.generation,)
         return (*own, *(self.ranks[rank] for rank in sorted(self.ranks)))
 
     @property
     def prefix_store(self) -> PrefixStoreStatus | None:
-        """Status of the prefix store on the group's node, as reported by one of the group's workers; None if the node
+        """Status of the prefix store on the group's node, as one of the group's workers reported it. None if the node
         has no prefix store."""
         return next((each.prefix_store for each in self.statuses if each.HasField("prefix_store")), None)
 
     @property
     def imbalance(self) -> str:
-        """Description, in one readable line, of how the counts of slots or bytes of a generation group contradict each
-        other; empty when they are consistent."""
+        """One line that describes an inconsistency in a generation group's counts of slots or bytes. Empty if the
+        counts are consistent."""
         return "" if self.generation is None else self.generation.imbalance
 
 
 @dataclass(frozen=True)
 class ScalingChange:
-    """Decision of the autoscaler that changed the number of groups, or would have changed it in advise mode."""
+    """Decision of the autoscaler to change the number of groups. In advise mode it was only reported."""
 
     unix_ns: int
-    """Instant of the decision, in unix nanoseconds."""
+    """Time of the decision, in nanoseconds since the Unix epoch."""
     explanation: str
     """One readable line with the decision and the values that led to it."""
 
@@ -96,62 +98,64 @@ class Scaling:
     explanation: str
     """One readable line with the decision and the values that led to it."""
     forecast_rate: float = 0.0
-    """Forecast number of requests per second."""
+    """Predicted request rate, in requests per second."""
     ttft_p95_s: float = 0.0
-    """Predicted 95th percentile of the time to first token with the desired numbers of groups, in seconds; infinite if
+    """Predicted 95th percentile of the time to first token in seconds, with the desired numbers of groups. Infinity if
     the groups would be overloaded, 0 without traffic."""
     itl_p95_s: float = 0.0
-    """Predicted 95th percentile of the time between tokens with the desired numbers of groups, in seconds; infinite if
+    """Predicted 95th percentile of the time between tokens in seconds, with the desired numbers of groups. Infinity if
     the groups would be overloaded, 0 without traffic."""
     changes: tuple[ScalingChange, ...] = ()
-    """Latest decisions that changed the number of groups, or would have changed it, oldest first."""
+    """Latest decisions to change the number of groups, oldest first. In advise mode they were only reported."""
 
 
 @dataclass(frozen=True)
 class ClusterState:
-    """State of the groups, the queue and the slots, as the orchestrator sees them."""
+    """State of the worker groups, the request queue and the running requests, as the orchestrator sees them."""
 
     groups: tuple[GroupState, ...]
     num_queued: int
     num_running: int
     num_degraded: int
-    """Number of requests so far that their generation group prefilled by itself because no prefill group was ready."""
+    """Number of degraded requests since the orchestrator started. A request is degraded if its generation group
+    computed the prefill itself, because no prefill group was ready."""
     version: str
     num_queued_tokens: int = 0
     """Number of prompt tokens of all waiting requests."""
     why_not_serving: tuple[str, ...] = ()
-    """Reasons why the health service reports NOT_SERVING, one line each; empty while it reports SERVING."""
+    """Reasons why the health service reports NOT_SERVING, one line each. Empty while it reports SERVING."""
     why_degraded: tuple[str, ...] = ()
-    """Reasons why the cluster serves with less than its full capacity or speed, one line each; empty if there are none.
-    """
+    """Reasons why the cluster serves with less than its full capacity or speed, one line each. Empty if there are no
+    such reasons."""
     metrics_endpoint: str = ""
-    """Address, host:port, at which Prometheus finds /metrics; empty when metrics are not served."""
+    """Address (host:port) at which Prometheus can read /metrics. Empty if metrics are not served."""
     groups_away: tuple[str, ...] = ()
-    """Names of the groups that operators removed by scaling down; they have no workers until they are added again."""
+    """Names of the groups that operators removed by scaling down. These groups have no workers until they are added
+    again."""
     scaling: Scaling | None = None
-    """Latest decision of the autoscaler; None while it is off, or has not decided yet."""
+    """Latest decision of the autoscaler. None if the autoscaler is off or has not decided yet."""
 
 
 def group_state_to_proto(group: GroupState) -> pb.GroupState:
-    """Return the state of one group as a message."""
+    """Convert a GroupState to a protobuf message."""
     return pb.GroupState(**vars(group))
 
 
 def group_state_from_proto(message: pb.GroupState) -> GroupState:
-    """Return the GroupState that a message describes. It shares the workers' status messages with `message`."""
+    """Convert a protobuf message to a GroupState. The result and `message` share the status messages of the workers."""
     generation = message.generation if message.HasField("generation") else None
     endpoints = tuple(message.endpoints)
     return read(GroupState, message, endpoints=endpoints, generation=generation, ranks=dict(message.ranks))
 
 
 def cluster_state_to_proto(state: ClusterState) -> pb.ClusterState:
-    """Return the state of the cluster as a message."""
+    """Convert a ClusterState to a protobuf message."""
     groups = [group_state_to_proto(group) for group in state.groups]
     return pb.ClusterState(**vars(state) | {"groups": groups, "scaling": _scaling_to_proto(state.scaling)})
 
 
 def cluster_state_from_proto(message: pb.ClusterState) -> ClusterState:
-    """Return the ClusterState that a message describes. Raises VersionMismatchError if the server's version is
+    """Convert a protobuf message to a ClusterState. Raises VersionMismatchError if the server's version is
     incompatible."""
     require_version(message.version, "the orchestrator")
     return read(

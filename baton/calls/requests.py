@@ -1,7 +1,6 @@
-"""Builds the message of a user's call (proto/baton/v1/orchestrator.proto). Pure.
+"""Builds the protobuf message of a generation request (proto/baton/v1/orchestrator.proto). Does no I/O.
 
-Only values that a protobuf message cannot represent are checked here. The server checks all other values against its
-model.
+This module checks only values that the message cannot represent. The server checks all other values against its model.
 """
 
 import math
@@ -19,20 +18,20 @@ from baton.v1 import common_pb2, orchestrator_pb2
 
 MAX_DEADLINE_S = 2**32 / 1000 - 1
 BY_CHAIN = ("baton-prefill", "chain")
-"""Metadata that makes a chain of prefill ranks compute the prompt, even if the generation group would be faster. Used
-to measure chains."""
+"""Metadata of gRPC that forces a chain (several prefill workers that compute one prompt together) to compute the
+prompt, even if the generation group would be faster. Used in benchmarks of chains."""
 
 
 @dataclass(frozen=True)
 class PromptInput:
-    """A request's input: exactly one of text, chat and token ids."""
+    """Input of a request. Exactly one of the fields must be set."""
 
     prompt: str | bytes | None = None
-    """Prompt as text; bytes must be UTF-8."""
+    """Prompt as text. Bytes must be valid UTF-8."""
     messages: Sequence[Mapping[str, str]] | None = None
     """Chat as a list of mappings with `role` and `content`. It is rendered with the model's chat template."""
     token_ids: Sequence[int] | None = None
-    """Prompt that is already tokenized."""
+    """Prompt as token ids, already tokenized."""
 
     def __post_init__(self) -> None:
         given = [name for name, value in vars(self).items() if value is not None]
@@ -49,9 +48,9 @@ def make_request(
     priority: str = "standard",
     fields: orchestrator_pb2.GenerateRequest | None = None,
 ) -> orchestrator_pb2.GenerateRequest:
-    """Return the message of a request. `fields` holds further fields of the message; a new request id is generated if
-    it has none. Raises InvalidArgumentError for a request that cannot be sent, and TypeError for an unknown sampling
-    option."""
+    """Return the message of a request. `fields` contains further fields of the message. If it has no request id, a new
+    id is generated. Raises InvalidArgumentError for a request that cannot be sent, and TypeError for an unknown
+    sampling option."""
     if params is not None and options:
         raise InvalidArgumentError(f"params and {', '.join(options)} contradict: give one SamplingParams, or options")
     request = orchestrator_pb2.GenerateRequest(
@@ -83,8 +82,8 @@ def check_deadline(deadline_s: float | None) -> None:
 
 
 def call_metadata(api_key: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the gRPC metadata that identifies the caller to a server. Raises InvalidArgumentError for a key or tenant
-    that is not printable ASCII."""
+    """Return the gRPC metadata that identifies the caller to a server. Raises InvalidArgumentError if the API key or
+    the tenant is not printable ASCII."""
     values = {"api_key": api_key, "tenant": tenant}
     for name, value in values.items():
         if value is not None and not (value and value.isascii() and value.isprintable()):

@@ -1,8 +1,8 @@
-"""State of one request's stream in its client: the received tokens, the next message to send, and the remaining
-attempts.
+"""Client-side state of one request's stream: the received tokens, the next message to send, and the remaining attempts.
 
-A server can continue a stream from its prompt, parameters, seed and the tokens so far. So a lost connection delays the
-stream, but loses no tokens. The synchronous and the asyncio stream (baton.calls.streams) share this state. Does no I/O.
+A server can continue a stream if it gets the prompt, the parameters, the seed and the tokens received so far. A lost
+connection therefore delays the stream, but loses no tokens. The synchronous and the asyncio stream
+(baton.calls.streams) share this module. Does no I/O.
 """
 
 import random
@@ -26,28 +26,29 @@ from baton.types import FinishReason, SampledToken, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
 
 DEADLINE_GRACE_S = 1.0
-"""Seconds for which a client still reads after the deadline. The server enforces the deadline and then sends the usage.
-"""
+"""Number of seconds after the deadline during which a client continues to read. The server enforces the deadline, and
+then sends the token usage in its last message."""
 
 
 @dataclass(frozen=True)
 class Reconnect:
-    """Limits on a client's attempts to reach a server that does not answer, and the delays between these attempts."""
+    """Limits and delays of a client's attempts to reconnect to a server."""
 
     num_connects: int = 3
-    """Number of attempts to send a request to a server that has never answered this client (>= 1). After the last one,
-    the error is raised."""
+    """Maximum number of attempts to send a request to a server that has never answered this client (>= 1). After the
+    last attempt, the stream raises the error."""
     num_resumes: int = 20
-    """Maximum number of consecutive attempts without a new token (>= 0). An attempt resumes a lost stream, or sends a
-    request again that the server has not accepted, if that server has answered before."""
+    """Maximum number of consecutive failed attempts without a new token (>= 0), for a server that has answered this
+    client before. An attempt either resumes a lost stream, or sends a request again that the server has not accepted
+    yet."""
     first_delay_s: float = 0.1
-    """Seconds before the second attempt. The delay doubles with each further attempt."""
+    """Delay in seconds before the second attempt. Each further attempt doubles the delay."""
     max_delay_s: float = 5.0
     """Maximum number of seconds between two attempts."""
 
     def delay_s(self, num_failed: int, fraction: float) -> float:
-        """Return the seconds to wait after `num_failed` failures in a row. `fraction`, in [0, 1), is random, so that
-        many clients do not retry at the same moment."""
+        """Return the number of seconds to wait after `num_failed` consecutive failures. `fraction` is a random number
+        in [0, 1) that adds jitter, so that many clients do not retry at the same moment."""
         return Backoff(self.first_delay_s, self.max_delay_s).after(num_failed) * (0.5 + fraction / 2)
 
 
@@ -60,18 +61,18 @@ class _Output:
 
 @dataclass
 class ServerState:
-    """State of a server as one client knows it. Shared by all streams of the client."""
+    """Connection state of a server, from the view of one client. Shared by all streams of the client."""
 
     target: str
-    """Address of the server, host:port."""
+    """Address (host:port) of the server."""
     was_reached: bool = False
-    """True if the server has ever answered. Its address is then correct, and the server is expected to return after a
-    failure."""
+    """True if the server has ever answered this client. In this case its address is known to be correct, and the client
+    expects the server to recover after a failure."""
 
 
 class StreamState:
-    """Received tokens and remaining attempts of a stream. Used by the thread that reads the stream; any thread may call
-    `fail`."""
+    """State of a stream: the received tokens and the remaining attempts. Used by the thread that reads the stream. Only
+    `fail` may be called from any thread."""
 
     def __init__(
         self,
@@ -103,17 +104,17 @@ class StreamState:
 
     @property
     def request_id(self) -> str:
-        """Id of the request, chosen by the client, or by the server if the client chose none."""
+        """Id of the request. The client chooses it. If the client chose no id, the server does."""
         return self._request.request_id
 
     @property
     def finish(self) -> FinishReason | None:
-        """Reason why the first choice ended; None while it runs."""
+        """Finish reason of the first choice. None while the choice is running."""
         return self._outputs[0].finish
 
     def next_request(self) -> orchestrator_pb2.GenerateRequest:
-        """Return the message to send now: the request with the received tokens, so that the server continues after
-        them, and with the time that remains until the deadline."""
+        """Return the next message to send. It contains the tokens received so far, after which the server continues,
+        and the time that remains until the deadline."""
         if self._started is not None:
             del self._request.outputs[:]
             for output in self._outputs:
@@ -124,13 +125,16 @@ class StreamState:
         return self._request
 
     def timeout_s(self) -> float | None:
-        """Return the seconds that the call may take; None if it has no limit."""
+        """Return the timeout of the call in seconds. None: no timeout."""
         return None if self._end_s is None else max(0.0, self._end_s - self._clock.now_s()) + DEADLINE_GRACE_S
 
     def accept(self, message: orchestrator_pb2.GenerateEvent | None) -> TokenEvent | None:
-        """Process the next message of a call, or None if the call has ended. Return the event for the user, or None if
-        the message has no event. Raises a BatonError for an invalid message, or if the call ended before the stream was
-        complete. The caller must pass that error to `call_failed`."""
+        """Process a message of the call. `message` is None if the call has ended. Return the event for the user, or
+        None if the message contains no event for the user.
+
+        Raises a BatonError if the message is invalid, or if the call ended before the stream was complete. The caller
+        must pass this error to `call_failed`.
+        """
         kind = None if message is None else message.WhichOneof("event")
         self._server.was_reached |= message is not None
         if message is None:
@@ -144,8 +148,8 @@ class StreamState:
         return None  # no event to show, or a kind of event that a newer server sends
 
     def call_failed(self, error: BatonError) -> float | None:
-        """Process the error of a call. Return the seconds to wait before sending `next_request`, or None if the stream
-        has ended."""
+        """Handle the error of a call. Return the number of seconds to wait before the next attempt, which sends
+        `next_request`. None: the stream has ended, and no attempt follows."""
         if self._has_all and isinstance(error, UnavailableError):
             self._end()  # all tokens were received, only the last message was lost
             return None
@@ -177,7 +181,7 @@ class StreamState:
             raise self._failure
 
     def output(self) -> Completion:
-        """Return everything that has been received so far."""
+        """Return all output that has been received so far."""
         started = self._started
         return Completion(
             request_id=self.request_id,
@@ -280,5 +284,5 @@ _ERROR_OF: dict[FinishReason, type[BatonError]] = {
     FinishReason.DEADLINE: DeadlineExceededError,
     FinishReason.ERROR: BatonError,
 }
-"""Error to raise for each finish reason, if a server ended a stream without an error status. ERROR comes last: its
-class is the base class of all others."""
+"""Exception class for each finish reason. Used if a server ended a stream without an error status. BatonError, the base
+class of the others, comes last."""

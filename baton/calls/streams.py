@@ -1,4 +1,4 @@
-"""Streams of a request's tokens, for threads and for asyncio. `baton.client` makes them; `baton.calls.resume` decides
+"""Streams of a request's tokens, for threads and for asyncio. `baton.client` creates them. `baton.calls.resume` decides
 when a stream is resumed."""
 
 import asyncio
@@ -19,7 +19,7 @@ from baton.v1 import orchestrator_pb2
 
 
 class Call(Protocol):
-    """A running synchronous call of grpc."""
+    """Synchronous gRPC call that is running."""
 
     def __next__(self) -> orchestrator_pb2.GenerateEvent: ...
     def cancel(self) -> object: ...
@@ -30,40 +30,42 @@ CallT = TypeVar("CallT", Call, AsyncCall)
 
 
 class BaseStream(Generic[CallT]):
-    """Base class of both streams, with the request's output, usage and timings. These are complete once the stream has
-    ended."""
+    """Base class of Stream and AsyncStream. It provides the output, token usage and timings of the request, which are
+    complete once the stream has ended."""
 
     _cancelled: threading.Event | asyncio.Event
 
     def __init__(self, state: StreamState, open_call: Callable[[StreamState], CallT]) -> None:
-        """Open the first call. `open_call` sends the state's next request and returns the call without blocking."""
+        """Create a stream and open its first call. `open_call` sends the next request of `state`, and returns the call
+        without blocking."""
         self._state = state
         self._open_call: Callable[[StreamState], CallT] = open_call
         self._call: CallT = open_call(state)
 
     @property
     def output(self) -> Completion:
-        """Everything that has been received so far."""
+        """All output that has been received so far."""
         return self._state.output()
 
     @property
     def request_id(self) -> str:
-        """Id of the request, which also names it in the server's logs."""
+        """Id of the request. The server's logs use the same id."""
         return self._state.request_id
 
     @property
     def finish(self) -> FinishReason | None:
-        """Reason why the stream's first choice ended; None while it runs."""
+        """Finish reason of the stream's first choice. None while the choice is running."""
         return self._state.finish
 
     @property
     def usage(self) -> Usage | None:
-        """Number of tokens and attempts of the request; None until the server's last message has arrived."""
+        """Number of tokens and attempts of the request. None until the server's last message has arrived."""
         return self._state.usage
 
     @property
     def timings(self) -> Timings | None:
-        """Times at which the request's stages began and ended; None until the server's last message has arrived."""
+        """Times at which the stages of the request began and ended. None until the server's last message has
+        arrived."""
         return self._state.timings
 
     def cancel(self) -> None:
@@ -78,15 +80,17 @@ class BaseStream(Generic[CallT]):
 
 
 class Stream(BaseStream[Call]):
-    """A running request. Iterate once, in one thread; `cancel` may be called from any.
+    """Stream of a running request. Iterate over it once, in one thread. Any thread may call `cancel`.
 
-    Yields a TokenEvent for each token as it is made. The last event of a choice has `finish` and all text that was held
-    back until then. It may have no token. When the server goes away, the stream waits and then continues where it
-    stopped: no token is repeated or missing. Iterating raises the BatonError that ended the request:
-    DeadlineExceededError after its deadline, RequestCancelledError after `cancel`, UnavailableError when the server
-    cannot be reached again. `output` keeps the tokens that were received before the error.
+    The stream yields a TokenEvent for each token as soon as it is generated. The last event of a choice sets `finish`,
+    and contains all text that was withheld until then. This event may have no token.
 
-    As a context manager, it cancels a request that is still running when the block exits.
+    If the connection to the server is lost, the stream waits, reconnects and continues where it stopped: no token is
+    repeated or missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after the
+    deadline, RequestCancelledError after `cancel`, UnavailableError if the server cannot be reached again. `output`
+    still contains the tokens that were received before the error.
+
+    If the stream is used as a context manager, leaving the block cancels a request that is still running.
     """
 
     _cancelled: threading.Event
@@ -109,7 +113,8 @@ class Stream(BaseStream[Call]):
         raise StopIteration
 
     def collect(self) -> Completion:
-        """Block until the stream ends and return the whole output, including events that were already iterated over."""
+        """Block until the stream ends and return the whole output. The output includes events over which the caller has
+        already iterated."""
         for _ in self:
             pass
         return self.output
@@ -145,10 +150,10 @@ class Stream(BaseStream[Call]):
 
 
 class AsyncStream(BaseStream[AsyncCall]):
-    """A running request for asyncio, with the behaviour of Stream. It must be used on the event loop on which it was
-    made, and only one task may iterate over it.
+    """Stream of a running request, for asyncio. It behaves like Stream. Use it on the event loop on which it was
+    created, and iterate over it in one task only.
 
-    Cancelling a task that waits for an event also cancels the request.
+    If a task is cancelled while it waits for an event, the request is cancelled as well.
     """
 
     _cancelled: asyncio.Event
@@ -170,7 +175,8 @@ class AsyncStream(BaseStream[AsyncCall]):
         raise StopAsyncIteration
 
     async def collect(self) -> Completion:
-        """Wait until the stream ends and return the whole output, including events that were already iterated over."""
+        """Wait until the stream ends and return the whole output. The output includes events over which the caller has
+        already iterated."""
         async for _ in self:
             pass
         return self.output
@@ -212,5 +218,5 @@ class AsyncStream(BaseStream[AsyncCall]):
 
 
 def client_closed(stream: BaseStream[Any]) -> None:
-    """Cancel a stream because the client that made it is closing its connection."""
+    """Cancel a stream because its client is closing the connection."""
     stream._give_up(": its client was closed")

@@ -1,2 +1,2 @@
-"""Decoder for the supported families of models, with its KV memory and sampling. Layer 1: uses torch, never grpc or
+"""Decoder for the supported model families, with KV memory and sampling. This layer imports torch, but never grpc or
 ray."""

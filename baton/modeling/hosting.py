@@ -1,7 +1,7 @@
-"""Setup of a process that hosts a worker of either role: loads the model and finds the node's prefix folders.
+"""Setup of a worker process: pins it to cores, loads the model, and locates the node's prefix store.
 
-`prefill_workers.host` and `generate_workers.host` call these functions when a worker starts: once in a process, or once
-for each role if the process takes one role after another. All of them block.
+`prefill_workers.host` and `generate_workers.host` call these functions when a worker starts. A process that changes its
+role calls them again for each role. All functions block.
 """
 
 import math
@@ -31,22 +31,22 @@ from baton.types import KvLayout
 
 @dataclass(frozen=True)
 class PrefixPlace:
-    """Location where a node's workers store prefixes."""
+    """Location and size of the store in which the workers of a node keep prefixes."""
 
     folder: Path
-    """Folder in the memory of the node."""
+    """Folder of the store, on a file system in memory."""
     limit_bytes: int
     disk: DiskPlace | None = None
 
     def open(self, layout: KvLayout, clock: Clock, key: str) -> NodeStore:
-        """Open the node's store there. `key`: see NodeStore. Blocks. Raises ConfigError when the folder in memory
-        cannot be made."""
+        """Open the node's prefix store at this location. `key` is passed to NodeStore. Blocks. Raises ConfigError if
+        the folder in memory cannot be created."""
         return NodeStore(self.folder, layout, limit_bytes=self.limit_bytes, clock=clock, disk=self.disk, key=key)
 
 
 def use_cores(cores: Sequence[int], num_threads: int) -> None:
-    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded and before the
-    computing threads start."""
+    """Pin this process to `cores`, and let torch use `num_threads` threads. Call it before the model is loaded and
+    before the compute threads start."""
     pin(cores)
     torch.set_num_threads(num_threads)
 
@@ -67,17 +67,18 @@ def _half_of(num_threads: int) -> Iterator[None]:
 
 
 class LoadedModel:
-    """The model that a process has loaded. It stays loaded while one server after another uses it. Owned by the
-    process; not thread-safe."""
+    """Model that a worker process has loaded. It stays loaded when the process changes its role. Not thread-safe."""
 
     def __init__(self) -> None:
         self._source: tuple[object, ...] | None = None
-        """Folder, number formats and device of the decoder."""
+        """Settings with which the decoder was loaded: folder, number formats, device and emulated link. None: no
+        decoder is loaded."""
         self._decoder: Decoder | None = None
 
     def load(self, place: WorkerPlace) -> Decoder:
-        """Pin the process and choose its kernels as `place` states, and return the model. The model is loaded unless
-        the same one is already loaded on the same device. Raises ModelError or ConfigError, in one line."""
+        """Pin the process to cores and select its kernels according to `place`, and return the model. The model is not
+        loaded again if it is already loaded with the same settings on the same device. Raises ModelError or ConfigError
+        with a one-line message."""
         allow_files()
         num_threads = place.num_threads or os.cpu_count() or 1
         use_cores(place.cores, num_threads)
@@ -106,8 +107,8 @@ def _prepare_kernels(decoder: Decoder) -> None:
 
 
 def prefix_place(place: WorkerPlace) -> PrefixPlace | None:
-    """Return the location where a cluster's workers store prefixes on this node; None if they do not store any. Raises
-    ConfigError if the file system is missing."""
+    """Return the location of the prefix store on this node. None: the cluster's workers store no prefixes. Raises
+    ConfigError if the file system does not exist."""
     if not place.prefix_share:
         return None
     return PrefixPlace(node_folder(place.cluster), share_bytes(place.prefix_share), _disk(place))

@@ -1,2 +1,5 @@
-"""Decisions by calculation: costs, partitions and calibrations. Layer 1: uses only the standard library and numpy,
-never torch, grpc or ray."""
+"""Planning by calculation: cost models, partitions of prompts, and calibrations.
+
+The package uses only the standard library and numpy, never torch, grpc or ray. It is in layer 1 of the project's import
+layers.
+"""

@@ -1,4 +1,4 @@
-"""A calibration file: measurements of one model on one kind of machine, and the cost model fitted to them.
+"""Calibration file: measurements of one model on one kind of machine, and the cost model that is fitted to them.
 
   {"kind": "baton-calibration", "schema": 1,
    "model": "smollm2-135m", "hardware": "2 x AMD EPYC, 1 thread a rank", "kernel": "causal",
@@ -9,9 +9,9 @@
    "cost": {"linear_s": ..., "pair_s": ..., "fixed_s": ..., "issue_s": ..., "head_s": ..., "copy_s": ...},
    "link": {"latency_s": ..., "bandwidth": ...}, "push": null, or as link}
 
-A file without points and rows holds costs that were derived from the nominal rates of the hardware. The fingerprint
-identifies the model and hardware for which a table of partitions was made. Pure, except that `load` and `save` block on
-the disk.
+A file without measurements contains costs that are derived from the hardware's nominal rates. The fingerprint of a
+calibration identifies the model and hardware. Tables of partitions store this fingerprint, so that they are used only
+with matching calibrations. `load` and `save` block on the disk; all other functions are pure.
 """
 
 import dataclasses
@@ -39,22 +39,23 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Cost model with the model and hardware that it describes, and the measurements to which it was fitted."""
+    """Cost model, the model and hardware for which it is valid, and the measurements to which it was fitted."""
 
     model: str
     """Name of the model."""
     hardware: str
-    """Description that identifies the kind of rank and link: processor, threads or GPU, and interconnect."""
+    """Description of a rank and its link, for example processor, threads or GPU, and interconnect. Calibrations with
+    equal descriptions are for equal hardware."""
     kernel: Kernel
-    """Query-key pairs that the attention kernel of a single rank computed in the measurements."""
+    """Attention kernel of the measured rank. It determines which pairs of queries and keys were computed."""
     shape: ModelShape
     prefill_points: Points
-    """Measurements of whole prompts on one rank alone: (tokens, seconds)."""
+    """Measurements, as (tokens, seconds), of whole prompts that one rank computed alone."""
     link_points: Points
-    """Measurements of single messages between neighbouring ranks: (bytes, seconds)."""
+    """Measurements, as (bytes, seconds), of single messages between neighbouring ranks of a chain."""
     cost: CostModel
     rank_rows: tuple[RankRow, ...] = ()
-    """Chunks that ranks of chains computed while all ranks were busy, with the measured seconds."""
+    """Measurements of chunks that the ranks of a chain computed while all ranks were busy."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError, naming the field, if a number cannot be the result of a measurement."""
@@ -74,8 +75,8 @@ class Calibration:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits. They are equal for the same model, shape, hardware and kernel, regardless of the
-        measurements."""
+        """Return a fingerprint of 16 hex digits. Calibrations with the same model, shape, hardware and kernel have the
+        same fingerprint, even if their measurements differ."""
         key = json.dumps([self.model, self.hardware, self.kernel.value, self.shape.identity], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
@@ -83,13 +84,14 @@ class Calibration:
 def calibrate_chain(
     origin: Calibration, rank_rows: Sequence[RankRow], link_points: Points, request_s: float
 ) -> tuple[Calibration, float]:
-    """Fit a cost model to measurements of a chain that serves requests. Return the calibration, and the largest
+    """Fit a cost model to measurements of a prefill chain that serves requests. Return the calibration, and the largest
     relative residual of `rank_rows`.
 
-    `origin` names the model and hardware. `request_s` is the time in seconds that a request took in addition to its
-    chain; it is stored as head_s. If `link_points` is empty (a chain of one rank), the link of `origin` is kept. Its
-    bandwidth is also kept if larger messages did not take longer, as on an idle fast link. Raises InvalidArgumentError
-    if there are too few rows, or if times do not increase with the number of tokens.
+    `origin` specifies the model and hardware, and the costs that are not measured. `request_s` is the time in seconds
+    of a request that is not spent in the chain; it is stored as `head_s`. If `link_points` is empty (a chain of one
+    rank), the link model of `origin` is kept. If larger messages did not take longer, as on a fast idle link, only its
+    bandwidth is kept. Raises InvalidArgumentError if there are too few rows, or if times do not increase with the
+    number of tokens.
     """
     former = origin.cost
     fit = fit_ranks(rank_rows, former, BATON)
@@ -111,8 +113,8 @@ def calibrate_chain(
 
 
 def nominal(model: str, hardware: str, shape: ModelShape, rates: Hardware) -> Calibration:
-    """Return the calibration that is assumed before any measurement, from the model's FLOPs and bytes and the nominal
-    rates of the hardware."""
+    """Return the calibration to use before anything is measured. It is derived from the FLOPs and bytes of the model
+    and the nominal rates of the hardware."""
     return Calibration(model, hardware, Kernel.CAUSAL, shape, (), (), derive(shape, rates))
 
 
@@ -122,7 +124,7 @@ def save(calibration: Calibration, path: Path) -> None:
 
 
 def dumps(calibration: Calibration) -> str:
-    """Return the calibration as the text of a file."""
+    """Return the calibration as JSON text, in the format of a calibration file."""
     cost = calibration.cost
     fields = {
         "model": calibration.model,
@@ -141,14 +143,14 @@ def dumps(calibration: Calibration) -> str:
 
 
 def load(path: Path) -> Calibration:
-    """Read a calibration from a file that `save` wrote. Raises ConfigError, which names the file, the field and the
-    remedy."""
+    """Read a calibration from a file that `save` has written. Raises ConfigError if it cannot be read; the message
+    names the file, the field and the remedy."""
     return loads(json_file.read(path, KIND), str(path))
 
 
 def loads(text: str, where: str) -> Calibration:
-    """Read a calibration from a text that `dumps` returned. Raises ConfigError, which contains `where`, the field and
-    the remedy."""
+    """Read a calibration from text that `dumps` has returned. `where` names the source of the text in error messages.
+    Raises ConfigError for invalid text; the message names the field and the remedy."""
     with json_file.naming(where):
         data = json_file.parse(text, KIND, SCHEMA)
         calibration = _calibration(data)
@@ -180,8 +182,8 @@ def _calibration(data: dict[str, Any]) -> Calibration:
 
 
 def measured_link(points: Points, former: LinkModel) -> LinkModel:
-    """Return the link fitted to `points`, measured (bytes, seconds) of single messages. If larger messages did not take
-    longer, the bandwidth of `former` is kept."""
+    """Return the link model fitted to `points`, which are measured (bytes, seconds) of single messages. `former` is the
+    previous link model. Its bandwidth is kept if larger messages did not take longer in the measurements."""
     try:
         return fit_link(points)
     except InvalidArgumentError:  # all sizes are equal, or larger ones took no longer: only the latency can be fitted

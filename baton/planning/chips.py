@@ -1,5 +1,8 @@
-"""Nominal rates of accelerators, which limit the speed of a generation step. The rates of a measured machine have the
-same form. Pure. The rates that prefill ranks reach in practice are in `baton.planning.hardware`."""
+"""Nominal rates of accelerators, from which the maximum speed of a generation step is computed.
+
+Measured rates of a machine have the same form. Rates that prefill ranks reach in practice are in
+`baton.planning.hardware`. All functions are pure.
+"""
 
 import math
 from dataclasses import dataclass
@@ -9,21 +12,22 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class Chip:
-    """Rates of one accelerator or machine that limit the speed of a generation step. The default values of the fields
-    describe a roofline model."""
+    """Rates of an accelerator or machine that limit the speed of a generation step. With the default values of the
+    optional fields, step times follow the roofline model."""
 
     flops: float
-    """FLOP/s of matrices; a multiply-add counts as two."""
+    """FLOP/s of matrix products. A multiply-add counts as two operations."""
     memory_bandwidth: float
-    """Bytes a second that are read from memory."""
+    """Memory bandwidth in bytes per second."""
     memory_bytes: float
     kv_bandwidth: float | None = None
-    """Bytes of KV that attention reads a second; None: the memory's bandwidth."""
+    """Bytes of KV per second that the attention kernel reads. None: the same as `memory_bandwidth`."""
     overlap: float = 1.0
-    """Overlap of reading a matrix with computing by it, as a fraction of the shorter of the two times. 1: complete
-    overlap, 0: none."""
+    """Degree to which reading a matrix from memory overlaps with computing, as a fraction of the shorter of the two
+    times. 1: complete overlap. 0: no overlap."""
     layer_s: float = 0.0
-    """Fixed seconds of each layer, added for any batch: function calls and small operations."""
+    """Fixed overhead of each layer in seconds, for function calls and small operations. It does not depend on the batch
+    size."""
 
     def __str__(self) -> str:
         """Return the rates as readable text in one line."""

@@ -1,4 +1,5 @@
-"""Checks that the predictions of two calibrations or step times are close, before one replaces the other. Pure."""
+"""Check that a new calibration, or new step times, make similar predictions to the ones that they replace. All
+functions are pure."""
 
 from collections.abc import Iterable
 
@@ -12,20 +13,24 @@ from baton.planning.step_times import StepTimes
 from baton.planning.work_cost import RowDrafts, verifying_work
 
 MEASURED_FACTOR = 10.0
-"""Largest factor by which predictions may differ from those of earlier measurements."""
+"""Maximum ratio between new predictions and predictions from earlier measurements."""
 NOMINAL_FACTOR = 100.0
-"""Largest factor by which predictions may differ from those of nominal rates, which no machine reaches."""
+"""Maximum ratio between new predictions and predictions from nominal rates. It is larger than MEASURED_FACTOR, because
+no machine reaches its nominal rates."""
 _CHAINS = ((256,), (4096,), (2048, 2048))
-"""Chunks of the chains whose predicted time to first token is compared."""
+"""Prefill chains whose predicted time to first token is compared. Each entry lists the tokens of each rank."""
 _STEPS = ((1, 256), (1, 4096), (16, 1024))
-"""Generation steps whose predicted time is compared: (sequences, tokens of a sequence)."""
+"""Generation steps whose predicted time is compared, as (number of sequences, tokens of each sequence)."""
 _DRAFTS = 4
-"""Number of drafts of each sequence in the steps that are compared with drafts."""
+"""Number of drafts of each sequence in the compared steps that verify drafts."""
 
 
 def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
-    """Raise InvalidArgumentError if a prediction by `given` differs from the prediction by `own` by more than the
-    permitted factor. `what` names `given` in the error."""
+    """Raise InvalidArgumentError if predictions of `given` and of `own` differ too much.
+
+    `given` is the new calibration, and `what` is its name in error messages. `own` is the present one. Predictions may
+    differ by MEASURED_FACTOR if `own` is measured, and otherwise by NOMINAL_FACTOR.
+    """
     most = MEASURED_FACTOR if own.is_measured else NOMINAL_FACTOR
     for what_takes, new_s, old_s in zip(_names(given), _seconds(given), _seconds(own), strict=True):
         if not old_s / most <= new_s <= old_s * most:

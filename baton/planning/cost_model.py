@@ -1,12 +1,16 @@
-"""The cost model: costs of a prefill layer on one rank and of a message on a link. All predictions are made of it.
+"""Cost model: the cost of a prefill layer on one rank, and of a message on a link. All predictions are computed from
+it.
 
-  linear_s   a token through a layer's matrices            fixed_s   a layer, for any chunk (adds)
-  pair_s     a (query, key) pair in a layer                issue_s   a layer's kernels, issued by the host while the
-  kv_bytes   a token's K and V in a layer                            device runs behind (a floor, does not add)
-  link       seconds before the first byte, bytes a second
+  linear_s   seconds for the matrix products of one token in a layer
+  pair_s     seconds for the attention of one (query, key) pair in a layer
+  fixed_s    seconds that every chunk adds to a layer
+  issue_s    minimum seconds of a layer, in which the host launches its kernels while the device still computes
+  kv_bytes   bytes of one token's K and V in a layer
+  link       latency in seconds and bandwidth in bytes per second
 
-The numbers are measured per model and machine (`baton.planning.fit`), or derived from a shape and a hardware's rates
-(`baton.planning.hardware`). Symbols are those of docs/kv_runahead.md, where a and b are linear_s and pair_s. Pure.
+The values are measured for each model and machine (`baton.planning.fit`), or derived from a model's shape and nominal
+rates of the hardware (`baton.planning.hardware`). docs/kv_runahead.md calls linear_s and pair_s a and b. All functions
+are pure.
 """
 
 import dataclasses
@@ -17,17 +21,17 @@ from enum import Enum
 from baton.errors import ConfigError
 
 COSTS = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
-"""Names of the fields of CostModel whose unit is seconds."""
+"""Names of the fields of CostModel that are times in seconds."""
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Full-duplex connection from one rank to the next: latency and bandwidth."""
+    """Link from one rank to the next, which is full-duplex: its latency and its bandwidth in each direction."""
 
     latency_s: float = 0.0
-    """Seconds that a message takes in addition to the transfer of its bytes."""
+    """Latency in seconds: the part of a message's duration that does not depend on its size."""
     bandwidth: float = math.inf
-    """Bytes a second in one direction."""
+    """Bandwidth in bytes per second in one direction."""
 
     def __post_init__(self) -> None:
         _at_least_zero("link", "latency_s", self.latency_s)
@@ -35,35 +39,38 @@ class LinkModel:
             raise ConfigError(f"link: bandwidth = {self.bandwidth} is out of range: give bytes a second above 0")
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the seconds that one message of `num_bytes` takes on an idle link."""
+        """Return the time in seconds that a message of `num_bytes` bytes takes on an idle link."""
         return self.latency_s + num_bytes / self.bandwidth
 
     def times(self, factor: float) -> "LinkModel":
-        """Return a link on which every message takes `factor` times as long."""
+        """Return a link on which every message takes `factor` times as long as on this link."""
         return LinkModel(self.latency_s * factor, self.bandwidth / factor)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of one model on one kind of rank and link. Times in seconds; all except head_s are per layer."""
+    """Costs of one model on one kind of rank and link. Times are in seconds. All of them except `head_s` and those of
+    `link` and `push` are times of one layer."""
 
     num_layers: int
     linear_s: float
     pair_s: float
     kv_bytes: int
     project_share: float = 0.25
-    """Fraction of a layer's linear time (the query, key and value projections) that must pass before a chunk's KV can
-    be sent."""
+    """Fraction of a layer's matrix products that must be computed before the chunk's KV can be sent. These are the
+    query, key and value projections."""
     fixed_s: float = 0.0
     issue_s: float = 0.0
     head_s: float = 0.0
-    """Seconds to compute the last token's logits. If measured while serving, all seconds of a request in addition to
-    its chain."""
+    """Seconds in which the last token's logits are computed. If measured while serving requests, this includes all time
+    of a request outside its chain."""
     copy_s: float = 0.0
-    """Seconds to copy one token's KV in one layer, for protocols that need contiguous KV. Baton's protocol does not."""
+    """Seconds to copy the KV of one token in one layer. Only protocols that need contiguous KV copy it; Baton's does
+    not."""
     link: LinkModel = field(default_factory=LinkModel)
     push: LinkModel | None = None
-    """Link from each rank to the generation group. None: the time to push KV is not predicted."""
+    """Link from each rank to the generation group, over which KV is pushed. None: the time of pushing KV is not
+    predicted."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
@@ -76,56 +83,61 @@ class CostModel:
             raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
 
     def times(self, factor: float) -> "CostModel":
-        """Return costs with all times multiplied by `factor`, including those of links. The best partition does not
-        change."""
+        """Return a copy in which all times, including those of links, are multiplied by `factor`. The best partition
+        stays the same."""
         slower = {name: factor * getattr(self, name) for name in COSTS}
         push = None if self.push is None else self.push.times(factor)
         return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
 
 
 class Kernel(Enum):
-    """Query-key pairs that attention computes, among the rectangle of a rank's queries and all keys before its end."""
+    """Attention kernel, by the (query, key) pairs that it computes. The queries are those of the rank's chunk. The keys
+    are all keys up to the end of the chunk."""
 
     DENSE = "dense"
-    """The whole rectangle, masked afterwards, as in the KV-Runahead paper."""
+    """All pairs are computed and masked afterwards, as in the KV-Runahead paper."""
     CAUSAL = "causal"
-    """The rectangle without the upper half of the square of the rank's own queries and keys, as in Baton."""
+    """Only pairs in which the key is not after the query are computed, as in Baton."""
 
     @property
     def own_part(self) -> float:
-        """Fraction that is computed of the square of a rank's own queries and keys."""
+        """Fraction of the pairs within the rank's own chunk that the kernel computes: 1 for DENSE, 0.5 for CAUSAL."""
         return 1.0 if self is Kernel.DENSE else 0.5
 
 
 class Receive(Enum):
-    """Time at which a rank receives the earlier tokens' KV of a layer."""
+    """Time at which a rank receives the KV of earlier ranks for a layer."""
 
     BLOCKING = "blocking"
-    """The KV is received before the rank begins the layer, and only then sent (table 5 of the KV-Runahead paper)."""
+    """A rank receives the KV of earlier ranks before it begins the layer, and sends its own KV afterwards (table 5 of
+    the KV-Runahead paper)."""
     OVERLAPPED = "overlapped"
-    """The receive is posted early. The KV is needed after the projections (section 4.3 of the KV-Runahead paper)."""
+    """Receiving begins early. A rank needs the KV of earlier ranks after its projections (section 4.3 of the
+    KV-Runahead paper)."""
     LOCAL_FIRST = "local_first"
-    """The receive is posted early. The KV is needed after the projections and the attention to the rank's own chunk, as
-    in Baton."""
+    """Receiving begins early. A rank needs the KV of earlier ranks after its projections and after the attention to its
+    own chunk. Baton uses this."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Protocol of a chain, independent of the hardware."""
+    """Order of computing, receiving and sending in a prefill chain. It does not depend on the hardware."""
 
     kernel: Kernel
     receive: Receive
     cut_through: bool = False
-    """True: each rank's chunk is a message, which the next rank passes on when it arrives. False: all KV of a layer is
-    one message."""
+    """True: each rank's chunk is a separate message, and the next rank forwards it as soon as it arrives. False: a rank
+    sends the KV of a layer as one message, together with the KV of earlier ranks."""
     skip_last: bool = True
-    """True: of the last layer, only the KV and the last token's output are computed."""
+    """True: in the last layer, only the KV and the output of the last token are computed. False: the outputs of all
+    tokens are computed."""
     num_copies: int = 0
-    """Number of times that a rank rewrites a layer's KV before it sends it."""
+    """Number of times that a rank copies the KV of a layer before it sends the KV."""
 
 
 BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)
-"""Protocol of `prefill_workers`. Their relay sends smaller pieces than the chunks assumed here."""
+"""Protocol of Baton's prefill workers (`prefill_workers`). The real workers relay KV in smaller pieces than this model
+assumes."""
 
 
 def _at_least_zero(where: str, name: str, value: float) -> None:

@@ -1,7 +1,7 @@
-"""Fits a cost model's numbers to measurements: least squares without negative coefficients.
+"""Fits the values of cost models to measurements, by least squares with non-negative coefficients.
 
-Points are weighted by 1 / seconds, so that a relative error of 5 % has the same weight for short and long prompts.
-Pure.
+Measurements are weighted by 1 / seconds. A relative error of 5 % therefore has the same weight for short and for long
+prompts. All functions are pure.
 """
 
 import itertools
@@ -20,33 +20,34 @@ from baton.planning.work_cost import StepWork, WorkCost
 
 @dataclass(frozen=True)
 class RankRow:
-    """One measurement of a rank of a chain: a chunk of a prompt that went through all layers."""
+    """Measurement of one rank of a prefill chain: the time in which the rank computed a chunk of a prompt in all
+    layers."""
 
     tokens: int
-    """Tokens of the rank's chunk."""
+    """Number of tokens in the rank's chunk."""
     before: int
-    """Number of keys before the chunk: cached keys, and keys of earlier ranks."""
+    """Number of keys before the chunk, from cached tokens and from earlier ranks."""
     is_last: bool
-    """True if the rank was the last of its chain. Other ranks end as soon as their last KV can be sent."""
+    """True for the last rank of a chain. All other ranks end as soon as the KV of the last layer can be sent."""
     seconds: float
-    """Seconds that the rank computed, without waiting."""
+    """Compute time of the rank in seconds, without waits."""
 
 
 @dataclass(frozen=True)
 class PrefillFit:
-    """Fitted prefill costs. A layer of C tokens takes fixed_s + linear_s * C + pair_s * P seconds. P is the number of
-    query-key pairs."""
+    """Fitted costs of prefill in seconds. A layer with C tokens and P pairs of a query and a key takes fixed_s +
+    linear_s * C + pair_s * P seconds."""
 
     linear_s: float
     pair_s: float
     fixed_s: float
     residual: float
-    """Largest relative deviation of a point from the fit."""
+    """Largest relative deviation of a measurement from the fit."""
 
 
 def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
-    """Fit prefill costs to chunks of chains whose ranks were all busy. Only num_layers and project_share of `known` are
-    used. Raises InvalidArgumentError for too few rows."""
+    """Fit prefill costs to chunks that ranks of chains computed while all ranks were busy. From `known`, only
+    `num_layers` and `project_share` are used. Raises InvalidArgumentError if there are too few rows."""
     check_points(
         "rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows]
     )
@@ -66,8 +67,9 @@ def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> 
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> LinkModel:
-    """Fit a link to measurements (bytes, seconds) of single messages, which take latency_s + bytes / bandwidth. Raises
-    InvalidArgumentError if there are too few points, or if times do not increase with the number of bytes."""
+    """Fit latency and bandwidth of a link to measurements, which are (bytes, seconds) of single messages. A message
+    takes latency_s + bytes / bandwidth. Raises InvalidArgumentError if there are too few points, or if times do not
+    increase with the number of bytes."""
     num_bytes, seconds = check_points("points", "sizes", points)
     (latency_s, byte_s), _ = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
     if not byte_s > 0:
@@ -76,9 +78,12 @@ def fit_link(points: Sequence[tuple[float, float]]) -> LinkModel:
 
 
 def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[WorkCost, float]:
-    """Fit the cost of steps to pairs of a step's work and its seconds, all above 0. Return the cost, and the largest
-    relative deviation of a step from it. If no step compared more than one query with a key, the pair cost of `known`
-    is kept."""
+    """Fit the cost of generation steps to measurements, which are pairs of a step's work and its seconds (above 0).
+    Return the cost, and the largest relative deviation of a measured step from it.
+
+    If no step compared more than one query with a key, the steps do not determine the cost of a pair, and that of
+    `known` is kept.
+    """
     columns = np.array([work.columns for work, _ in steps], np.float64)
     num_told = 4 if columns[:, 3].any() else 3
     costs, residual = fit_relative(columns[:, :num_told], np.array([seconds for _, seconds in steps]))
@@ -98,9 +103,12 @@ def check_points(name: str, what: str, points: Sequence[tuple[float, float]]) ->
 
 
 def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
-    """Fit non-negative coefficients of the columns `[N, few]` to the seconds `[N]`, and return them with the largest
-    relative deviation. In the best fit, the positive coefficients solve an ordinary least-squares problem on their
-    columns. There are few columns, so all subsets are tried."""
+    """Fit non-negative coefficients, so that the sum of coefficient times column approximates `seconds`. `columns` has
+    the shape `[N, few]`, and `seconds` the shape `[N]`. Return the coefficients, and the largest relative deviation.
+
+    All subsets of the columns are tried, because there are only few. For each subset, an ordinary least-squares problem
+    is solved.
+    """
     scaled = columns / seconds[:, None]
     scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
     num_columns = columns.shape[1]

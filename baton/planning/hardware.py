@@ -1,4 +1,5 @@
-"""Rates that kinds of rank reach in practice, and a model's costs derived from its FLOPs and bytes. Pure."""
+"""Rates that kinds of ranks reach in practice, and costs derived from these rates and a model's FLOPs and bytes. All
+functions are pure."""
 
 import dataclasses
 import math
@@ -10,23 +11,24 @@ from baton.planning.model_shape import ModelShape
 from baton.planning.work_cost import WorkCost
 
 _MIXED_TOKENS = 16
-"""Number of tokens of a step over which the bytes of additional experts are spread evenly."""
+"""Number of tokens over which the cost of reading experts is averaged, in a mixture of experts. Each further token of a
+step reads fewer experts that the step has not read yet. Costs are linear, so the mean over this many tokens is used."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates that a kind of rank reaches in practice, not those of data sheets."""
+    """Rates of one kind of rank and its link. They are rates that are reached in practice, not those of data sheets."""
 
     linear_flops: float
-    """FLOP/s of the layers' matrices."""
+    """FLOP/s of matrix products in a layer."""
     pair_flops: float
     """FLOP/s of the attention kernel."""
     link: LinkModel
     scores_per_s: float = math.inf
-    """Number of attention scores per second (one score for each query, key and head), for a kernel whose speed is
-    limited by storing them."""
+    """Number of attention scores per second, where one score is computed for each query, key and head. It applies to
+    kernels that store all scores, and whose speed is limited by this. Infinity: no such limit."""
     memory_bandwidth: float = math.inf
-    """Bytes per second of memory copies."""
+    """Bytes per second of memory copies. Infinity: copies take no time."""
     fixed_s: float = 0.0
     issue_s: float = 0.0
 
@@ -37,7 +39,7 @@ class Hardware:
 
 
 def derive(shape: ModelShape, hardware: Hardware) -> CostModel:
-    """Derive a model's costs from its FLOPs and bytes at the hardware's rates."""
+    """Return the prefill costs of a model, derived from its FLOPs and bytes and the rates of the hardware."""
     return CostModel(
         num_layers=shape.num_layers,
         linear_s=shape.linear_flops / hardware.linear_flops,
@@ -53,9 +55,12 @@ def derive(shape: ModelShape, hardware: Hardware) -> CostModel:
 
 
 def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -> WorkCost:
-    """Derive the cost of a generation step from a model's FLOPs and bytes at the hardware's rates. `weight_bytes`:
-    bytes of all weights that a step of one token reads. In a mixture of experts, each further token adds the bytes of
-    the additional experts that it uses, averaged over the first `_MIXED_TOKENS` tokens."""
+    """Return the cost of a generation step, derived from the model's FLOPs and bytes and the rates of the hardware.
+
+    `weight_bytes` is the size of all weights that a step with one token reads. In a mixture of experts, each further
+    token reads additional experts. The cost of a token includes the mean of their bytes over the first `_MIXED_TOKENS`
+    tokens.
+    """
     further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
     further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)
     return WorkCost(
@@ -75,16 +80,16 @@ CPU_CORE_FP32 = Hardware(1e11, 7.5e10, LinkModel(1e-4, 2e9), memory_bandwidth=1e
 
 @dataclass(frozen=True)
 class CoreRates:
-    """Rates that one core of a kind of processor reaches with one dtype."""
+    """Measured rates of one core of a kind of processor, for one dtype."""
 
     linear_flops: float
-    """FLOP/s of a layer's matrices over a chunk of prompt."""
+    """FLOP/s of one core in matrix products of a layer with a chunk of a prompt."""
     pair_flops: float
-    """FLOP/s of the attention kernel."""
+    """FLOP/s of one core in the attention kernel."""
     memory_bandwidth: float
-    """Bytes per second that one core reads."""
+    """Memory bandwidth of one core in bytes per second."""
     shared_bandwidth: float
-    """Bytes per second that all cores read together."""
+    """Memory bandwidth of all cores together in bytes per second."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -99,8 +104,10 @@ class CoreRates:
 
 
 def cpu_rank(num_threads: int, dtype_bytes: int, core: CoreRates | None = None) -> Hardware:
-    """Return the rates of a CPU rank with `num_threads` cores. `dtype_bytes` is 2 for bf16, 4 for fp32. The rates are
-    derived from those of `core`, measured with that dtype; without `core` they are estimates."""
+    """Return the rates of a CPU rank that uses `num_threads` cores. `dtype_bytes` is 2 for bf16 and 4 for fp32.
+
+    `core` holds rates of one core that were measured with this dtype. If it is None, estimated rates are used.
+    """
     assumed = CPU_CORE if dtype_bytes == 2 else CPU_CORE_FP32
     if core is None:
         rates = {name: getattr(assumed, name) * num_threads for name in ("linear_flops", "pair_flops")}

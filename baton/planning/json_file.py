@@ -1,5 +1,7 @@
-"""JSON files with a schema number. Errors name the file, the field and the remedy. A file is written completely or not
-at all."""
+"""Reads and writes JSON files that contain a kind and a schema version.
+
+Error messages name the file, the field and the remedy. Files are written atomically.
+"""
 
 import contextlib
 import json
@@ -14,7 +16,8 @@ from baton.process.whole_files import whole
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Prepend `where` to the text of a ConfigError that the block raises."""
+    """Return a context manager that adds `where` to the beginning of the message of a ConfigError raised in its
+    block."""
     try:
         yield
     except ConfigError as error:
@@ -22,7 +25,8 @@ def naming(where: str) -> Iterator[None]:
 
 
 def read(path: Path, kind: str) -> str:
-    """Return the text of a file. Raises ConfigError if it cannot be read."""
+    """Return the text of a file. `kind` describes the file in error messages. Raises ConfigError if the file cannot be
+    read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -32,8 +36,8 @@ def read(path: Path, kind: str) -> str:
 
 
 def parse(text: str, kind: str, schema: int) -> dict[str, Any]:
-    """Parse a file's text and return its object. Raises ConfigError if the text is not JSON, or has another kind or
-    schema."""
+    """Return the JSON object in `text`. Raises ConfigError if the text is not JSON, or if its kind or schema version is
+    not the given one."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -46,12 +50,13 @@ def parse(text: str, kind: str, schema: int) -> dict[str, Any]:
 
 
 def dump(kind: str, schema: int, fields: dict[str, Any]) -> str:
-    """Return the text of a file with these fields; `parse` reads it."""
+    """Return JSON text with the given kind, schema version and fields. `parse` reads this text."""
     return json.dumps({"kind": kind, "schema": schema, **fields}, indent=1, allow_nan=False) + "\n"
 
 
 def write(path: Path, text: str) -> None:
-    """Write the text to a file, or replace it in one step. Raises ConfigError when the folder cannot be written to."""
+    """Write `text` to a file, and replace an existing file atomically. Raises ConfigError if the file's folder cannot
+    be written to."""
     try:
         with whole(path) as partial:
             partial.write_text(text, encoding="utf-8")
@@ -60,7 +65,8 @@ def write(path: Path, text: str) -> None:
 
 
 def number(data: dict[str, Any], name: str) -> float:
-    """Return the field `name` as a number. Raises ConfigError when it is missing or is not a finite number."""
+    """Return the field `name` of `data`, which must be a finite number. Raises ConfigError if the field is missing or
+    invalid."""
     value = data.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{name} = {value!r} is not a number: give one")
@@ -68,7 +74,8 @@ def number(data: dict[str, Any], name: str) -> float:
 
 
 def text(data: dict[str, Any], name: str) -> str:
-    """Return the field `name` as a text. Raises ConfigError when it is missing or is not a non-empty text."""
+    """Return the field `name` of `data`, which must be a non-empty string. Raises ConfigError if the field is missing
+    or invalid."""
     value = data.get(name)
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{name} = {value!r} is not a text: give a name")
@@ -76,7 +83,8 @@ def text(data: dict[str, Any], name: str) -> str:
 
 
 def section(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the field `name` as an object. Raises ConfigError when it is missing or is not an object."""
+    """Return the field `name` of `data`, which must be a JSON object. Raises ConfigError if the field is missing or is
+    not an object."""
     value = data.get(name)
     if not isinstance(value, dict):
         raise ConfigError(f"{name} = {value!r} is not an object: give its fields")

@@ -1,9 +1,10 @@
-"""Predicted time of a local prefill: a generation group computes a prompt by itself, in chunks that are part of its
-decode steps.
+"""Predicted time of a local prefill, in which a generation group computes a prompt itself instead of a prefill chain.
+The prompt is computed in chunks, and each chunk is added to a decode step.
 
-A step that decodes and prefills may take at most `max_step_stretch` times as long as decoding alone, or `mixed_step_s`
-if that is longer. The additional time is used for prefill. So the time of a prompt is its own computation and, if
-sequences are running, one decode step for each of its chunks. Pure.
+A step with prefill may take at most `max_step_stretch` times as long as the same step without prefill, or
+`mixed_step_s` seconds if that is longer. The additional time is used for the chunk. The predicted time of a prompt is
+its own compute time, plus one decode step for each of its chunks if other sequences are running. All functions are
+pure.
 """
 
 import math
@@ -12,21 +13,24 @@ from dataclasses import dataclass
 from baton.errors import InvalidArgumentError
 
 LEAST_STEP_TOKENS = 16
-"""Minimum number of prefill tokens in every step, so that prefills progress and their speed can be measured."""
+"""Minimum number of prefill tokens in each step. It guarantees that local prefills progress and that their speed can be
+measured."""
 
 
 @dataclass(frozen=True)
 class LocalPrefill:
-    """Configuration of local prefill. Raises InvalidArgumentError for an invalid field."""
+    """Configuration of local prefill, in which generation groups compute prompts themselves. Raises
+    InvalidArgumentError for an invalid field."""
 
     speed: float
-    """Computing speed of a generation group, as a multiple of the speed of one prefill rank."""
+    """Compute speed of a generation group as a multiple of the speed of one prefill rank. 2 means twice as fast."""
     max_step_stretch: float
-    """Maximum duration of a step with prefill, as a multiple of its duration without prefill."""
+    """Maximum duration of a decode step with prefill, as a multiple of the same step's duration without prefill."""
     max_step_tokens: int
     """Maximum number of prefill tokens in one step."""
     mixed_step_s: float = 0.0
-    """Seconds that a step with prefill may take if `max_step_stretch` allows less."""
+    """Minimum time limit in seconds of a step with prefill. It applies if the limit of `max_step_stretch` is
+    shorter."""
 
     def __post_init__(self) -> None:
         for name, least in (("speed", 0.0), ("max_step_stretch", 1.0), ("max_step_tokens", 1), ("mixed_step_s", 0.0)):
@@ -35,17 +39,21 @@ class LocalPrefill:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least {least}, a speed above 0")
 
     def steps_s(self, prefill_s: float, num_tokens: int, step_s: float) -> float:
-        """Return the seconds by which decoding delays a prompt of `num_tokens`, which takes `prefill_s` alone: one
-        decode step of `step_s` for each of its chunks, and half a step before the first. `step_s` is 0 without running
-        sequences."""
+        """Return the time in seconds by which decode steps delay the local prefill of a prompt. The prompt has
+        `num_tokens` tokens and takes `prefill_s` seconds alone.
+
+        The delay is one decode step of `step_s` seconds for each chunk, and half a step before the first chunk. Pass 0
+        for `step_s` if no sequences are running; the delay is then 0.
+        """
         if step_s <= 0 or num_tokens < 1:
             return 0.0
         chunk_s = self.chunk_s(prefill_s, num_tokens, step_s)
         return (0.5 + (math.ceil(prefill_s / chunk_s) if chunk_s > 0 else 1)) * step_s
 
     def chunk_s(self, prefill_s: float, num_tokens: int, step_s: float) -> float:
-        """Return the seconds that the largest chunk of a prompt adds to a decode step of `step_s`. The prompt has
-        `num_tokens` tokens and takes `prefill_s` alone."""
+        """Return the time in seconds that the largest permitted chunk of a prompt adds to a decode step. The prompt has
+        `num_tokens` tokens and takes `prefill_s` seconds alone. The decode step takes `step_s` seconds without the
+        chunk."""
         token_s = prefill_s / num_tokens
         allowed_s = max((self.max_step_stretch - 1) * step_s, self.mixed_step_s - step_s)
         bound_s = max(allowed_s, LEAST_STEP_TOKENS * token_s)

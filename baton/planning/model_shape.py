@@ -12,26 +12,26 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a decoder with grouped-query attention. FLOPs count a multiply-add as two."""
+    """Shape of a decoder with grouped-query attention. In all FLOPs, a multiply-add counts as two operations."""
 
     num_layers: int
     hidden: int
-    """Width of the hidden states."""
+    """Width of the hidden states (model dimension)."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     ffn: int
-    """Width inside the feed-forward part; inside one expert, in a mixture of experts."""
+    """Intermediate width of the feed-forward network. In a mixture of experts, the intermediate width of one expert."""
     vocab: int
     gated: bool = True
-    """True if the feed-forward part has three matrices (SwiGLU), False if it has two."""
+    """True if the feed-forward network has three matrices (SwiGLU). False if it has two."""
     dtype_bytes: int = 2
-    """Bytes of one element of weights and KV."""
+    """Size in bytes of one element of the weights and of KV."""
     num_experts: int = 1
-    """Number of feed-forward parts of each layer. Above 1 in a mixture of experts; the weights of its routers are
-    ignored."""
+    """Number of experts in each layer. 1: the model is not a mixture of experts. The weights of routers are not
+    counted."""
     num_active_experts: int = 1
-    """Number of feed-forward parts that a token passes through in each layer."""
+    """Number of experts in each layer that process a token. 1 if the model is not a mixture of experts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -50,75 +50,77 @@ class ModelShape:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Fields that identify this shape. For a model without experts, the fields of experts are left out. So
-        fingerprints in files from before these fields existed remain valid."""
+        """Fields that identify this shape, for fingerprints. For a model without experts, the fields about experts are
+        omitted. Fingerprints in files that are older than these fields therefore remain valid."""
         fields = dataclasses.asdict(self)
         return fields if self.num_experts > 1 else {name: fields[name] for name in fields if "experts" not in name}
 
     @property
     def ffn_weights(self) -> int:
-        """Number of weights in a layer's feed-forward part; in a mixture of experts, in one expert."""
+        """Number of weights in the feed-forward network of one layer. In a mixture of experts, the number of weights in
+        one expert."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def active_ffn(self) -> int:
-        """Sum of the widths of all feed-forward parts that a token passes through in a layer."""
+        """Sum of the intermediate widths of all experts that process a token in one layer."""
         return self.ffn * self.num_active_experts
 
     @property
     def projection_weights(self) -> int:
-        """Number of weights in a layer's query, key and value matrices. These products must be computed before the
-        layer's KV can be sent."""
+        """Number of weights in the query, key and value matrices of one layer. The products with these matrices must be
+        computed before the KV of the layer can be sent."""
         return self.hidden * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
 
     @property
     def layer_weights(self) -> int:
-        """Number of weights in the matrices of one layer with which a token is multiplied. Experts that the token does
-        not use are not counted."""
+        """Number of weights in one layer by which a token is multiplied. Experts that do not process the token are not
+        counted."""
         attention = self.projection_weights + self.hidden * self.head_dim * self.num_heads
         return attention + self.num_active_experts * self.ffn_weights
 
     @property
     def step_weights(self) -> int:
-        """Number of weights in all layers and the output head with which a step multiplies each token."""
+        """Number of weights by which each token of a step is multiplied, in all layers and the output head."""
         return self.num_layers * self.layer_weights + self.vocab * self.hidden
 
     def read_weights(self, num_tokens: int) -> float:
-        """Return the number of weights that a step of `num_tokens` tokens reads. In a mixture of experts, the mean for
-        tokens whose experts are drawn uniformly and independently."""
+        """Return the expected number of weights that a step with `num_tokens` tokens reads. In a mixture of experts,
+        each token's experts are assumed to be random: uniform, and independent of those of other tokens."""
         touched = self.num_experts * (1 - (1 - self.num_active_experts / self.num_experts) ** num_tokens)
         further = max(touched - self.num_active_experts, 0.0)
         return self.step_weights + self.num_layers * further * self.ffn_weights
 
     @property
     def project_share(self) -> float:
-        """Fraction of a layer's linear work that must be done before its KV can be sent."""
+        """Fraction of a layer's matrix products that must be computed before the KV of the layer can be sent."""
         return self.projection_weights / self.layer_weights
 
     @property
     def linear_flops(self) -> int:
-        """FLOPs of one token in one layer, without attention."""
+        """FLOPs of all matrix products of one token in one layer. Attention is not included."""
         return 2 * self.layer_weights
 
     @property
     def pair_flops(self) -> int:
-        """FLOPs of one query-key pair in one layer, over all heads: a score and a weighted value."""
+        """FLOPs of attention for one (query, key) pair in one layer, summed over all heads. They consist of one score
+        and one weighted value for each head."""
         return 4 * self.num_heads * self.head_dim
 
     @property
     def head_flops(self) -> int:
-        """FLOPs of one token's logits."""
+        """FLOPs of the output head for the logits of one token."""
         return 2 * self.hidden * self.vocab
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token's K and V in one layer."""
+        """Size in bytes of one token's K and V in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
 def shape_from(fields: dict[str, Any], where: str) -> ModelShape:
-    """Make a shape from its fields by name. Raises ConfigError, which contains `where`, for missing or
-    unknown fields."""
+    """Create a shape from a mapping of field names to values. `where` is named in error messages. Raises ConfigError
+    for missing or unknown fields."""
     known = {field.name: field for field in dataclasses.fields(ModelShape)}
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     if unknown := sorted(set(fields) - set(known)):

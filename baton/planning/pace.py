@@ -1,17 +1,20 @@
-"""Correction of predictions by nominal rates, learnt from finished jobs of ranks. Also used for other durations that
-are only estimated until they have been observed.
+"""Corrects predicted durations by the durations of finished jobs. It is used for prefill ranks whose costs are nominal,
+and for other durations that are only estimates before the first observation.
 
-Nominal costs may be wrong by a factor, which is nearly the same for all prompts of a model. They also do not include
-the fixed time of a job, for messages and for waking threads. So two numbers correct them:
+Nominal costs may be wrong by a factor, which is nearly the same for all prompts of a model. They also do not include a
+job's fixed time, for messages and for waking threads. Therefore two values correct a prediction:
 
-    factor      the median over the longer recent jobs, weighted by predicted seconds, of observed over nominal seconds
-    fixed part  the least time by which one of the shorter jobs exceeded its prediction times the factor
+    factor      observed seconds divided by nominal seconds: the median over the longer recent jobs, weighted by
+                nominal seconds
+    fixed part  the shortest time by which one of the shorter jobs exceeded its nominal seconds times the factor
 
-At first, nominal rates count as if one job had confirmed them. So a short first prompt, whose time is mostly the fixed
-part, does not change the prediction for long prompts. It does change it if it was faster than predicted, which a fixed
-part cannot explain. Jobs are always compared with uncorrected costs, so corrections do not accumulate. A job counts
-only on ranks that did not serve a later job at the same time, because otherwise its measured time includes work for the
-other job. Pure.
+At first, one assumed job counts as having taken exactly its nominal time. A short first prompt takes mostly fixed time,
+and therefore does not change the prediction for long prompts. If a short prompt was faster than predicted, it does
+change this prediction, because fixed time cannot be the reason.
+
+Jobs are always compared with nominal costs, so corrections do not accumulate. A job is counted only on ranks that did
+not compute a later job at the same time, because the measured time would otherwise include work for the other job. All
+functions are pure.
 """
 
 from collections import deque
@@ -21,36 +24,40 @@ from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
 _NUM_RECENT = 16
-"""Number of recent jobs over which the median is taken."""
+"""Maximum number of recent jobs from which the median is computed."""
 _PASSED_OVER = 64
-"""Number of consecutive decisions against the option that this pace predicts, after which the oldest observation is
-dropped."""
+"""Number of consecutive decisions against an option after which its oldest observation is dropped. The option is the
+one whose duration the Pace object predicts."""
 _MOST = 32.0
-"""Maximum factor by which one job may count as slower or faster than predicted."""
+"""Maximum factor by which one job may count as slower or faster than its prediction."""
 
 PredictRanks = Callable[[Sequence[TokenRange]], Sequence[float]]
-"""Function that returns the nominal seconds that each rank computes, for chunks in rank order."""
+"""Function that returns the nominal compute time in seconds of each rank. Its argument holds the chunks of a prompt in
+rank order."""
 
 
 def computed_s(rank: RankTiming) -> float:
-    """Return the seconds that a rank computed, without waiting for the KV of earlier ranks."""
+    """Return the compute time of a rank in seconds. The time in which the rank waited for KV of earlier ranks is not
+    included."""
     return (rank.end_ns - rank.start_ns) / 1e9 - rank.wait_s
 
 
 class Pace:
-    """Estimate of the ranks' speed from finished jobs. Deterministic: it depends only on the observations."""
+    """Estimate of how much slower jobs are than their nominal prediction, from finished jobs. Deterministic: the
+    estimate depends only on the observations."""
 
     def __init__(self, believed_s: float = 0.0) -> None:
-        """`believed_s`: predicted seconds of an assumed job that took exactly as long as predicted; 0: no assumed job.
-        The assumed job counts until sixteen jobs have been observed."""
+        """Create an estimate without observations. `believed_s` is the nominal duration in seconds of an assumed job
+        that took exactly as long as predicted. It is used until `_NUM_RECENT` jobs have been observed. 0: no job is
+        assumed."""
         self._supposed = believed_s, believed_s
         self._recent: deque[tuple[float, float]] = deque([self._supposed] if believed_s else [], maxlen=_NUM_RECENT)
-        """(observed seconds, predicted seconds) of recent jobs."""
-        self._num_passed_over = 0
-        """Number of decisions against this pace's option since the latest observation, or since an observation was last
+        """Recent jobs, each as (observed seconds, predicted seconds). The assumed job is the first entry until it is
         dropped."""
+        self._num_passed_over = 0
+        """Number of decisions against the predicted option since the last observation was added or dropped."""
         self._latest_ns: dict[Hashable, int] = {}
-        """Start time of the latest known job, by group and rank, in unix nanoseconds."""
+        """Start time of the latest known job in unix nanoseconds, by (group, rank)."""
 
     def __len__(self) -> int:
         """Return the number of observed jobs on which the estimate is based."""
@@ -58,7 +65,8 @@ class Pace:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds that a job takes in addition to its prediction times `factor`; 0 when no short job was observed."""
+        """Fixed time of a job in seconds, which is added to its prediction times `factor`. 0 if no short job was
+        observed."""
         factor, long_s = self.factor, self._long_s
         short = [
             observed_s - factor * predicted_s
@@ -69,14 +77,17 @@ class Pace:
 
     @property
     def factor(self) -> float:
-        """Factor by which ranks are slower than predicted; 1 when nothing was observed."""
+        """Factor by which jobs take longer than predicted. 1 if nothing was observed."""
         long_s = self._long_s
         found = _median_ratio([job for job in self._recent if job[1] >= long_s])
         return min(found, _median_ratio([job for job in self._recent if job != self._supposed], nothing=found))
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming], predict: PredictRanks) -> None:
-        """Record a finished job of `group`. Only the rank that was fastest relative to its prediction counts, because
-        the others may have worked for earlier jobs while this one waited."""
+        """Record a finished prefill job of the rank group `group`. `predict` returns the nominal seconds of each rank.
+
+        Only one rank is counted: the fastest one relative to its prediction. The other ranks may have worked for
+        earlier jobs while this job waited.
+        """
         in_order = sorted(ranks, key=lambda rank: rank.tokens.start)
         predicted_s = predict([rank.tokens for rank in in_order])
         ratios = [
@@ -91,14 +102,16 @@ class Pace:
             self.note(*min(ratios)[1:])
 
     def note(self, observed_s: float, predicted_s: float) -> None:
-        """Record that something took `observed_s` seconds. `predicted_s` is the prediction without correction."""
+        """Record an observed duration of `observed_s` seconds. `predicted_s` is the nominal prediction in seconds,
+        without correction. Ignored if `predicted_s` is not above 0."""
         if predicted_s > 0:
             self._num_passed_over = 0
             self._recent.append((observed_s, predicted_s))
 
     def pass_over(self) -> None:
-        """Record a decision against the option that this pace predicts. After many consecutive decisions, observations
-        are dropped one by one. Otherwise an option that was slow once would never be tried again."""
+        """Record a decision against the option whose duration this object predicts. After `_PASSED_OVER` consecutive
+        decisions, the oldest observation is dropped. Otherwise an option that was slow once would never be tried
+        again."""
         self._num_passed_over += 1
         if self._num_passed_over >= _PASSED_OVER:
             self._num_passed_over = 0

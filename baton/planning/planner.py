@@ -1,15 +1,15 @@
-"""Predictions for every request: how a prompt is divided among a chain's ranks, and the times of chains and of
-generation steps.
+"""Predictions for each request: the partition of a prompt among the ranks of a chain, and the durations of chains and
+of generation steps.
 
-A running cluster takes all predictions from the planner: for the division and width of a chain, for the order of jobs,
-and for the time after which a chain counts as stalled. A measured calibration is used unchanged. Nominal costs are
-scaled by the times of finished jobs (`baton.planning.pace`), starting at the first job after each start of the
-orchestrator.
+A running cluster takes all predictions from the planner: to choose the partition and the number of ranks of a chain, to
+order jobs, and to detect stalled chains. Measured costs are used unchanged. Nominal costs are scaled by the durations
+of finished jobs (`baton.planning.pace`). The scaling restarts when the orchestrator starts.
 
-Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2): they are interpolated between knots, which are partitions
-that are searched when the planner is made; see docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a
-call takes 0.1 to 0.2 ms for few ranks. Making a planner takes some tenths of a second for 4 ranks and some seconds for
-8, so it is done in a thread.
+Partitions are interpolated between knots, as KVR-P in KV-Runahead (ICML 2024, section 4.2). Knots are partitions that
+are searched when the planner is created; see docs/kv_runahead.md.
+
+All predictions are pure. They run on the orchestrator's asyncio loop, and take 0.1 to 0.2 ms for few ranks. Creating a
+planner takes some tenths of a second for 4 ranks and some seconds for 8, so it runs in a thread.
 """
 
 import math
@@ -32,33 +32,37 @@ from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
 _SEARCHED_RANKS = 8
-"""Maximum width of a chain for which knots are searched; at this width a search takes a second. For wider chains a few
-partitions are compared by their predicted times."""
+"""Maximum number of ranks for which knots are searched; a search for this many ranks takes a second. For longer chains,
+a few partitions are compared by their predicted times."""
 _CLOSE_RANKS = 4
-"""Maximum width of a chain whose knots are a factor of 2 apart in length, which loses 1 or 2 % of speed between them.
-For wider chains the factor is 4."""
+"""Maximum number of ranks for which the lengths of neighbouring knots differ by a factor of 2. Between such knots,
+interpolation costs 1 or 2 % of speed. For longer chains the factor is 4."""
 _LEAST_KNOT = 16
 _BELIEVED_S = 0.5
-"""Seconds of predicted computing. A first job above it is a better estimate of the machine than the nominal rates."""
+"""Nominal duration in seconds of the assumed first job, which took exactly as long as predicted (see `Pace`). A real
+job with a longer prediction has more weight than the assumed one."""
 _FETCH_S = 0.004
-"""Nominal fixed seconds of a fetch of cached KV, without the link's latency and bytes: two calls, a connection, and
-files."""
+"""Nominal fixed time in seconds of fetching cached KV: two calls, a connection, and opening files. Latency of the link
+and transfer of bytes are not included."""
 
 
 @dataclass(frozen=True)
 class PredictionBasis:
-    """Calibration, costs and knots from which predictions are made. Immutable: the planner replaces the
-    whole object."""
+    """Calibration, costs and knots from which predictions are computed. Immutable: to change it, the planner replaces
+    the whole object."""
 
     calibration: Calibration
     cost: CostModel
-    """Costs of the calibration. If they were not measured, they are scaled by the ranks' pace."""
+    """Costs of the calibration. If they are nominal, they are scaled by the durations of finished jobs."""
     knots: PartitionTable
 
 
 class ChainPlanner:
-    """Plans chains of up to `max_ranks` ranks with the costs of one calibration. Any thread may request predictions.
-    Only one thread may change their basis (`adopt`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
+    """Predicts durations of prefill chains with up to `max_ranks` ranks, from the costs of one calibration.
+
+    Any thread may request predictions. Only one thread may call the methods that change them: `adopt`, `use_steps`,
+    `observe`, `observe_local`, `observe_fetch`, `pass_over_local` and `pass_over_fetch`.
+    """
 
     def __init__(
         self,
@@ -70,18 +74,22 @@ class ChainPlanner:
         local: LocalPrefill | None = None,
         table: PartitionTable | None = None,
     ) -> None:
-        """Search knots for prompts of up to `max_tokens`, unless `table` contains the knots of an equal planner. Longer
-        prompts are divided in the same proportions. Without `steps`, `step_s` raises ConfigError. Without `steps` or
-        `local`, `local_s` returns None. Raises InvalidArgumentError if `max_ranks` or `max_tokens` is below 1."""
+        """Create a planner, and search knots for prompts of up to `max_tokens` tokens. Longer prompts are partitioned
+        in the same proportions as prompts of `max_tokens` tokens.
+
+        `table`: knots of a planner with equal arguments; if given, nothing is searched. `steps`: durations of
+        generation steps; if None, `step_s` raises ConfigError. `local`: configuration of local prefill. If `steps` or
+        `local` is None, `local_s` returns None. Raises InvalidArgumentError if `max_ranks` or `max_tokens` is below 1.
+        """
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
         self.max_ranks = max_ranks
         self.max_tokens = max_tokens
         self.local = local
-        """Configuration of local prefill by generation groups; None if unknown."""
+        """Configuration of local prefill by generation groups. None: local prefill is not predicted."""
         self.steps = steps
-        """Times of generation steps, by sequences and tokens; None if unknown."""
+        """Durations of generation steps, by number of sequences and tokens. None: unknown."""
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
         if table is None:
             self._basis = self.search(calibration)
@@ -91,27 +99,30 @@ class ChainPlanner:
 
     @property
     def calibration(self) -> Calibration:
-        """Calibration that is in use now, measured or nominal."""
+        """Calibration that is used for predictions. It may be measured or nominal."""
         return self._basis.calibration
 
     @property
     def table(self) -> PartitionTable:
-        """Knots that were searched."""
+        """Table of partitions that was searched for the current calibration."""
         return self._basis.knots
 
     @property
     def cost(self) -> CostModel:
-        """Costs from which predictions are made. If they were not measured, they are scaled by the ranks' pace."""
+        """Costs that are used for predictions. If the calibration is nominal, its costs are scaled by the durations of
+        finished jobs."""
         return self._basis.cost
 
     def use_steps(self, steps: StepTimes) -> None:
-        """Predict generation steps by `steps` from now on."""
+        """Use `steps` for all later predictions of generation steps."""
         self.steps = steps
 
     def search(self, calibration: Calibration) -> PredictionBasis:
-        """Search the knots for another calibration and return the basis for `adopt`. Does not change the planner.
-        Blocks during the search. The lengths of knots go from few tokens to `max_tokens`, with a constant factor
-        between neighbours."""
+        """Search the knots for a calibration, and return a basis that can be passed to `adopt`. The planner is not
+        changed. Blocks until the search has ended.
+
+        The lengths of knots range from few tokens to `max_tokens`, with a constant factor between neighbouring knots.
+        """
         contexts = {}
         for width in range(2, self._num_searched + 1):
             least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
@@ -121,14 +132,14 @@ class ChainPlanner:
         return PredictionBasis(calibration, calibration.cost, build_table(calibration.cost, BATON, contexts))
 
     def adopt(self, basis: PredictionBasis) -> None:
-        """Use a result of `search` for predictions from now on, and drop all observations. Calls that are running keep
-        using the former basis."""
+        """Use `basis`, a result of `search`, for all later predictions, and drop all observations. Calls that are
+        already running keep using the previous basis."""
         self._basis = basis
         self._forget()
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
-        """Record the times that the ranks of `group` took for a finished job. Nominal costs are scaled by these times
-        from now on. If costs were measured, only the prediction for pushing KV changes."""
+        """Record the durations that the ranks of `group` measured for a finished job. If costs are nominal, they are
+        scaled by these durations from now on. If costs are measured, only the prediction for pushing KV changes."""
         basis = self._basis
         if not ranks:
             return
@@ -146,13 +157,14 @@ class ChainPlanner:
         self._basis = replace(basis, cost=replace(cost, fixed_s=fixed_s))
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """Return consecutive, non-empty ranges that cover `tokens`, one for each rank in rank order. `tokens.start`
-        tokens are cached. With fewer tokens than ranks, return one range for each token.
+        """Partition `tokens` into consecutive, non-empty ranges, one for each rank in rank order. Tokens before
+        `tokens.start` are cached. If there are fewer tokens than ranks, return one range for each token.
 
-        Knots are searched without a cached prefix. After a cached prefix, the best chunks are more equal. So after a
-        prefix, and where knots are far apart, two partitions are compared by their predicted times: the proportions of
-        the knots, and chunks of equal work. The faster one is returned. Raises InvalidArgumentError for no tokens, and
-        for a number of ranks that is not in 1 to `max_ranks`.
+        Two candidates are compared by their predicted times if a prefix is cached or if knots are far apart: the
+        proportions interpolated from the knots, and chunks with equal compute times. This is necessary because knots
+        are searched without a cached prefix, and after a cached prefix the best chunks are more equal.
+
+        Raises InvalidArgumentError if there are no tokens, or if `num_ranks` is not in 1 to `max_ranks`.
         """
         check_partition_request(tokens, num_ranks)
         if num_ranks > self.max_ranks:
@@ -168,33 +180,39 @@ class ChainPlanner:
         return as_ranges([int(chunk) for chunk in shapes[times.argmin()]], tokens.start)
 
     def ttft_s(self, chunks: Sequence[TokenRange]) -> float:
-        """Return the seconds to the first token on an idle chain that has one rank for each chunk."""
+        """Return the predicted time to first token in seconds of an idle chain. `chunks` has one range of tokens for
+        each rank."""
         lengths, cached = _lengths(chunks)
         return float(chain_ttft(lengths, self.cost, BATON, cached=cached))
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        """Return the seconds that each rank computes its layers, without waits and other costs of a request."""
+        """Return the predicted compute time in seconds of each rank for all layers. Waits and other costs of a request
+        are not included."""
         return self._rank_s(chunks, self.cost)
 
     def step_s(self, batch: float, context: float) -> float:
-        """Return the seconds of a generation step of `batch` sequences with a mean of `context` tokens. Raises
-        ConfigError when the planner has no step times, and InvalidArgumentError if `batch` is below 1."""
+        """Return the predicted duration in seconds of a generation step with `batch` sequences of `context` tokens on
+        average. Raises ConfigError if the planner has no step times, and InvalidArgumentError if `batch` is below 1."""
         if self.steps is None:
             raise ConfigError("this planner knows no step times: give it some, nominal ones at least")
         return self.steps.step_s(batch, context)
 
     def push_s(self, num_tokens: int, prefill_s: float) -> float:
-        """Return the seconds from the end of a chain until all KV of its `num_tokens` tokens has arrived. The chain
-        computes for `prefill_s`. At its end, the last layer's KV and all KV that could not be sent before are still
-        missing. Uses the nominal bandwidth, scaled by observed pushes. 0 when the costs already include the push."""
+        """Return the time in seconds from the end of a chain until all KV of its `num_tokens` tokens has arrived at the
+        generation group. `prefill_s` is the chain's compute time, during which most KV is already sent.
+
+        After the chain's end, the KV of the last layer is sent, and all KV that could not be sent before. Uses the
+        nominal bandwidth, scaled by observed pushes. Returns 0 if `ttft_s` already includes the push.
+        """
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._push_pace.factor * self._push_s(num_bytes, prefill_s)
 
     def alone_s(self, tokens: TokenRange) -> float | None:
-        """Return the seconds in which a generation group without running sequences prefills `tokens` by itself, with
-        the earlier tokens cached. The result is not scaled by `local_factor`. None without `local`."""
+        """Return the predicted time in seconds in which a generation group computes `tokens` itself while no other
+        sequences run. Tokens before `tokens.start` are cached. The result is not scaled by `local_factor`. Returns None
+        if `local` is None."""
         if self.local is None:
             return None
         return sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
@@ -202,10 +220,17 @@ class ChainPlanner:
     def local_s(
         self, tokens: TokenRange, num_rows: float, context: float, alone_s: float | None = None
     ) -> tuple[float, float] | None:
-        """Return two durations in seconds for a generation group that prefills `tokens` by itself, with the earlier
-        tokens cached: the computing of the prefill, and the decode steps of `num_rows` sequences of `context` tokens
-        during that time. Both are scaled by `local_factor`. None without `local` or step times. `alone_s`: result of
-        the method `alone_s` for the same tokens, if already known; calculating it takes most of this call."""
+        """Return two predicted durations in seconds of a local prefill, in which a generation group computes `tokens`
+        itself.
+
+        The first is the duration of the prompt's computation, the second that of the decode steps of other sequences
+        that delay it.
+
+        Tokens before `tokens.start` are cached. `num_rows` is the number of other sequences in the batch, and `context`
+        their mean number of tokens. Both durations are scaled by `local_factor`. `alone_s` is the result of the method
+        `alone_s` for the same tokens; pass it if it is known, because computing it takes most of the time of this call.
+        Returns None if `local` or `steps` is None.
+        """
         prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
         if self.local is None or self.steps is None or prefill_s is None:
             return None
@@ -215,33 +240,37 @@ class ChainPlanner:
 
     @property
     def local_factor(self) -> float:
-        """Factor that scales `local_s`. It is learnt by `observe_local`. Before the first call of that method, the
-        factor of prefill ranks is used."""
+        """Factor by which the results of `local_s` are scaled. It is computed from the durations recorded by
+        `observe_local`. Until the first such record, the factor of prefill ranks is used."""
         return self._known_local_pace.factor
 
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
-        """Record that a generation group prefilled a prompt in `observed_s`. `predicted_s` is the unscaled sum of the
-        two results of `local_s`."""
+        """Record that a generation group computed a prompt itself in `observed_s` seconds. `predicted_s` is the sum of
+        the two durations of `local_s`, before they are scaled by observed durations."""
         self._local_pace.note(observed_s, predicted_s)
 
     def pass_over_local(self) -> None:
-        """Record that a chain is predicted to be faster than a generation group. If this continues, observations of
-        generation groups are dropped one by one."""
+        """Record that a prefill chain was predicted to be faster than a local prefill by a generation group. After many
+        such decisions in a row, observations of local prefills are dropped one by one, so that local prefill is tried
+        again."""
         self._local_pace.pass_over()
 
     def fetch_s(self, num_tokens: int, *, is_far: bool) -> float:
-        """Return the seconds to fetch the cached KV of `num_tokens` tokens from the prefix store of another node, or of
-        the same node if not `is_far`. Uses the link's nominal bandwidth and latency, scaled by observed fetches."""
+        """Return the predicted time in seconds of fetching the cached KV of `num_tokens` tokens from a prefix store.
+        `is_far` is True if the store is on another node. Uses the link's nominal bandwidth and latency, scaled by
+        observed fetches."""
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._fetch_pace.factor * self._nominal_fetch_s(num_bytes, is_far=is_far)
 
     def observe_fetch(self, num_bytes: int, observed_s: float, *, is_far: bool) -> None:
-        """Record that `num_bytes` bytes of KV were fetched in `observed_s`."""
+        """Record that fetching `num_bytes` bytes of cached KV took `observed_s` seconds. `is_far` is True if the KV was
+        on another node."""
         self._fetch_pace.note(observed_s, self._nominal_fetch_s(num_bytes, is_far=is_far))
 
     def pass_over_fetch(self) -> None:
-        """Record that computing is predicted to be faster than a possible fetch. If this continues, observations of
-        fetches are dropped one by one."""
+        """Record that a fetch of cached KV was possible, but that computing the KV was predicted to be faster. After
+        many such decisions in a row, observations of fetches are dropped one by one, so that fetching is tried
+        again."""
         self._fetch_pace.pass_over()
 
     @property
@@ -264,8 +293,9 @@ class ChainPlanner:
         return link.latency_s + max(last_s, num_bytes / link.bandwidth - prefill_s)
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
-        """Return the seconds of the longest single operation of a layer on any rank: its computation, or a message on a
-        link. A chain that makes no progress for much longer has stalled."""
+        """Return the duration in seconds of the longest single operation of a layer in the chain. An operation is the
+        computation of a layer on one rank, or a message on a link. A chain that makes no progress for much longer has
+        stalled."""
         lengths, cached = _lengths(chunks)
         cost = self.cost
         work = work_of(np.array([lengths], dtype=np.float64), cost, BATON, cached)

@@ -1,12 +1,13 @@
-"""Queueing formulas: the wait of requests for servers, and the number of sequences at which a batch settles.
+"""Queueing formulas: the wait of requests for servers, and the number of sequences in a batch in a steady state.
 
-The queue has several servers, general arrivals and services, and serves in order of arrival:
+The queue has k servers and serves requests in order of arrival. Arrivals and service times have any distribution:
 
     W = C / (k mu (1 - rho)) x (Ca2 + Cs2) / 2          mean wait (Allen and Cunneen)
-    P(W > t) = C exp(-t C / W)                          its tail
+    P(W > t) = C exp(-t C / W)                          probability of a wait longer than t
 
-with C the probability to wait at all (Erlang C), rho = lambda / (k mu), and Ca2 and Cs2 the squared coefficients of
-variation of gaps between arrivals and of services. Exact for Poisson arrivals and exponential services. Pure.
+lambda is the arrival rate, mu the service rate of one server, and rho = lambda / (k mu). C is the probability that a
+request has to wait (Erlang C). Ca2 and Cs2 are the squared coefficients of variation of the time between arrivals and
+of the service time. The formulas are exact for Poisson arrivals and exponential service times. All functions are pure.
 """
 
 import math
@@ -16,20 +17,23 @@ from dataclasses import dataclass
 from baton.errors import InvalidArgumentError
 
 _MANY_SERVERS = 500
-"""Number of servers above which Erlang's formula is replaced by its limit, which differs from it by a few percent."""
+"""Number of servers above which the limit of Erlang's formula for many servers is used. The limit differs from the
+exact formula by a few percent."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Distribution of the wait for a server: zero with some probability, else exponential."""
+    """Distribution of the time that a request waits for a server. The wait is 0 with probability 1 - `probability`;
+    otherwise it is exponentially distributed."""
 
     probability: float
-    """Probability that a request waits at all."""
+    """Probability that a request has to wait."""
     mean_s: float
-    """Mean seconds of waiting, over all requests."""
+    """Mean wait in seconds over all requests, including those that do not wait."""
 
     def tail(self, seconds: float) -> float:
-        """Return the probability that a request waits longer than `seconds`; 1 for a negative number."""
+        """Return the probability that a request waits longer than `seconds`. The result is 1 if `seconds` is
+        negative."""
         if seconds < 0:
             return 1.0
         if self.mean_s <= 0:
@@ -37,7 +41,7 @@ class Wait:
         return self.probability * math.exp(-seconds * self.probability / self.mean_s)
 
     def percentile(self, percent: float) -> float:
-        """Return the number of seconds that the wait of `percent` of the requests does not exceed."""
+        """Return the percentile of the wait in seconds. `percent` is in 0 to 100."""
         late = 1 - percent / 100
         if self.probability <= late or self.mean_s <= 0:
             return 0.0
@@ -48,10 +52,11 @@ NO_WAIT = Wait(0.0, 0.0)
 
 
 def erlang_c(num_servers: int, load: float) -> float:
-    """Return the probability that a request has to wait, for Poisson arrivals and exponential service times. `load` is
-    lambda / mu.
+    """Return the probability that a request has to wait (Erlang C), for Poisson arrivals and exponential service times.
+    `load` is the arrival rate divided by the service rate of one server.
 
-    Returns 1 for a load of at least `num_servers`. Raises InvalidArgumentError for no server or a negative load.
+    Returns 1 if `load` is at least `num_servers`. Raises InvalidArgumentError if there is no server or if `load` is
+    negative.
     """
     if num_servers < 1 or not load >= 0:
         raise InvalidArgumentError(f"num_servers = {num_servers}, load = {load}: give a server, and no negative load")
@@ -76,10 +81,12 @@ def _erlang_c_of_many(num_servers: int, load: float) -> float:
 def wait_for_servers(
     num_servers: int, rate: float, service_s: float, *, service_scv: float = 1.0, gap_scv: float = 1.0
 ) -> Wait | None:
-    """Return the distribution of the wait of requests. `rate` requests arrive per second, and each takes `service_s`
-    seconds. None if the queue grows without bound.
+    """Return the distribution of the time that requests wait for a server. `rate` is the number of requests that arrive
+    per second, and `service_s` is the mean service time of a request in seconds. Returns None if the queue grows
+    without limit.
 
-    `service_scv` and `gap_scv` are the squared coefficients of variation of services and of gaps between arrivals.
+    `service_scv` and `gap_scv` are the squared coefficients of variation of the service time and of the time between
+    arrivals.
     """
     load = rate * service_s
     if load >= num_servers:
@@ -92,10 +99,11 @@ def wait_for_servers(
 
 
 def settled_rows(token_rate: float, step_s: Callable[[float], float], most: float) -> float | None:
-    """Return the number of sequences at which a batch settles, if each sequence gets one token a step.
+    """Return the number of sequences in a batch in a steady state, in which each sequence gets one token per step.
 
-    By Little's law, the number n satisfies n = token_rate * step_s(max(n, 1)). `token_rate` is the number of tokens per
-    second of all requests of the batch, and `step_s` returns the seconds of a step. None if n would exceed `most`.
+    By Little's law, this number n satisfies n = token_rate * step_s(max(n, 1)). `token_rate` is the number of tokens
+    per second that all requests of the batch need together. `step_s` returns the duration in seconds of a step with n
+    sequences. Returns None if n would exceed `most`.
     """
     if token_rate <= 0:
         return 0.0
@@ -109,5 +117,5 @@ def settled_rows(token_rate: float, step_s: Callable[[float], float], most: floa
 
 
 def poisson_p95(mean: float) -> float:
-    """Return the approximate 95th percentile of a Poisson count with this mean."""
+    """Return the approximate 95th percentile of a Poisson distribution with the given mean."""
     return mean + 1.6449 * math.sqrt(mean) if mean > 0 else 0.0

@@ -1,13 +1,14 @@
-"""Number of drafts for each sequence of a round of speculative decoding, chosen for the most tokens a second.
+"""Chooses the number of draft tokens of each sequence in a round of speculative decoding, so that the expected number
+of tokens per second is largest.
 
-A round is some draft steps and one step that verifies (MagicDec; Sadhukhan et al., 2024, section 4). If each draft of a
-sequence is accepted with probability a, until the first that is not, g drafts give the sequence
+A round consists of some draft steps and one step that verifies the drafts (MagicDec; Sadhukhan et al., 2024, section
+4). A draft is accepted with probability a if all drafts before it were accepted. With g drafts, a sequence gets
 
-    1 + a + a^2 + ... + a^g = (1 - a^(g + 1)) / (1 - a)    tokens, one of them the model's own
+    1 + a + a^2 + ... + a^g = (1 - a^(g + 1)) / (1 - a)    expected tokens, including one from the model itself
 
-(Leviathan, Kalman and Matias, 2023). Verifying drafts reads no further keys (`baton.planning.work_cost`), so it costs
-little where reading keys takes most of the time. `generate_workers.speculation` calls `plan_round` for each round.
-Pure.
+(Leviathan, Kalman and Matias, 2023). Verifying drafts does not read more keys (`baton.planning.work_cost`). It
+therefore costs little if reading keys takes most of a step's time. `generate_workers.speculation` calls `plan_round`
+for each round. All functions are pure.
 """
 
 import math
@@ -18,58 +19,64 @@ from baton.limits import MAX_DRAFTS
 from baton.planning.work_cost import WorkCost
 
 MOST_DRAFTS = MAX_DRAFTS
-"""Most drafts of a sequence in a round."""
+"""Maximum number of drafts of one sequence in a round."""
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """One option to draft for a decoding sequence, before a round."""
+    """One way to make drafts for a decoding sequence, with the values from which its benefit is predicted."""
 
     context: int
-    """Number of keys that the sequence attends to, including the last token's own key."""
+    """Number of keys that the sequence attends to, including the key of its last token."""
     acceptance: float
     """Probability that a draft is accepted if all drafts before it were accepted."""
     most_drafts: int
-    """Maximum number of drafts that the sequence can have."""
+    """Maximum number of drafts that can be made for the sequence."""
     draft_keys: int
-    """Number of keys that a draft step attends to; 0 if making drafts does not need a step."""
+    """Number of keys that a draft step of the sequence attends to. 0 if drafts are made without a draft step."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Number of drafts of each sequence in a round, with the expected tokens and seconds."""
+    """Planned round of speculative decoding: the number of drafts of each sequence, and the expected tokens and
+    seconds."""
 
     num_drafts: tuple[int, ...]
-    """Number of drafts of each sequence, in the order of the sequences. If all are 0, the round is a plain step."""
+    """Number of drafts of each sequence, in the order of the sequences. If all numbers are 0, the round is a normal
+    decode step."""
     offers: tuple[int, ...]
-    """Index of the prospect that was chosen for each sequence, among its prospects; 0 for a sequence without drafts."""
+    """Index of the chosen prospect in each sequence's list of prospects. 0 for a sequence without drafts."""
     num_tokens: float
-    """Expected number of tokens of all sequences."""
+    """Expected number of tokens from the round, summed over all sequences."""
     draft_s: float
-    """Predicted seconds of the draft steps."""
+    """Predicted duration in seconds of all draft steps of the round."""
     verify_s: float
     """Predicted seconds of the step that verifies the drafts."""
 
     @property
     def rate(self) -> float:
-        """Return the expected tokens a second."""
+        """Return the expected number of tokens per second in this round."""
         return self.num_tokens / (self.draft_s + self.verify_s)
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Return the expected number of tokens of a sequence from a round with `num_drafts` drafts."""
+    """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts. `acceptance` is
+    the probability that a draft is accepted if all drafts before it were accepted."""
     return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
 
 
 def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
-    """Return the round with the most expected tokens per second; among equal rounds, the one with fewer draft steps.
-    `rows` holds the prospects of each sequence: one or more with equal `context`, of which one is chosen. `draft_cost`
-    is the cost of draft steps if another model runs them; None: the same as `cost`.
+    """Return the round with the largest expected number of tokens per second. Of equal rounds, return the one with
+    fewer draft steps.
 
-    For a given number of draft steps, each further draft of a sequence adds a fixed time and expected tokens, whose
-    number decreases with every draft. At a rate of r tokens per second, a draft is worthwhile if it adds more tokens
-    than r times its seconds. For each sequence, the prospect with the largest surplus is chosen. The best rate is found
-    by repeating this with the rate that the last repetition reached (Dinkelbach, 1967).
+    `rows` holds one list of prospects for each sequence. The prospects of a sequence have the same `context`, and one
+    of them is chosen. `cost` is the cost of steps of the model. `draft_cost` is the cost of draft steps if another
+    model executes them; None: the same as `cost`.
+
+    Each further draft of a sequence adds a fixed time, and fewer expected tokens than the draft before it. At a rate of
+    r tokens per second, a draft is worthwhile if it adds more tokens than r times its seconds. For each sequence, the
+    prospect with the largest surplus is chosen. This is repeated with the rate of the resulting round until the rate
+    does not increase (Dinkelbach, 1967), for each possible number of draft steps.
     """
     drafting = draft_cost or cost
     num_keys = sum(offers[0].context for offers in rows)
@@ -96,7 +103,8 @@ def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: W
 
 @dataclass(frozen=True)
 class _Priced:
-    """Prospect with the seconds that each of its drafts adds to a draft step and to the step that verifies."""
+    """Prospect together with the time in seconds of one of its drafts, in a draft step and in the step that
+    verifies."""
 
     prospect: Prospect
     draft_s: float
@@ -109,8 +117,11 @@ class _Priced:
         return cls(prospect, draft_s, cost.token_s + prospect.context * cost.pair_s)
 
     def best(self, num_steps: int, rate: float) -> tuple[float, int]:
-        """Return the largest surplus of expected tokens over `rate` times the seconds of the drafts, and the number of
-        drafts that reaches it."""
+        """Return the largest surplus of this prospect, and the number of drafts with which it is reached.
+
+        The surplus is the expected number of tokens from drafts, minus `rate` (tokens per second) times the seconds of
+        the drafts. At most `num_steps` drafts are made if drafting needs steps.
+        """
         prospect, seconds = self.prospect, self.draft_s + self.verify_s
         most = min(prospect.most_drafts, num_steps) if prospect.draft_keys else prospect.most_drafts
         num = min(most, _num_paying(prospect.acceptance, rate * seconds))

@@ -1,7 +1,7 @@
-"""Learns the cost of generation steps (`baton.planning.work_cost`) while steps run.
+"""Estimates the cost of generation steps (`baton.planning.work_cost`) from the durations of steps that ran.
 
-The first costs are measured by `baton calibrate --generate`, or follow from a model's bytes and FLOPs at nominal rates.
-They are fitted to the latest steps of each kind. Owned by the engine's thread; has no clock.
+The initial costs are measured by `baton calibrate --generate`, or derived from the model's bytes and FLOPs and nominal
+rates. They are fitted again to the latest steps of each kind. Owned by the engine's thread. Does not read a clock.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from baton.planning.fit import fit_work
 from baton.planning.work_cost import StepWork, WorkCost
 
 _KEPT_STEPS = 4
-"""Number of latest steps that are kept of each kind."""
+"""Number of latest steps that are kept for each kind of step. Steps of one kind have nearly the same amount of work."""
 _KEPT_KINDS = 48
 _NEW_STEPS = 8
 """Number of observed steps after which costs are fitted again."""
@@ -18,17 +18,18 @@ _Kind = tuple[int, int, int, int]
 
 
 class StepCosts:
-    """Learns a WorkCost from observed steps."""
+    """Estimate of the cost of generation steps, which is updated by observed steps."""
 
     def __init__(self, cost: WorkCost) -> None:
-        """Begin with `cost`, which is measured or nominal."""
+        """Create an estimate that starts with `cost`, which may be measured or nominal."""
         self.cost = cost
         """Current estimate of the cost of steps."""
         self._steps: dict[_Kind, deque[tuple[StepWork, float]]] = {}
         self._num_new = 0
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that took `seconds`."""
+        """Record a step with the given work that took `seconds`. Fits the cost again after several steps, and after the
+        first step of a new kind."""
         if seconds <= 0:
             return
         kind = _kind(work)

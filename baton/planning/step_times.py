@@ -1,15 +1,18 @@
-"""Times of generation steps, by sequences in the batch and tokens a sequence: a measured table, or nominal rates.
+"""Durations of generation steps, by number of sequences in the batch and tokens of each sequence. They come from a
+measured table or from nominal rates.
 
   {"kind": "baton-step-times", "schema": 2, "model": ..., "hardware": ..., "fingerprint": ..., "shape": {...},
    "batches": [1, 4, 16], "contexts": [192, 1024], "seconds": [[1: 192, 1024], [4: ...], ...],
    "cost": {"step_s": ..., "token_s": ..., "key_s": ..., "pair_s": ...}}
 
-Inside the grid of measured times, predictions are interpolated linearly along each axis. That is exact for a step that
-reads its weights and its KV once: step_s + batch * (token_s + context * key_s). Beyond the grid, a WorkCost, fitted to
-the grid and to rounds of drafts, gives the time to add to the nearest measured time. Below the grid, the nearest time
-is used. Without a grid, the WorkCost alone is used. More sequences or tokens never take less: if a measurement was
-shorter by chance, the longer time is used. Generation engines plan drafts by the WorkCost until they have learnt their
-own (`baton.planning.step_costs`). Pure, except that load and save block on the disk.
+Inside the grid of measured times, predictions are interpolated linearly along each axis. This is exact for a step that
+reads its weights and its KV once: step_s + batch * (token_s + context * key_s). Above the grid, the nearest measured
+time is used, plus the additional time according to `cost`. `cost` is a WorkCost that is fitted to the grid and to
+rounds with drafts. Below the grid, the nearest time is used. Without a grid, only `cost` is used. More sequences or
+tokens never take less time: if a measured time was shorter by chance, the longer time is used.
+
+Generation engines plan drafts with `cost` until they have estimated their own costs (`baton.planning.step_costs`). All
+functions are pure, except those that load and save files, which block on the disk.
 """
 
 import hashlib
@@ -38,20 +41,23 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Durations of generation steps of one model on one kind of generation engine."""
+    """Durations of generation steps of one model on one kind of generation engine, measured or nominal."""
 
     model: str
     hardware: str
-    """Description that identifies the kind of engine: processor, threads or GPU."""
+    """Description of the engine's hardware, for example processor, threads or GPU. Equal descriptions mean equal
+    hardware."""
     shape: ModelShape
     cost: WorkCost
-    """Cost of steps by their work."""
+    """Cost of a step as a function of its work. It is used outside the measured grid, or everywhere if nothing was
+    measured."""
     batches: tuple[int, ...] = ()
-    """Measured numbers of sequences, ascending; empty if nothing was measured."""
+    """Measured batch sizes (numbers of sequences), in ascending order. Empty if nothing was measured."""
     contexts: tuple[int, ...] = ()
-    """Measured tokens a sequence, ascending; empty if nothing was measured."""
+    """Measured numbers of tokens of each sequence, in ascending order. Empty if nothing was measured."""
     seconds: tuple[tuple[float, ...], ...] = ()
-    """Measured seconds: one tuple for each of `batches`, with one time for each of `contexts`."""
+    """Measured durations in seconds, indexed by [batch size, number of tokens], in the order of `batches` and
+    `contexts`."""
 
     def __post_init__(self) -> None:
         for name, axis in (("batches", self.batches), ("contexts", self.contexts)):
@@ -65,19 +71,23 @@ class StepTimes:
 
     @property
     def is_measured(self) -> bool:
-        """True if the times include a grid of measurements."""
+        """True if there is a grid of measured times. False if the times are nominal."""
         return bool(self.batches)
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits. They are equal for the same model, shape and hardware, regardless of the measurements."""
+        """Return a fingerprint of 16 hex digits. Step times with the same model, shape and hardware have the same
+        fingerprint, even if their measurements differ."""
         key = json.dumps([KIND, self.model, self.hardware, self.shape.identity], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
     def step_s(self, batch: float, context: float) -> float:
-        """Return the seconds of a step of `batch` sequences with `context` tokens each (the mean if lengths differ).
-        The result never decreases with more sequences or tokens. Raises InvalidArgumentError if `batch` is below 1 or
-        `context` is negative."""
+        """Return the duration in seconds of a step with `batch` sequences of `context` tokens each (the mean if lengths
+        differ).
+
+        More sequences or tokens never give a shorter duration. Raises InvalidArgumentError if `batch` is below 1 or
+        `context` is negative.
+        """
         if not 1 <= batch < float("inf") or not 0 <= context < float("inf"):
             raise InvalidArgumentError(f"a step of {batch} rows of {context} tokens: give one row or more")
         if not self.is_measured:
@@ -112,12 +122,15 @@ def tabulate(
     seconds: Sequence[Sequence[float]],
     rounds: Sequence[tuple[StepWork, float]] = (),
 ) -> tuple[StepTimes, float]:
-    """Make a table of measured step times of the model and hardware that `origin` names. Return the table, and the
-    largest relative deviation of a measured time from the fitted cost.
+    """Create step times from measurements. Return them, and the largest relative deviation of a measured time from the
+    cost that is fitted to them.
 
-    `rounds`: work and seconds of measured rounds with drafts. If it is empty, the cost of pairs is that of `origin`. In
-    that case, if only one batch size was measured, more sequences do not add time, and if only one context was
-    measured, more tokens do not. Raises ConfigError for bad axes or times.
+    `origin` specifies the model and hardware. `seconds` has one entry for each of `batches`, and each entry has one
+    time for each of `contexts`. `rounds` contains measured rounds with drafts, as (work, seconds).
+
+    If `rounds` is empty, the cost of a pair is taken from `origin`. In this case, the fitted cost depends on the number
+    of sequences only if several batch sizes were measured, and on the number of tokens only if several contexts were
+    measured. Raises ConfigError for invalid axes or times.
     """
     table = tuple(map(tuple, seconds))
     made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)
@@ -131,36 +144,41 @@ def tabulate(
 def nominal_steps(
     model: str, hardware: str, shape: ModelShape, rates: Hardware, *, weight_bytes: float | None = None
 ) -> StepTimes:
-    """Return the step times that are assumed before any measurement: weights and KV read once at nominal bandwidth,
-    sequences computed at nominal FLOP/s. `weight_bytes`: bytes of one weight, by default those of the shape."""
+    """Return the step times to use before anything is measured. A step reads weights and KV once at the nominal
+    bandwidth, and computes at the nominal FLOP/s. `weight_bytes` is the size of one weight in bytes; None: the value of
+    the shape."""
     read_bytes = shape.step_weights * (weight_bytes or shape.dtype_bytes)
     return StepTimes(model, hardware, shape, derive_step(shape, rates, weight_bytes=read_bytes))
 
 
 def path_beside(calibration: Path, times: StepTimes) -> Path:
-    """Return the path of the step times' file: in the folder of the prefill calibration, with the fingerprint of
-    `times` in its name."""
+    """Return the path at which step times are stored. The file is in the folder of the prefill calibration
+    `calibration`, and its name contains the fingerprint of `times`."""
     return calibration.with_name(f"{times.fingerprint}.json")
 
 
 def save(times: StepTimes, path: Path) -> None:
-    """Write the step times to a file, replacing an existing one. Raises ConfigError when it cannot be written."""
+    """Write the step times to a file, and replace an existing file. Raises ConfigError if the file cannot be
+    written."""
     json_file.write(path, dumps(times))
 
 
 def dumps(times: StepTimes) -> str:
-    """Return the text of the step times' file."""
+    """Return the step times as JSON text, in the format of a step times file."""
     return json_file.dump(KIND, SCHEMA, {**asdict(times), "fingerprint": times.fingerprint})
 
 
 def load(path: Path) -> StepTimes:
-    """Read step times from a file that `save` wrote. Raises ConfigError that names file, field and remedy."""
+    """Read step times from a file that `save` has written. Raises ConfigError if it cannot be read; the message names
+    the file, the field and the remedy."""
     return loads(json_file.read(path, KIND), str(path))
 
 
 def load_kept(path: Path) -> StepTimes | None:
-    """Read the step times from a path that `path_beside` returned; None when the file does not exist. Raises the errors
-    of `load`, and ConfigError when the times are of another model or hardware than the fingerprint in the file's name.
+    """Read step times from a path that `path_beside` has returned. Returns None if the file does not exist.
+
+    Raises the errors of `load`. Also raises ConfigError if the fingerprint in the file's name does not match the model
+    and hardware in the file.
     """
     if not path.exists():
         return None
@@ -171,7 +189,8 @@ def load_kept(path: Path) -> StepTimes | None:
 
 
 def loads(text: str, where: str) -> StepTimes:
-    """Read step times from text that `dumps` made. Raises ConfigError with `where`, field and remedy."""
+    """Read step times from text that `dumps` has returned. `where` names the source of the text in error messages.
+    Raises ConfigError for invalid text; the message names the field and the remedy."""
     with json_file.naming(where):
         data = json_file.parse(text, KIND, SCHEMA)
         model, hardware = json_file.text(data, "model"), json_file.text(data, "hardware")

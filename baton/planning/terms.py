@@ -1,8 +1,9 @@
-"""Predicted terms of the two options to prefill a request: by a chain of prefill ranks, which pushes the KV, or by the
-generation group itself.
+"""Predicted components of the time to first token, for the two options to prefill a request. Either a chain of prefill
+ranks computes the prompt and pushes the KV, or the generation group computes the prompt itself (local prefill).
 
-The terms are computed from the planner's predictions. They are compared when a request is placed
-(`orchestrator.placement.predictions`) and by `baton plan --explain` (`baton_lab.study.break_even`). Pure.
+The components are computed from the planner's predictions. They are compared when a request is placed
+(`orchestrator.placement.predictions`) and by `baton plan --explain` (`baton_lab.study.break_even`). All functions are
+pure.
 """
 
 from baton.planning.planner import ChainPlanner
@@ -10,8 +11,8 @@ from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 
 Batch = tuple[float, float]
-"""Number of running sequences of a generation group (a mean if it varies), and the mean number of tokens
-of a sequence."""
+"""Batch of a generation group, as (number of running sequences, mean number of tokens of a sequence). The number of
+sequences may be a mean over time, and is then not necessarily an integer."""
 
 
 def chain_terms(
@@ -22,8 +23,12 @@ def chain_terms(
     *,
     is_elsewhere: bool,
 ) -> PlacementTerms:
-    """Return the terms of a chain that begins at once, computes for `prefill_s`, and pushes the KV of `num_pushed`
-    tokens to a group that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node."""
+    """Return the predicted times of a prefill by an idle chain, which pushes the KV to a generation group that runs
+    `batch`.
+
+    `prefill_s` is the compute time of the chain in seconds, and `num_pushed` the number of tokens whose KV is pushed.
+    `is_elsewhere` is True if no rank of the chain is on the group's node.
+    """
     step_s = _step_s(planner, batch) if planner.steps is not None else 0.0
     return PlacementTerms(
         queue_s=0.0,
@@ -35,8 +40,9 @@ def chain_terms(
 
 
 def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_elsewhere: bool) -> float:
-    """Return the seconds from the end of a chain that computes for `prefill_s` until the generation group has the KV
-    of `num_pushed` tokens. `is_elsewhere`: no rank of the chain is on the group's node."""
+    """Return the time in seconds from the end of a prefill chain until the generation group has the KV of `num_pushed`
+    tokens. `prefill_s` is the compute time of the chain. `is_elsewhere` is True if no rank of the chain is on the
+    group's node."""
     pushed_s = planner.push_s(num_pushed, prefill_s)
     # to another node, the last piece there, and the commit's answer back
     return pushed_s + 2 * planner.cost.link.latency_s if is_elsewhere else pushed_s
@@ -45,9 +51,12 @@ def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_e
 def local_terms(
     planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, alone_s: float | None = None
 ) -> PlacementTerms | None:
-    """Return the terms of a prefill of `tokens` that begins at once on a generation group that runs `batch`. None when
-    the planner has no LocalPrefill or no step times. `alone_s`: result of the planner's `alone_s` for these tokens, if
-    it is already known."""
+    """Return the predicted times of a local prefill of `tokens` on a generation group that runs `batch` and has no
+    waiting prompts.
+
+    `alone_s` is the result of the planner's method `alone_s` for these tokens; None: it is computed. Returns None if
+    the planner has no configuration of local prefill or no step times.
+    """
     num_rows, context = batch
     found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context, alone_s)
     if found is None:

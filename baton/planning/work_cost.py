@@ -1,13 +1,17 @@
-"""Cost of a generation step, by the tokens that it computes, the keys that it reads and the pairs that it compares.
+"""Cost of a generation step, computed from the number of its tokens, the keys that it reads, and the pairs of a query
+and a key that it compares.
 
-A step of T tokens that reads S keys, and compares E pairs of query and key beyond one query a key, takes about
+Let a step have T tokens and read S keys. Let E be the number of pairs beyond one query for each key. The step takes
+about
 
     step + T token + S key + E pair
 
-A plain step of B sequences has T = B and E = 0. Verifying g drafts of a sequence of S keys adds g to T and g S to E. A
-draft step has few keys. The four numbers follow from a model's bytes and FLOPs (`baton.planning.hardware`), are
-measured by `baton calibrate --generate` (`baton.planning.step_times`), and are learnt while steps run
-(`baton.planning.step_costs`). Pure.
+seconds. A step without drafts has T = B for B sequences, and E = 0. Verifying g drafts of a sequence with S keys adds g
+to T and g S to E. A draft step reads few keys.
+
+The four coefficients are derived from a model's bytes and FLOPs (`baton.planning.hardware`), measured by `baton
+calibrate --generate` (`baton.planning.step_times`), and updated while steps run (`baton.planning.step_costs`). All
+functions are pure.
 """
 
 import operator
@@ -19,13 +23,13 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of one step, of several steps in total, or of the difference between steps."""
+    """Amount of work of generation steps: one step, the sum of several steps, or the difference between steps."""
 
     num_tokens: int
     num_keys: int
-    """Total number of keys of all sequences that are read."""
+    """Number of keys that are read, summed over all sequences."""
     num_pairs: int
-    """Number of query-key pairs that are compared."""
+    """Number of pairs of a query and a key that are compared, summed over all sequences."""
     num_steps: int = 1
 
     def __add__(self, other: "StepWork") -> "StepWork":
@@ -36,13 +40,14 @@ class StepWork:
 
     @classmethod
     def plain(cls, num_rows: int, num_keys: int) -> "StepWork":
-        """Return the work of a step that runs one token of each of `num_rows` sequences. `num_keys` is the total number
-        of their keys."""
+        """Return the work of a step without drafts. The step computes one token of each of `num_rows` sequences, which
+        have `num_keys` keys in total."""
         return cls(num_rows, num_keys, num_keys)
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
-        """Return the numbers by which the four costs of a WorkCost are multiplied, in the order of its fields."""
+        """Return the four quantities by which the fields of a WorkCost are multiplied, in the order of these fields:
+        steps, tokens, keys, and additional pairs."""
         return self.num_steps, self.num_tokens, self.num_keys, self.num_pairs - self.num_keys
 
 
@@ -51,18 +56,18 @@ NO_WORK = StepWork(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class RowDrafts:
-    """Drafts of one sequence in a round."""
+    """Number of drafts of one sequence in a round of speculative decoding, and the keys that are read for them."""
 
     context: int
     """Number of keys that the last token of the sequence attends to."""
     num_drafts: int
     draft_keys: int = 0
-    """Number of keys of the sequence that a draft step attends to; 0: making drafts does not need a step."""
+    """Number of the sequence's keys that a draft step attends to. 0 if drafts are made without a draft step."""
 
 
 def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
-    """Return the work of the steps that make the drafts of some sequences. Each step makes one draft of
-    each sequence."""
+    """Return the total work of the draft steps that make the drafts of the given sequences. A draft step makes one
+    draft for each sequence that still needs one."""
     stepping = [row for row in rows if row.draft_keys and row.num_drafts]
     if not stepping:
         return NO_WORK
@@ -72,7 +77,8 @@ def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
 
 
 def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
-    """Return the work of the step that verifies the drafts of some sequences. Without drafts it is a plain step."""
+    """Return the work of the step that verifies the drafts of the given sequences. If there are no drafts, this is the
+    work of a normal decode step."""
     num_tokens = sum(1 + row.num_drafts for row in rows)
     num_pairs = sum((1 + row.num_drafts) * row.context for row in rows)
     return StepWork(num_tokens, sum(row.context for row in rows), num_pairs)
@@ -80,16 +86,17 @@ def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
 
 @dataclass(frozen=True)
 class WorkCost:
-    """Cost of steps in seconds. Raises ConfigError if a number is negative or not finite."""
+    """Coefficients for the cost of generation steps, in seconds. Raises ConfigError if a value is negative or not
+    finite."""
 
     step_s: float
-    """Fixed seconds of any step, for reading the weights and for function calls."""
+    """Fixed time of a step in seconds, for reading the weights and for function calls."""
     token_s: float
-    """Seconds to multiply a token with the matrices."""
+    """Time in seconds of the matrix products for one token, in all layers."""
     key_s: float
-    """Seconds to read a key and its value in all layers."""
+    """Time in seconds to read one key and its value, in all layers."""
     pair_s: float
-    """Seconds to compare a further query with a key that is read in any case, in all layers."""
+    """Time in seconds to compare one more query with a key that the step reads anyway, in all layers."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -97,11 +104,11 @@ class WorkCost:
                 raise ConfigError(f"cost: {name} = {value} is out of range: give a number of at least 0")
 
     def seconds(self, work: StepWork) -> float:
-        """Return the predicted seconds of some steps."""
+        """Return the predicted duration in seconds of the given work."""
         steps, tokens, keys, pairs = work.columns
         return steps * self.step_s + tokens * self.token_s + keys * self.key_s + pairs * self.pair_s
 
     def plain_s(self, num_rows: float, context: float) -> float:
-        """Return the predicted seconds of a step with one token of each of `num_rows` sequences, each of which has
-        `context` tokens."""
+        """Return the predicted duration in seconds of a step without drafts. The step computes one token of each of
+        `num_rows` sequences, which have `context` tokens each."""
         return self.step_s + num_rows * (self.token_s + context * self.key_s)

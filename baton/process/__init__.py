@@ -1,2 +1,2 @@
-"""Utilities that every Baton process uses: cores, garbage collection, free memory, crash notes, and tasks that never
-end."""
+"""Utilities for all Baton processes: CPU cores, garbage collection, free memory, crash notes, and background tasks that
+run forever."""

@@ -1,16 +1,17 @@
-"""Delays that grow with each consecutive failure: before calls are retried, processes restarted and loops continued.
-Pure."""
+"""Exponential backoff: delays that grow with each consecutive failure. Used before a call is retried, a process is
+restarted, or a loop continues. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delays in seconds: `first_s` after one failure, doubled after each further failure, up to `most_s`."""
+    """Delays of exponential backoff in seconds: `first_s` after one failure, doubled with each further failure, at most
+    `most_s`."""
 
     first_s: float
     most_s: float
 
     def after(self, num_failures: int) -> float:
-        """Return the seconds to wait after `num_failures` (>= 1) consecutive failures."""
+        """Return the delay in seconds after `num_failures` consecutive failures (at least 1)."""
         return float(min(self.first_s * 2.0 ** min(num_failures - 1, 30), self.most_s))

@@ -1,23 +1,23 @@
-"""Clock as a dependency: every component whose decisions depend on time is passed a clock, so that tests can advance
-it."""
+"""Clock that is passed to every component whose decisions depend on time. Tests pass a clock that they can advance."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Clock that a component reads: monotonic seconds and wall-clock nanoseconds."""
+    """Interface of a clock, which returns monotonic seconds and wall-clock nanoseconds."""
 
     def now_s(self) -> float:
-        """Return the seconds of a monotonic clock, for durations and deadlines. Comparable only within one process."""
+        """Return the time of a monotonic clock in seconds. Use it for durations and deadlines within one process;
+        values of different processes are not comparable."""
 
     def unix_ns(self) -> int:
         """Return the wall-clock time in unix nanoseconds, for timestamps that are sent to other processes."""
 
 
 class SteadyTime:
-    """Unix time that is read once and then advanced by the monotonic clock. Differences are correct durations, even if
-    the wall clock is changed."""
+    """Unix time that does not jump. The wall clock is read once, and then the monotonic clock is added. Differences
+    between two values are correct durations even if the wall clock is changed meanwhile."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -29,7 +29,7 @@ class SteadyTime:
 
 
 class SystemClock:
-    """Clock of the machine on which this process runs."""
+    """Clock that reads the real time of the machine."""
 
     def now_s(self) -> float:
         return time.monotonic()

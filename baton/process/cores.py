@@ -1,4 +1,4 @@
-"""Sets the cores on which a process runs, and the priorities of its threads on these cores."""
+"""Sets the CPU cores on which a process runs, and the priorities of its threads."""
 
 import contextlib
 import os
@@ -8,14 +8,14 @@ from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _GIVEN_WAY = 10
-"""Number of nice levels by which other threads are lowered. On a contended core they then get a tenth of the first
-thread's share."""
+"""Number of nice levels by which the priority of other threads is lowered. On a shared core, such a thread then gets
+about a tenth of the processor time of the preferred thread."""
 _NICEST = 19
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Pin this process, with its current and future threads, to `cores`. Does nothing if `cores` is empty or the
-    operating system does not support it."""
+    """Pin all threads of this process, including later ones, to `cores`. Does nothing if `cores` is empty or the
+    operating system does not support pinning."""
     if cores and hasattr(os, "sched_setaffinity"):
         for thread in _TASKS.iterdir():
             with contextlib.suppress(ProcessLookupError):  # the thread has just ended
@@ -23,8 +23,11 @@ def pin(cores: Sequence[int]) -> None:
 
 
 def give_way_to(thread_id: int) -> None:
-    """Lower the priority of all other threads of this process, current and future, below that of the thread with native
-    id `thread_id`. Does nothing except on Linux, where each thread has its own priority."""
+    """Give one thread of this process a higher priority than all others, by lowering the priority of the other threads.
+    `thread_id` is the native id of the preferred thread. Threads that are created later inherit the lower priority.
+
+    Does nothing except on Linux, where each thread has its own priority.
+    """
     if sys.platform != "linux":
         return
     nice = min(os.getpriority(os.PRIO_PROCESS, thread_id) + _GIVEN_WAY, _NICEST)

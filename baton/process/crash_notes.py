@@ -1,14 +1,14 @@
-"""Crash notes: files that remain after a worker's process has crashed. They hold the requests that the process was
-computing, and the trace of the crash.
+"""Crash notes: files that remain after a worker process has crashed. A note contains the requests that the process was
+computing, and the stack trace of the crash.
 
-The process creates a note when it starts. For each step, its engine writes the requests that the step computes into the
-note (`ComputedNow`). Python's faulthandler appends a trace when a signal such as SIGSEGV or SIGABRT ends the process.
-Nothing is appended when the process is killed. Once the process has ended, its supervisor reads the note
+The process creates its note when it starts. At each step, its engine writes the requests of the step to the note
+(`ComputedNow`). If a signal such as SIGSEGV or SIGABRT ends the process, Python's faulthandler appends a stack trace.
+No trace is appended if the process is killed. After the process has ended, its supervisor reads the note
 (`read_crash`).
 
-A note is a file in a memory file system. Its head holds the fingerprints of the requests and is mapped by the engine;
-the trace follows the head. The process holds a lock on its note. A later process removes notes that have no lock and
-that no supervisor has read.
+A note is a file in a memory file system. The head of the file holds the fingerprints of requests, and is mapped into
+the engine's memory. The trace follows the head. The process holds a lock on its note. Notes that are not locked and
+that no supervisor has read are removed by processes that start later.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED_TOKENS = 4
-"""Number of tokens during which a request is recorded in the note. A request that crashes its worker after them is not
-recognised."""
+"""Number of tokens that a worker generates for a request while the request is recorded in the note. If a request
+crashes its worker later, the note does not identify the request."""
 _MEMORY = Path("/dev/shm")
 NOTE_PREFIX = "baton-crash-note"
 _HEAD_BYTES = mmap.PAGESIZE
@@ -37,22 +37,23 @@ _LENGTH_BYTES = 8
 _NAME_BYTES = 8
 _MAX_NAMES = (_HEAD_BYTES - _LENGTH_BYTES) // _NAME_BYTES
 _UNREAD_S = 60.0
-"""Seconds for which a crash note is kept for the supervisor before another process may remove it."""
+"""Time in seconds for which the note of a crashed process is kept for its supervisor. After this time, other processes
+may remove the note."""
 
 
 @dataclass(frozen=True)
 class Crash:
-    """Crash of a worker's process."""
+    """Content of the crash note of a worker process that crashed."""
 
     trace: str
-    """Trace of the thread that crashed, in several lines."""
+    """Stack trace of the thread that crashed, in several lines."""
     computing: tuple[str, ...]
-    """Hexadecimal fingerprints of the recorded requests that were being computed."""
+    """Fingerprints, in hexadecimal, of the requests that were being computed and that were recorded in the note."""
 
 
 def fingerprint(request_id: str, prompt_ids: Sequence[int]) -> bytes:
-    """Return the fingerprint of a request. It is equal for all attempts of the request, and for its choices that are
-    retried one by one under the id ID/NUMBER."""
+    """Return the fingerprint by which crash notes identify a request. All attempts of a request have the same
+    fingerprint. A choice that is retried alone, with the id ID/NUMBER, has the fingerprint of its request ID."""
     name, _, choice = request_id.rpartition("/")
     made = hashlib.blake2b(digest_size=_NAME_BYTES)
     made.update((name if choice.isdigit() else request_id).encode() + b"\0")
@@ -61,8 +62,9 @@ def fingerprint(request_id: str, prompt_ids: Sequence[int]) -> bytes:
 
 
 def begin_note(folder: Path = _MEMORY) -> str:
-    """Create the crash note of this process, and enable appending the trace of a crash to it. Return its path; empty
-    when it cannot be created, which is logged. Call once in a process."""
+    """Create the crash note of this process, and register it with faulthandler, which appends the stack trace of a
+    crash. Return the path of the note. If it cannot be created, log a warning and return an empty string. Call once in
+    a process."""
     _sweep(folder)
     try:
         file, path = tempfile.mkstemp(prefix=f"{NOTE_PREFIX}-{os.geteuid()}-", dir=folder)
@@ -77,14 +79,14 @@ def begin_note(folder: Path = _MEMORY) -> str:
 
 
 def end_note(path: str) -> None:
-    """Remove the note of a process that ends normally. Does nothing when the note does not exist."""
+    """Remove the note at `path`, because the process ends normally. Does nothing if the note does not exist."""
     if path:
         Path(path).unlink(missing_ok=True)
 
 
 def read_crash(path: str) -> Crash | None:
-    """Return the crash of the process that wrote the note, and remove the note. Return None when the process did not
-    crash, or its note cannot be read. Call once after the process has ended."""
+    """Read and remove the crash note of a process that has ended. Return None if the process did not crash, or if the
+    note cannot be read. Call once."""
     try:
         content = Path(path).read_bytes() if path else b""
         end_note(path)
@@ -99,10 +101,11 @@ def read_crash(path: str) -> Crash | None:
 
 
 class ComputedNow:
-    """The requests that an engine is computing now, written to the crash note. Used by the engine's thread."""
+    """Writes the requests that an engine is currently computing to the process's crash note. Used by the engine's
+    thread."""
 
     def __init__(self, path: str = "") -> None:
-        """Map the head of the note at `path`. An empty path means that the engine has no note."""
+        """Map the head of the note at `path` into memory. If `path` is empty, nothing is written to a file."""
         self._names: tuple[bytes, ...] = ()
         if not path:
             self._head = mmap.mmap(-1, _HEAD_BYTES)
@@ -111,7 +114,8 @@ class ComputedNow:
             self._head = mmap.mmap(file.fileno(), _HEAD_BYTES)
 
     def set(self, names: tuple[bytes, ...]) -> None:
-        """Replace the recorded fingerprints by `names`, those of the requests that are computed from now on."""
+        """Replace the requests in the note. `names` holds the fingerprints of the requests that are computed from now
+        on."""
         if names == self._names:
             return
         self._names = names

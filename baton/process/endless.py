@@ -1,8 +1,8 @@
-"""Loops that run until their task is cancelled, such as supervision and heartbeats, and steps that are retried until
-they succeed.
+"""Functions for background tasks: loops that run until their task is cancelled, such as supervision and heartbeats, and
+operations that are retried until they succeed.
 
-When an iteration of a loop or a step fails, the failure is logged and reported, and the call is repeated after a pause.
-Runs on the event loop of the caller.
+If an operation fails, the failure is logged and reported, and the operation is repeated after a pause. Runs on the
+event loop of the caller.
 """
 
 import asyncio
@@ -17,20 +17,23 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Report = Callable[[str], None]
-"""A callable that shows one line of text to the user."""
+"""Function that shows one line of text to the user."""
 
 
 async def repeat(
     what: str, turn: Callable[[], Awaitable[None]], pauses: Backoff, report: Report | None = None
 ) -> NoReturn:
-    """Call `turn` repeatedly until this task is cancelled. Handles a failed call as `until_done` does."""
+    """Call `turn` repeatedly until this task is cancelled. If a call fails, the failure is logged and reported, and the
+    call is repeated after a pause of `pauses`."""
     while True:
         await until_done(what, turn, pauses, report)
 
 
 async def until_done(what: str, step: Callable[[], Awaitable[T]], pauses: Backoff, report: Report | None = None) -> T:
-    """Call `step` until it succeeds, and return its result. Each failure is logged, with a traceback unless it is a
-    BatonError, and reported in one line that names `what`. A pause follows. Only a cancellation of this task is raised.
+    """Call `step` until it succeeds, and return its result. After each failure, wait for a pause of `pauses`.
+
+    Each failure is logged, with a traceback unless it is a BatonError. It is also reported in one line that contains
+    `what`. The only error that is raised is the cancellation of this task.
     """
     num_failures = 0
     while True:
@@ -49,7 +52,8 @@ async def until_done(what: str, step: Callable[[], Awaitable[T]], pauses: Backof
 
 
 def tell_failure(what: str, error: BaseException | None, report: Report | None = None) -> None:
-    """Log a failure, with its traceback unless it is a BatonError, and report it in one line. Never raises."""
+    """Log a failure, and report it in one line if `report` is given. The traceback is logged unless the error is a
+    BatonError. Never raises an error."""
     is_foreseen = isinstance(error, BatonError)
     text = what if error is None else f"{what} ({describe(error)})"
     logger.log(logging.WARNING if is_foreseen else logging.ERROR, "%s", text, exc_info=None if is_foreseen else error)
@@ -62,12 +66,14 @@ def tell_failure(what: str, error: BaseException | None, report: Report | None =
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as one line: its text, preceded by its class name unless it is a BatonError."""
+    """Return a description of an error in one line. It contains the error's text, after its class name unless it is a
+    BatonError."""
     return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
 
 
 def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[Any]], None]:
-    """Return a done-callback for a task that should never end. The callback logs and reports the task's error."""
+    """Return a done-callback for a task that should run forever. If the task ends, the callback logs and reports its
+    error. `what` names the task in the message."""
 
     def tell(task: asyncio.Task[Any]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -77,7 +83,7 @@ def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[
 
 
 def is_task_cancelled() -> bool:
-    """Return whether a CancelledError was raised because the running task was cancelled. grpc also raises one for a
-    cancelled call."""
+    """Return True if the running task is being cancelled. Use it when CancelledError was raised, because grpc raises
+    the same error for a cancelled call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

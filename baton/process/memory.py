@@ -1,4 +1,4 @@
-"""Free memory of this machine or container."""
+"""Free memory of the machine or container in which the process runs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs blocking calls, each in a thread of its own that ends with the call."""
+"""Runs each blocking call in a separate thread, which ends with the call."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,16 +9,17 @@ T = TypeVar("T")
 
 
 async def in_own_thread(call: Callable[[], T]) -> T:
-    """Run a blocking call in a new thread, and return its result or raise its error once the thread has ended. If the
-    awaiting task is cancelled, it does not wait for the call.
+    """Run a blocking call in a new thread. Return the call's result, or raise its error, when the thread has ended. If
+    the awaiting task is cancelled, the call continues, but the task does not wait for it.
 
-    A thread that has ended does not keep any object of the call alive. A thread of asyncio's pool may keep these
-    objects for a short time. A garbage collection right after a component was closed would then not free them.
+    A separate thread is used for two reasons:
 
-    OpenMP keeps a team of threads for each thread that computed, until that thread ends. GNU's OpenMP (libgomp) lets
-    teams spin for work only while its threads do not outnumber the cores. If there is one team more, every operation of
-    an engine waits until the kernel has woken its team. In a measurement on two cores, a prompt of 205 tokens then took
-    a third longer.
+    - A thread that has ended keeps no object of the call alive. A thread of asyncio's pool may keep such objects for
+      a short time. A garbage collection directly after a component was closed would then not free its memory.
+    - OpenMP creates a team of threads for each thread that computes, and keeps the team until that thread ends. GNU's
+      OpenMP (libgomp) lets waiting teams spin only while there are not more threads than cores. With one team too many,
+      each operation of an engine waits until the kernel has woken its team. In a measurement on two cores, a prompt of
+      205 tokens took a third longer.
     """
     executor = ThreadPoolExecutor(1, "own-thread")
     running = executor.submit(call)

@@ -1,4 +1,4 @@
-"""Id of the request that a task serves, so that every log line of the task can name it."""
+"""Id of the request that a task serves. Log lines of the task contain this id."""
 
 from contextvars import ContextVar
 

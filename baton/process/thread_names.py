@@ -1,4 +1,4 @@
-"""Gives threads names that the operating system shows. Python itself does so since version 3.14."""
+"""Sets thread names that the operating system shows. Python sets them itself since version 3.14."""
 
 import contextlib
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def show_thread_name() -> None:
-    """Set the operating system's name of the calling thread to its Python name, cut to 15 characters. `top -H`, py-spy
-    and /proc/PID/task/TID/comm show it. Does nothing except on Linux."""
+    """Set the operating system's name of the calling thread to the thread's Python name, cut to 15 characters. The name
+    is shown by `top -H`, py-spy and /proc/PID/task/TID/comm. Does nothing except on Linux."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox forbids it: the name is for people only
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(threading.current_thread().name)

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of a process: the caller's trace as gRPC metadata, and the exporter of the process's own spans.
+"""OpenTelemetry in a process: sends the caller's trace as gRPC metadata, and exports the process's own spans.
 
-Uses the W3C trace context, and OTLP over gRPC. OpenTelemetry is optional (the extra `traces`). A program that has a
-span has already imported OpenTelemetry's API, so the check for a span does not import it.
+Uses the W3C trace context, and OTLP over gRPC. OpenTelemetry is an optional dependency (the extra `traces`). The check
+whether a span exists does not import OpenTelemetry: if its API has not been imported yet, no span can exist.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ _API = "opentelemetry.trace"
 
 
 def has_span() -> bool:
-    """Return whether this thread or task has a current OpenTelemetry span."""
+    """Return True if this thread or task has a current OpenTelemetry span."""
     api = sys.modules.get(_API)
     return api is not None and api.get_current_span().get_span_context().is_valid
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Return the current span of this thread or task as metadata, so that it becomes the parent of the server's spans.
-    Empty if no span exists."""
+    """Return gRPC metadata that contains the current span of this thread or task, so that spans of the server become
+    its children. Empty if there is no current span."""
     if not has_span():
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -39,9 +39,12 @@ def trace_metadata() -> tuple[tuple[str, str], ...]:
 
 
 def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvider | None":
-    """Return a provider that creates this process's spans and exports them in batches on its own thread; None if no
-    collector is configured. `about` describes the process and is sent with each batch. The caller shuts the provider
-    down, which blocks. Raises ConfigError if OpenTelemetry is not installed."""
+    """Return a provider that creates this process's spans, and exports them in batches on its own thread. Return None
+    if no collector is configured.
+
+    `about` holds attributes of the process, which are sent with each batch. The caller must shut the provider down,
+    which is a blocking call. Raises ConfigError if OpenTelemetry is not installed.
+    """
     if not export.otlp_endpoint:
         return None
     try:
@@ -65,8 +68,8 @@ def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvi
 
 @asynccontextmanager
 async def exported_spans(export: "TraceExport", about: Mapping[str, str]) -> "AsyncIterator[TracerProvider | None]":
-    """Yield the provider of `provider_of`, and shut it down on exit. Its remaining spans are exported first, even if
-    the block raised an error or was cancelled. The event loop is not blocked during the shutdown."""
+    """Async context manager that yields the result of `provider_of`. On exit, it exports the remaining spans and shuts
+    the provider down, even after an error or a cancellation. The event loop is not blocked meanwhile."""
     provider = provider_of(export, about)
     try:
         yield provider

@@ -1,28 +1,29 @@
-"""Detects an engine's thread that hangs in a turn. A turn is one unit of the engine's work: a prefill rank's turn, or a
-generation engine's step.
+"""Detects that an engine's thread hangs in a turn. A turn is one unit of the engine's work, for example one step of a
+generation engine.
 
-A stopped process does not answer heartbeats. But a process still answers them if only its engine thread hangs, for
-example in a deadlock or in a kernel that never ends. So `prefill_workers.engine` and `generate_workers.engine.core`
-time their own turns with this watch, and their status reports a stalled turn. The supervisor then kills the process.
+A process whose engine thread hangs still answers heartbeats, for example after a deadlock, or in a kernel that never
+ends. Therefore `prefill_workers.engine` and `generate_workers.engine.core` time their own turns with this module, and
+their status reports a stalled turn. The supervisor then kills the process.
 
-The predicted duration of a turn is valid only for an idle machine, and a first turn may have no prediction. Processor
-time distinguishes a slow thread from a hanging one: a computing thread uses some processor time even on a crowded
-machine, and a hanging thread uses none. So the limit applies to the time in which the thread uses nearly no processor
-time. Counting starts over when the thread uses some. There are two limits:
+The predicted duration of a turn is valid only for an idle machine, and a first turn may have no prediction. Slow and
+hanging threads are therefore distinguished by processor time. A thread that computes uses some processor time even on a
+crowded machine. A thread that hangs uses none. There are two limits:
 
-    idle    the limit: max(floor, 4 x the expected turn). A prediction that is ten times too short does no harm.
-    in all  30 limits, because an endless loop uses processor time too. No turn takes 30 x 4 times its prediction.
+    idle    maximum time in which the thread uses nearly no processor time: max(floor, 4 x the expected duration). The
+            count restarts when the thread uses processor time. A prediction that is ten times too short does no harm.
+    total   30 times the idle limit. It detects endless loops, which use processor time too. No real turn takes 30 x 4
+            times its predicted duration.
 
-A thread may also hang between two turns. An engine that has waiting work then passes `has_work` to `look`, and the
-watch measures how long that work waits.
+A thread may also hang between two turns. An engine with waiting work then passes `has_work` to `look`, and the time
+that the work waits is measured.
 
-A thread that has a running child process does not count as idle: a first turn may compile kernels and wait for the
-compiler.
+A thread with a running child process does not count as idle, because the first turn may compile kernels and wait for
+the compiler.
 
-At most two periods are counted between two calls of `look`. Otherwise a watch whose own thread was not scheduled would
-report the engine.
+At most two periods are counted between two calls of `look`. Otherwise an engine would be reported as hung if the thread
+that calls `look` was not scheduled.
 
-On CUDA the host's thread spins while it waits for the device (the runtime's default), which counts as work.
+On CUDA, the host thread spins while it waits for the device (the runtime's default). This counts as processor time.
 """
 
 import threading
@@ -35,26 +36,27 @@ from typing import Self
 from baton.process.clock import Clock
 
 EXPECTED_TURNS = 4
-"""Limit as a multiple of the expected duration of a turn. An engine that takes longer is considered hung."""
+"""Multiple of a turn's expected duration. An engine that takes longer without using processor time is considered
+hung."""
 _LOOKS = 4
-"""Number of calls of `look` within the shortest limit."""
+"""Minimum number of calls of `look` within the shortest limit."""
 _ENDLESS = 30
-"""Maximum total duration of a turn as a multiple of the limit, even if the turn uses processor time."""
+"""Maximum duration of a turn as a multiple of its idle limit. It applies even if the turn uses processor time."""
 _WORK = 0.01
-"""Minimum fraction of the time for which a computing thread gets a core."""
+"""Minimum fraction of the elapsed time that a thread must use as processor time to count as working."""
 _LEAST_PERIOD = 0.1
-"""Minimum fraction of a period between two calls of `look`. In a shorter time, microseconds of a waiting thread would
-count as work."""
+"""Minimum time between two evaluations by `look`, as a fraction of `period_s`. In a shorter time, the few microseconds
+that a waiting thread uses would count as work."""
 
 
 def limit_s(floor_s: float, turn_s: float) -> float:
-    """Return the limit in seconds without processor time for a turn that is expected to take `turn_s`. `floor_s` is the
-    shortest limit."""
+    """Return the maximum time in seconds that a turn may use no processor time. `turn_s` is the expected duration of
+    the turn, and `floor_s` is the shortest limit."""
     return max(floor_s, EXPECTED_TURNS * turn_s)
 
 
 def cpu_s(thread: threading.Thread) -> float:
-    """Return the seconds of processor time that a thread has used; 0 if the thread is not running."""
+    """Return the processor time in seconds that a thread has used. 0 if the thread is not running."""
     if thread.native_id is None or not thread.is_alive():
         return 0.0
     try:  # the id that pthread_getcpuclockid returns; that must not be called for a thread that has ended
@@ -64,8 +66,8 @@ def cpu_s(thread: threading.Thread) -> float:
 
 
 def has_child(thread: threading.Thread) -> bool:
-    """Return whether the thread has started a process that still exists; False if the system cannot list the processes
-    of a thread."""
+    """Return True if the thread has started a process that still exists. Return False if the operating system does not
+    list the child processes of a thread."""
     try:
         return bool(Path(f"/proc/self/task/{thread.native_id}/children").read_bytes())
     except OSError:
@@ -73,34 +75,37 @@ def has_child(thread: threading.Thread) -> bool:
 
 
 class TurnWatch:
-    """Measures one engine's turns. The engine's thread calls `begin` and `end`, which take no lock and read no clock.
-    Any thread may call `look`. Does no I/O of its own: all clocks are arguments. `floor_s` is the shortest limit, in
-    seconds. `cpu_s` reads the processor time that the engine's thread has used. `has_child` returns whether the thread
-    has started a process that still exists."""
+    """Measures the turns of one engine and detects that the engine's thread hangs. The engine's thread calls `begin`
+    and `end`, which take no lock and read no clock. Any thread may call `look`.
+
+    All clocks are arguments. `floor_s` is the shortest limit in seconds. `cpu_s` returns the processor time in seconds
+    that the engine's thread has used. `has_child` returns True if this thread has started a process that still exists.
+    """
 
     def __init__(
         self, clock: Clock, cpu_s: Callable[[], float], floor_s: float, has_child: Callable[[], bool] = lambda: False
     ) -> None:
         self.stall = ""
-        """Reason why the engine is considered hung; empty while it works or has nothing to do."""
+        """Reason why the engine is considered hung. Empty while the engine works or has nothing to do."""
         self.period_s = floor_s / _LOOKS
-        """Seconds between two calls of `look`."""
+        """Maximum time in seconds between two calls of `look`."""
         self._clock, self._cpu_s, self._has_child, self._floor_s = clock, cpu_s, has_child, floor_s
         self._begun = self._ended = ("", 0.0)
-        """Latest turn that has begun, and latest turn that has ended, each with its name and expected seconds."""
+        """Last turn that began, and last turn that ended, each as (name, expected seconds)."""
         self._looking = threading.Lock()
         self._seen, self._was_busy = self._begun, False
-        """Latest turn at the last call of `look`, and whether that turn was running or work was waiting for the next
-        turn."""
+        """State at the last call of `look`: the turn that began last, and True if that turn was running or work was
+        waiting."""
         self._idle_s = self._total_s = self._looked_s = self._used_s = 0.0
 
     @classmethod
     def over(cls, thread: threading.Thread, clock: Clock, floor_s: float) -> Self:
-        """Return a watch for the turns of `thread`, which may be started later."""
+        """Return a watch for the turns of `thread`. The thread may be started later."""
         return cls(clock, partial(cpu_s, thread), floor_s, partial(has_child, thread))
 
     def begin(self, name: str, turn_s: float) -> None:
-        """Record that a turn begins. `turn_s` is its expected duration in seconds, or 0 if unknown."""
+        """Record that a turn begins. `name` describes the turn, and `turn_s` is its expected duration in seconds (0:
+        unknown)."""
         self._begun = name, turn_s
 
     def end(self) -> None:
@@ -109,9 +114,12 @@ class TurnWatch:
         self.stall = ""
 
     def look(self, has_work: bool = False) -> bool:
-        """Update `stall`, and return whether the engine is known to have worked since the last call. A turn is timed
-        from the first call that sees it. Work that waits while no turn runs (`has_work`) is timed in the same way. Call
-        this method every `period_s` seconds, or more often."""
+        """Update `stall`. Return True if the engine is known to have worked since the last call.
+
+        `has_work` is True if work is waiting for the engine's next turn. The duration of a turn is measured from the
+        first call of `look` during the turn. The time that work waits between turns is measured in the same way. Call
+        this method at least every `period_s` seconds.
+        """
         with self._looking:
             turn, was_busy = self._begun, self._was_busy
             in_turn = turn is not self._ended

@@ -1,5 +1,5 @@
-"""Writes files atomically: a file appears complete or not at all, even if its writer is killed or several processes
-write it at once."""
+"""Writes files atomically. Readers see the complete file or no file, even if the writer is killed or several processes
+write the same file."""
 
 import contextlib
 import time
@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _ABANDONED_S = 3600.0
-"""Seconds without a write after which the writer of a partial file is assumed to have been killed."""
+"""Age in seconds after which a partial file is removed. A partial file that was not written to for this time is assumed
+to belong to a killed process."""
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file to write. It replaces `path` once the `with` block has ended without an error.
-    Also removes partial files of `path` whose writers were killed."""
+    """Context manager that yields the path of a temporary file to write. When the `with` block ends without an error,
+    the temporary file replaces `path`. Partial files of `path` that killed processes left are removed."""
     for left in path.parent.glob(f"{path.name}.*.partial"):
         with contextlib.suppress(FileNotFoundError):  # another writer has removed or renamed it
             if time.time() - left.stat().st_mtime > _ABANDONED_S:

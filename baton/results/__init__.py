@@ -1,2 +1,2 @@
-"""Values that a client receives in addition to tokens: completions, and the times of their stages. All are frozen, so
-threads may share them."""
+"""Values that a client receives in addition to tokens: completions, and the times of a request's stages. All classes
+are frozen dataclasses, so threads may share their objects."""

@@ -1,4 +1,4 @@
-"""Output of a request, and description of the served model, as values."""
+"""Output of a request, and the description of the served model."""
 
 from dataclasses import dataclass
 
@@ -8,68 +8,68 @@ from baton.types import FinishReason, SampledToken
 
 @dataclass(frozen=True)
 class Usage:
-    """Number of tokens and attempts of a request."""
+    """Numbers of tokens and attempts of a request."""
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Number of output tokens of all choices, including tokens from before a resumption."""
+    """Number of output tokens of all choices, including tokens that were sent before the client resumed the stream."""
     num_attempts: int
-    """Number of attempts that the server made at the request. Counting starts over when a client resumes the request.
-    """
+    """Number of times that the server attempted the request. The count restarts when a client resumes the request."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens that the last attempt did not compute, because the KV of an equal prefix was cached."""
+    """Number of prompt tokens whose KV was found in the prefix cache and not computed by the last attempt."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One output of a request. It is partial while the choice runs, and complete once the choice has ended."""
+    """One output (choice) of a request. It is partial until the choice has ended."""
 
     index: int
     text: str
     tokens: tuple[SampledToken, ...]
     finish: FinishReason | None
-    """Reason why the choice ended; None while it runs."""
+    """Reason why the choice ended. None while the choice is running."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Output of a stream. It is partial while the stream runs, and complete once the stream has ended."""
+    """Output of a request that is streamed. It is partial until the stream has ended."""
 
     request_id: str
     choices: tuple[Choice, ...]
     prompt: tuple[SampledToken, ...]
-    """Tokens of the prompt with their logprobs; empty unless the request asked for them."""
+    """Tokens of the prompt with their logprobs. Empty unless the request asked for prompt logprobs."""
     model: str
     """Name of the served model; empty until the server has accepted the request."""
     seed: int | None
-    """Seed with which an equal request gets the same tokens; None until the server has accepted the request."""
+    """Seed of the sampling. A request with equal parameters and this seed gets the same tokens. None until the server
+    has accepted the request."""
     exact: bool | None
-    """True: all tokens came from full attention and coupled sampling. False: some tokens may come from an approximate
-    policy (`timings.residency`). None: the server has not accepted the request yet."""
+    """True: all tokens were computed with full attention and coupled sampling. False: some tokens may be computed with
+    an approximate residency policy (`timings.residency`). None: the server has not accepted the request yet."""
     num_prompt_tokens: int | None
     """Number of prompt tokens; None until the server has accepted the request."""
     usage: Usage | None
-    """Number of tokens and attempts, from the server's last message. None until it has arrived, and in streams that end
-    without it."""
+    """Numbers of tokens and attempts, from the server's last message. None until this message has arrived, and if the
+    stream ended without it."""
     timings: Timings | None
-    """Times at which the request's stages began and ended, from the server's last message. None until it has arrived,
-    and in streams that end without it."""
+    """Start and end times of the request's stages, from the server's last message. None until this message has arrived,
+    and if the stream ended without it."""
     num_resumes: int
-    """Number of times the client resumed the stream after losing the server."""
+    """Number of times that the client lost the connection to the server and resumed the stream."""
 
     @property
     def text(self) -> str:
-        """Text of the first choice."""
+        """Output text of the first choice so far."""
         return self.choices[0].text
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
-        """Tokens of the first choice."""
+        """Tokens of the first choice, in order."""
         return self.choices[0].tokens
 
     @property
     def finish(self) -> FinishReason | None:
-        """Reason why the first choice ended; None while it runs."""
+        """Reason why the first choice ended. None while the choice is running."""
         return self.choices[0].finish
 
 
@@ -79,7 +79,7 @@ class ModelInfo:
 
     name: str
     max_tokens: int
-    """Largest total number of tokens of prompt and output."""
+    """Maximum total number of tokens in prompt and output."""
     vocab_size: int
     dtype: str
     has_chat_template: bool

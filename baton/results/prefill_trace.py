@@ -1,6 +1,8 @@
-"""Values that show how a request's prompt was prefilled: decisions, predictions and measurements. A prompt is prefilled
-by a chain of prefill ranks, each of which computes a range of its tokens, or by the generation group itself. All values
-are frozen, so threads may share them."""
+"""Record of how a request's prompt was prefilled: decisions, predictions and measurements.
+
+A prompt is prefilled either by a chain of prefill ranks, each of which computes a range of its tokens, or by the
+generation group itself. All classes are frozen dataclasses, so threads may share their objects.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +11,7 @@ from baton.types import TokenRange
 
 @dataclass(frozen=True)
 class Interval:
-    """Wall-clock time [start_ns, end_ns) in unix nanoseconds."""
+    """Interval of wall-clock time in unix nanoseconds. `end_ns` is exclusive."""
 
     start_ns: int
     end_ns: int
@@ -17,7 +19,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class RankTiming:
-    """One prefill rank's work for a request. Instants are in unix nanoseconds."""
+    """Measurements of one prefill rank for one request. Times are in unix nanoseconds."""
 
     rank: int
     tokens: TokenRange
@@ -25,7 +27,7 @@ class RankTiming:
     start_ns: int
     end_ns: int
     wait_s: float
-    """Seconds of the time from `start_ns` to `end_ns` that the rank waited for the KV of earlier ranks."""
+    """Seconds between `start_ns` and `end_ns` in which the rank waited for KV of earlier ranks."""
     push_start_ns: int
     push_end_ns: int
     num_bytes_pushed: int
@@ -33,58 +35,59 @@ class RankTiming:
     num_bytes_sent: int
     """Number of bytes of KV that the rank sent to the next rank."""
     layers: tuple[Interval, ...]
-    """Time interval in which each layer was computed, including waits."""
+    """Time intervals in which the layers were computed, one for each layer, including waits."""
     num_messages_sent: int = 0
     """Number of messages with which the rank sent KV to the next rank."""
     send_s: float = 0.0
-    """Seconds during which KV was in transfer to the next rank; 0 on the last rank."""
+    """Seconds in which KV was being sent to the next rank. 0 on the last rank."""
     num_bytes_shared: int = 0
-    """Number of pushed bytes that were transferred through memory shared with the generation group's process instead of
-    gRPC."""
+    """Number of pushed bytes that were sent through shared memory instead of gRPC. Shared memory is used if the
+    generation group's process is on the same node."""
 
 
 @dataclass(frozen=True)
 class WidthOption:
-    """One possible width of a request's chain (a number of ranks), with the predictions made when the request was
-    placed."""
+    """One possible number of ranks for a request's prefill chain, with the predictions that were made when the request
+    was placed."""
 
     width: int
     own_s: float
-    """Predicted seconds until the end of the request's prefill, including the time in which the ranks serve earlier
-    requests."""
+    """Predicted time in seconds until the end of the request's prefill. It includes the time in which the ranks compute
+    earlier requests."""
     others_s: float
-    """Predicted total delay, in seconds, of other prompts: those in flight, and an equal number of later ones."""
+    """Predicted delay of other prompts in seconds, summed over these prompts. They are the prompts in flight, and an
+    equal number of later prompts."""
 
     @property
     def cost_s(self) -> float:
-        """Predicted total cost in seconds: `own_s` plus `others_s`. The option with the lowest cost is chosen."""
+        """Total cost of the option in seconds: `own_s` plus `others_s`. The option with the lowest cost is chosen."""
         return self.own_s + self.others_s
 
 
 @dataclass(frozen=True)
 class WidthChoice:
-    """Number of ranks that a request's chain has, and all options that were compared. The option with the lowest
-    `cost_s` is chosen."""
+    """Chosen number of ranks of a request's prefill chain, with all options that were compared. The option with the
+    lowest `cost_s` is chosen."""
 
     width: int
     num_ranks: int
-    """Number of ranks of the prefill group."""
+    """Number of ranks of the prefill group. The chosen chain may use fewer of them."""
     num_ahead: int
-    """Number of the prefill group's jobs in flight that were to be served before this request."""
+    """Number of the prefill group's running jobs that are served before this request."""
     num_jobs: int
-    """Number of all jobs of the prefill group that were in flight."""
+    """Number of all running jobs of the prefill group."""
     options: tuple[WidthOption, ...]
     """All options that were compared, including the chosen one."""
 
     @property
     def predicted_s(self) -> float | None:
-        """Predicted seconds from placement to the end of the prefill; None when the chosen width is not among the
-        options."""
+        """Predicted time in seconds from the request's placement to the end of its prefill. None if the chosen number
+        of ranks is not among the options."""
         return next((option.own_s for option in self.options if option.width == self.width), None)
 
     @property
     def reason(self) -> str:
-        """The chosen width and the predictions for all widths, in one readable line."""
+        """Description of the chosen number of ranks and of the predictions for all options, in one line."""
         options = ", ".join(f"{each.width}: {each.own_s:.3f} + {each.others_s:.3f}" for each in self.options)
         place = f"{self.width} of {self.num_ranks} ranks behind {self.num_ahead} of {self.num_jobs} jobs"
         return f"{place}; predicted seconds, own + others', by width: {options}"
@@ -92,30 +95,31 @@ class WidthChoice:
 
 @dataclass(frozen=True)
 class PlacementTerms:
-    """Predicted terms of the time from a request's placement to its first token, for one option: prefill by a chain, or
-    by the generation group itself."""
+    """Predicted times, in seconds, for one option to prefill a request: by a chain, or by the generation group itself.
+    Their sum, without `others_s`, is the time from the request's placement to its first token."""
 
     queue_s: float
-    """Seconds in which earlier requests are served before this one."""
+    """Seconds that the request waits for earlier requests."""
     prefill_s: float
-    """Seconds to compute the request's own prompt, without its cached tokens."""
+    """Seconds to compute the request's prompt, except its cached tokens."""
     steps_s: float
-    """Seconds of decode steps that the generation group runs before the first token."""
+    """Seconds of the generation group's decode steps that the request waits for before its first token."""
     transfer_s: float
-    """Seconds of KV transfer that do not overlap with computing."""
+    """Seconds of the KV transfer that do not overlap with the computation of the prompt."""
     others_s: float
-    """Total delay, in seconds, that this option causes for other prompts."""
+    """Seconds by which this option delays other prompts, summed over these prompts."""
     fetch_s: float = 0.0
-    """Seconds to fetch cached KV from another node's prefix store, before the prefill."""
+    """Seconds to fetch cached KV from the prefix store of another node before the prefill. 0 if nothing is fetched."""
 
     @property
     def own_s(self) -> float:
-        """Predicted seconds from placement to the first token: the sum of all terms except `others_s`."""
+        """Predicted time in seconds from the request's placement to its first token: the sum of all fields except
+        `others_s`."""
         return sum(seconds for name, seconds in self._terms() if name != "others_s")
 
     @property
     def cost_s(self) -> float:
-        """Predicted total cost in seconds: `own_s` plus `others_s`. The option with the lowest cost is chosen."""
+        """Total cost of the option in seconds: `own_s` plus `others_s`. The option with the lowest cost is chosen."""
         return self.own_s + self.others_s
 
     def _terms(self) -> list[tuple[str, float]]:
@@ -128,16 +132,20 @@ class PlacementTerms:
 
 @dataclass(frozen=True)
 class Placement:
-    """Decision whether a chain or the generation group itself prefills a request, with its reason."""
+    """Decision whether a prefill chain or the generation group itself prefills a request, with the predictions on which
+    it is based."""
 
     reason: str
-    """Reason in one word. If a chain prefills: chain_faster, always (as configured), not_predicted (no prediction for
-    the group). If the generation group prefills: local_faster, never (as configured), prompt_scores, no_prefill_groups,
-    none_ready."""
+    """Reason for the decision, as one word.
+
+    A chain prefills the request: chain_faster, always (configured), or not_predicted (no prediction exists for the
+    group). The generation group itself prefills the request: local_faster, never (configured), prompt_scores,
+    no_prefill_groups, or none_ready.
+    """
     chain: PlacementTerms | None = None
-    """Prediction for prefill by a chain; None if nothing was predicted."""
+    """Predicted times if a chain prefills the request. None if they were not predicted."""
     local: PlacementTerms | None = None
-    """Prediction for prefill by the generation group itself; None if nothing was predicted."""
+    """Predicted times if the generation group itself prefills the request. None if they were not predicted."""
 
     @property
     def is_local(self) -> bool:
@@ -146,27 +154,27 @@ class Placement:
 
     @property
     def text(self) -> str:
-        """The reason and the predictions in one readable line."""
+        """Description of the reason and the predicted seconds in one readable line."""
         ways = [f"{name} {terms}" for name, terms in (("chain", self.chain), ("local", self.local)) if terms]
         return f"{self.reason}; predicted seconds: {', '.join(ways)}" if ways else self.reason
 
 
 @dataclass(frozen=True)
 class PrefixFetch:
-    """A fetch of cached KV from the prefix store of another node, before the prefill."""
+    """Record of fetching cached KV from the prefix store of another node, before the prefill."""
 
     source: str
-    """Name of a group on the node from which the KV was fetched."""
+    """Name of a worker group on the node from which the KV was fetched."""
     num_tokens: int
-    """Number of tokens whose KV was requested. It includes tokens whose KV the target node already had when the fetch
-    began."""
+    """Number of tokens whose KV was requested. It includes tokens whose KV was already in the target node's prefix
+    store."""
     num_bytes: int
     """Number of bytes of KV that were fetched."""
     predicted_s: float
     took_s: float
     shortfall: str = ""
-    """Reason, in one line, why the fetch was incomplete. The request was then placed again. Empty if the fetch was
-    complete."""
+    """Reason, in one line, why not all KV was fetched. Empty if the fetch was complete. After an incomplete fetch, the
+    request was placed again."""
 
     @property
     def text(self) -> str:
@@ -178,14 +186,15 @@ class PrefixFetch:
 
 @dataclass(frozen=True)
 class PrefillTrace:
-    """Record of how a request's prompt was prefilled: the server's decisions, predictions and measurements. Meant for
-    tuning a cluster. Its fields may change with any version."""
+    """Record of how a request's prompt was prefilled: the server's decisions, predictions and measurements. It is meant
+    for tuning a cluster. Its fields may change in any version."""
 
     placement: Placement | None = None
-    """Decision where the request was prefilled, with its reason; None when the request was not placed."""
+    """Decision whether a prefill chain or the generation group itself prefills the request, with its reason. None if
+    the request was not placed."""
     width: WidthChoice | None = None
-    """Number of prefill ranks that was chosen, with its reason; None when the generation group prefilled by itself."""
+    """Chosen number of prefill ranks, with its reason. None if the generation group itself prefilled the request."""
     ranks: tuple[RankTiming, ...] = ()
-    """Timings of the chain's ranks; empty when the generation group prefilled by itself."""
+    """Timings of the ranks in the prefill chain. Empty if the generation group itself prefilled the request."""
     fetch: PrefixFetch | None = None
-    """Last fetch of cached KV from another node; None when none was attempted."""
+    """Last attempt to fetch cached KV from another node. None if there was no attempt."""

@@ -1,7 +1,8 @@
-"""Stages of a request as time intervals. Used by metrics, traces, `baton trace` and the console. Pure.
+"""Stages of a request as time intervals. Used by metrics, traces, `baton trace` and the console. All functions are
+pure.
 
-Instants are in unix nanoseconds and come from the clocks of several machines, which may differ. If a stage's end is
-before its start, the stage is given a length of 0.
+Times are in unix nanoseconds, from the clocks of several machines, which may differ. If the end of a stage would be
+before its start, the stage has a length of 0.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,20 +16,21 @@ Attributes = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a request: its name, time interval and attributes."""
+    """One stage of a request, with its name, time interval and attributes."""
 
     name: str
-    """Name of the stage: queue, placement, prefill, transfer, insert or decode. For a single rank: prefill_rank or
-    transfer_rank."""
+    """Name of the stage. For a whole request: queue, placement, prefill, transfer, insert or decode. For one prefill
+    rank: prefill_rank or transfer_rank."""
     at: Interval
     rank: int | None = None
-    """Prefill rank to which the stage belongs; None for a stage of the whole request."""
+    """Index of the prefill rank to which the stage belongs. None for a stage of the whole request."""
     attributes: Attributes = field(default_factory=dict)
 
 
 def stages_of(timings: Timings, num_output_tokens: int) -> Iterator[Stage]:
-    """Yield all stages that a request has reached by `timings.finished_ns`: first those of the whole request in order,
-    then those of single ranks. `num_output_tokens` is the number of output tokens so far."""
+    """Yield all stages that a request has reached by `timings.finished_ns`. Stages of the whole request come first,
+    in order, and then the stages of individual prefill ranks. `num_output_tokens` is the number of output tokens so
+    far."""
     to_first = list(first_token_stages(timings)) or list(_stages_without_token(timings))
     for name, at in to_first:
         yield Stage(name, at)
@@ -48,17 +50,17 @@ def stages_of(timings: Timings, num_output_tokens: int) -> Iterator[Stage]:
 
 
 def first_token_stages(timings: Timings) -> Iterator[tuple[str, Interval]]:
-    """Yield the consecutive stages, without gaps, of a request's time to first token. Each stage begins at the end of
-    the one before it; the first begins when the request is received.
+    """Yield the stages of a request up to its first token, in order and without gaps. The first stage begins when the
+    request is received, and each other stage begins at the end of the previous one.
 
-        queue      until the request left the queue
-        placement  until it had a slot, earlier attempts included
-        prefill    until the last rank had computed
-        transfer   until the last byte of KV was pushed
-        insert     until the first token was sent
+        queue      ends when the request leaves the queue
+        placement  ends when the request has a slot; earlier attempts are included
+        prefill    ends when the last rank has computed its chunk
+        transfer   ends when the last byte of KV has been pushed
+        insert     ends when the first token has been sent
 
-    If the generation group prefilled by itself, transfer and insert are missing, and prefill ends with the first token.
-    Yields nothing if no token was made, or if the first token was made before the last attempt.
+    If the generation group itself prefilled the request, there is no transfer and no insert, and prefill ends with the
+    first token. Yields nothing if there is no first token, or if the first token is older than the last attempt.
     """
     if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
         return

@@ -1,1 +1,2 @@
-"""Settings of all components: how they are declared and checked, and where a worker runs."""
+"""Declaration and validation of the settings of all components, and the settings that all worker processes have in
+common."""

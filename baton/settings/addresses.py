@@ -1,4 +1,4 @@
-"""Addresses of servers as text: host:port. Pure."""
+"""Conversion of server addresses between the text host:port and its parts. All functions are pure."""
 
 
 def join_address(host: str, port: int) -> str:
@@ -7,5 +7,5 @@ def join_address(host: str, port: int) -> str:
 
 
 def host_of(address: str) -> str:
-    """Return the host of an address of the form host:port, without brackets."""
+    """Return the host of an address of the form host:port. The brackets around an IPv6 address are removed."""
     return address.rpartition(":")[0].strip("[]")

@@ -1,10 +1,10 @@
-"""Settings: frozen dataclasses whose fields declare their type, default, limits and meaning. Values are checked when an
-instance is made.
+"""Base of all settings classes: frozen dataclasses whose fields have a type, a default, limits and a docstring. Values
+are validated when an object is created.
 
-Classes decorated with `@settings` are checked by pydantic, without silent conversions. Regardless of the source of a
-value, an invalid one raises ConfigError, which names the field, the value and the remedy. Fields are described by their
-docstrings. The settings of a role are also a section of the cluster's configuration, which users write. They are sent
-to the role's processes as JSON.
+Classes decorated with `@settings` are validated by pydantic, without implicit conversions. An invalid value raises
+ConfigError, which names the field, the value and the remedy. Docstrings of fields are shown to users as descriptions.
+The settings of a role form a section of the cluster's configuration file. They are sent to the role's processes as
+JSON.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from baton.settings.byte_sizes import parse_bytes, parse_rate
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
-"""Number of bytes, or text like "1.5GiB"."""
+"""Number of bytes. It may be given as an integer, or as text like "1.5GiB"."""
 ByteRate = Annotated[int, BeforeValidator(parse_rate), Field(ge=0)]
-"""Number of bytes per second, or text like "25GBps"."""
+"""Number of bytes per second. It may be given as an integer, or as text like "25GBps"."""
 
 
 def _absolute(path: str) -> str:
@@ -32,7 +32,8 @@ def _absolute(path: str) -> str:
 
 
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-"""Path that is made absolute, because the processes of a cluster run in their own working folders; may be empty."""
+"""Path that is converted to an absolute path, because the processes of a cluster have different working folders. May be
+empty."""
 
 T = TypeVar("T")
 _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
@@ -42,7 +43,8 @@ _MAX_SHOWN = 80
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def settings(cls: type[T]) -> type[T]:
-    """Turn the class into a frozen dataclass that checks its fields. An invalid value raises ConfigError."""
+    """Convert a class to a frozen dataclass whose fields are validated. Creating an object with an invalid value raises
+    ConfigError. Used as a decorator."""
     made: Any = dataclass(frozen=True, config=_CONFIG)(cls)
     names = [field.name for field in dataclasses.fields(made) if not field.kw_only]
     check = made.__init__
@@ -59,7 +61,7 @@ def settings(cls: type[T]) -> type[T]:
 
 
 def from_json(cls: type[T], text: str | bytes) -> T:
-    """Return the settings that a JSON text describes. Raises ConfigError, which names the first invalid field."""
+    """Create settings of the class `cls` from JSON text. Raises ConfigError, which names the first invalid field."""
     try:
         return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
@@ -67,31 +69,32 @@ def from_json(cls: type[T], text: str | bytes) -> T:
 
 
 def to_json(values: Any) -> str:
-    """Return the settings as one line of JSON, which `from_json` reads."""
+    """Return settings as one line of JSON, which `from_json` can read."""
     return TypeAdapter(type(values)).dump_json(values).decode()
 
 
 def values_of(cls: type[Any], settings: Any) -> dict[str, Any]:
-    """Return the values of the fields that `cls` declares, by name. `settings` is an instance of `cls` or of a
+    """Return the values of the fields that the class `cls` has, by name. `settings` is an object of `cls` or of a
     subclass."""
     assert isinstance(settings, cls)
     return {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
 
 
 def part_of(cls: type[T], settings: T) -> T:
-    """Return the settings as an instance of `cls`, without the fields that subclasses add."""
+    """Return an object of the class `cls` with the values of `settings`, which is an object of a subclass. Fields that
+    only the subclass has are omitted."""
     return cls(**values_of(cls, settings))
 
 
 def names_of(cls: type[Any]) -> list[str]:
-    """Return the names of the fields in the order in which they are shown: fields of the class itself come before
-    inherited ones."""
+    """Return the names of a settings class's fields in display order. Fields of the class itself come before inherited
+    fields."""
     names = dict.fromkeys(name for base in cls.__mro__ for name in vars(base).get("__annotations__", {}))
     return [name for name in names if name in cls.__dataclass_fields__]
 
 
 def meaning_of(cls: type[Any], name: str) -> str:
-    """Return the docstring of a field."""
+    """Return the docstring of the field `name` of a settings class."""
     declared: Any = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
     return str(declared.__pydantic_fields__[name].description or "")
 

@@ -1,4 +1,4 @@
-"""Parses amounts of memory and rates that users write, like "1.5GiB" and "25GBps"."""
+"""Parses sizes and rates in the units that users write, like "1.5GiB" and "25GBps"."""
 
 import re
 from fractions import Fraction
@@ -9,8 +9,8 @@ _AMOUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(value: object) -> object:
-    """Return the number of bytes of a text like "512MiB" or "1.5 GiB". A value that is not a text is returned
-    unchanged. Raises ValueError."""
+    """Convert text like "512MiB" or "1.5 GiB" to a number of bytes. A value that is not text is returned unchanged.
+    Raises ValueError for invalid text."""
     if not isinstance(value, str):
         return value
     match = _AMOUNT.fullmatch(value.strip())
@@ -21,8 +21,8 @@ def parse_bytes(value: object) -> object:
 
 
 def parse_rate(value: object) -> object:
-    """Return the bytes per second of a text like "25GBps" or "4 GB/s". A value that is not a text is returned
-    unchanged. Raises ValueError."""
+    """Convert text like "25GBps" or "4 GB/s" to a number of bytes per second. A value that is not text is returned
+    unchanged. Raises ValueError for invalid text."""
     if not isinstance(value, str):
         return value
     amount = value.strip().removesuffix("ps").removesuffix("/s")

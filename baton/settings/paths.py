@@ -1,4 +1,4 @@
-"""Folder of files that Baton can create again if they are deleted."""
+"""Cache folder of Baton. Its files can be deleted, because Baton can create them again."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Settings of a worker's process that do not depend on its role: model, node and cluster. Values are sent as JSON."""
+"""Settings of a worker process that do not depend on its role: model, node and cluster. They are sent to the process as
+JSON."""
 
 from dataclasses import field
 from pathlib import Path
@@ -10,32 +11,32 @@ from baton.settings.base import ByteRate, Bytes, Count, settings
 from baton.types import DeviceName, Dtype, KernelChoice, Quantization
 
 LOOPBACK = "127.0.0.1"
-"""Address that only processes of the same machine can reach."""
+"""Loopback address, which only processes on the same machine can reach."""
 
 LogFormat = Literal["text", "json"]
 
 Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
-"""Numbers of cores; a list may be given as well."""
+"""Indices of CPU cores. May be given as a tuple or a list."""
 
 
 @settings
 class ModelFormats:
-    """Number formats of a model."""
+    """Number formats of a model's weights, activations and KV."""
 
     dtype: Dtype = "bfloat16"
-    """Number format of weights, activations and KV: bfloat16 or float32."""
+    """Number format of weights, activations and KV: "bfloat16" or "float32"."""
     quantization: Quantization = "none"
-    """Quantization of weights: none, or int8, which halves the bytes that a step reads and changes answers slightly."""
+    """Quantization of weights: "none", or "int8", which halves the bytes read per step and changes outputs slightly."""
 
 
 @settings
 class PrefixRoom:
-    """Space of a node for the KV of earlier prompts."""
+    """Limits of a node's prefix cache, which stores the KV of earlier prompts."""
 
     prefix_share: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Fraction of each node's /dev/shm for KV of earlier prompts, reused by prompts that begin alike; 0: none."""
+    """Fraction of each node's /dev/shm for the prefix cache, which stores the KV of earlier prompts. 0: no cache."""
     prefix_disk_bytes: Bytes = 0
-    """Bytes of each node's disk, in model.cache, for KV that /dev/shm has no room for, like "20GiB"; 0: none."""
+    """Maximum bytes on each node's disk (model.cache) for KV that does not fit into /dev/shm, like "20GiB". 0: none."""
 
 
 @settings
@@ -43,9 +44,9 @@ class EmulatedLink:
     """The link between host memory and the memory of an emulated device."""
 
     link: ByteRate = 0
-    """Bytes a second in each direction, like "25GBps"; 0: as fast as the machine copies."""
+    """Bandwidth in bytes per second in each direction, like "25GBps". 0: as fast as the machine copies memory."""
     link_latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a transfer takes in addition to the time for its bytes."""
+    """Latency of a transfer in seconds, in addition to the time for its bytes."""
 
 
 @settings
@@ -53,38 +54,38 @@ class LogLines:
     """Format of the log lines of a cluster's processes."""
 
     log_format: LogFormat = "text"
-    """Form of a line: text, or json: an object, which names its request if it has one."""
+    """Format of log lines: "text", or "json" for one JSON object per line, with the request's id if there is one."""
 
 
 @settings
 class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
-    """Settings of a worker's process: its model, node and cluster."""
+    """Settings of a worker process that do not depend on its role: its model, node and cluster."""
 
     model_folder: Path = field(kw_only=True)
-    """Hugging Face folder, already resolved and converted."""
+    """Hugging Face folder of the model. It is already downloaded and converted."""
     model: str = ""
-    """Name by which a node that lacks `model_folder` finds the model itself; empty: such a node cannot serve."""
+    """Name by which a node on which `model_folder` does not exist finds the model. Empty: the node cannot serve."""
     model_search: tuple[Path, ...] = ()
-    """Folders in which such a node looks for one named like `model_folder` first."""
+    """Folders that a node without `model_folder` searches first for a folder with the same name."""
     host: str = LOOPBACK
-    """Address that the worker's server and links bind to, and others reach them at; empty: its node's own."""
+    """Address that the worker's servers bind to and that other processes connect to. Empty: the node's own address."""
     device: DeviceName = "cpu"
-    """Where the worker computes."""
+    """Device on which the worker computes."""
     num_threads: Annotated[int, Field(ge=0)] = 1
-    """Threads that the process computes with; 0: one for each core of its machine."""
+    """Number of threads that the process computes with. 0: one thread for each core of the machine."""
     cores: Cores = ()
-    """Cores that the process is pinned to; empty: not pinned."""
+    """Indices of the CPU cores that the process is pinned to. Empty: the process is not pinned."""
     cluster: str = ""
-    """Name of the cluster whose workers on one node share a prefix store."""
+    """Name of the cluster. Workers of the same cluster on the same node share a prefix store."""
     prefix_disk: str = ""
-    """Folder of the node for prefixes that have no room in /dev/shm."""
+    """Folder on the node's disk for cached prefixes that do not fit into /dev/shm. Empty: no disk is used."""
     num_engines: Count = 1
-    """Generation engines of the cluster, among which a machine's free memory is divided for default limits of KV."""
+    """Number of generation engines in the cluster. Default limits of KV divide a machine's free memory among them."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Kernels that the launcher chose for its kind of processor; workers on other kinds choose their own."""
+    """Kernels that the launcher chose for its kind of processor. Workers on other processors choose their own."""
     secret: str = field(default="", repr=False)
-    """Secret of the worker's cluster, which its callers must know; a worker without one does not start."""
+    """Secret of the cluster, which callers of the worker must send. Required: a worker without it does not start."""
     step_times: str = ""
-    """File of measured step times, by which an engine plans drafts to begin with; empty or missing: nominal costs."""
+    """File of measured step times, with which an engine plans drafts at first. Empty or missing: nominal costs."""
     crash_note: str = ""
-    """File of the process's crash note, which the process itself makes; empty: it has none."""
+    """Path of the process's crash note, a file that the process itself creates. Empty: no crash note."""

@@ -1,4 +1,4 @@
-"""Settings of the export of a process's spans (docs/metrics.md)."""
+"""Settings for exporting the OpenTelemetry spans of a process (docs/metrics.md)."""
 
 from typing import Annotated
 
@@ -15,9 +15,9 @@ def _endpoint(url: str) -> str:
 
 @settings
 class TraceExport:
-    """The export of spans to an OpenTelemetry collector."""
+    """Settings for exporting spans to an OpenTelemetry collector."""
 
     otlp_endpoint: Annotated[str, AfterValidator(_endpoint)] = ""
-    """Collector that gets each request's spans by OTLP over gRPC, like http://127.0.0.1:4317; empty: none does."""
+    """Address of the collector that receives spans by OTLP over gRPC, like http://127.0.0.1:4317. Empty: no export."""
     trace_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Fraction of requests that are traced; requests whose callers turned their own tracing off never are."""
+    """Fraction (0 to 1) of requests that are traced. Requests whose caller has disabled tracing are never traced."""

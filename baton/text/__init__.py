@@ -1,2 +1,2 @@
-"""Converts text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings. Never imports
-torch."""
+"""Conversion between text and token ids: tokenizer, chat template, incremental detokenizer, stop strings, and
+structured outputs. Never imports torch."""

@@ -1,7 +1,8 @@
-"""Reads (parses and tokenizes) long requests in threads, with a limit on the total bytes that are being read. Used on
-one event loop.
+"""Reads requests in threads, with a limit on the total size of the requests that are being read. Reading a request
+means parsing and tokenizing it.
 
-Both front ends read requests through it: tokenizing a text takes many times its bytes of memory.
+The limit is necessary because tokenizing needs many times the memory of the text. Both front ends use this module. Used
+on one event loop.
 """
 
 import asyncio
@@ -17,25 +18,29 @@ from baton.process.memory import free_bytes
 T = TypeVar("T")
 
 _MEMORY_OF_BYTE = 160
-"""Bytes of memory needed to tokenize one byte of text, measured on text that needs much memory."""
+"""Bytes of memory that tokenizing needs for each byte of text. It was measured with text that needs much memory."""
 _MEMORY_SHARE = 0.25
-"""Fraction of the free memory that reading may use."""
+"""Fraction of the free memory that may be used to read requests."""
 _RETRY_S = 0.1
-"""Seconds after which a refused request should be retried: about the time in which ten thousand tokens are read."""
+"""Time in seconds after which a rejected request should be retried. About ten thousand tokens are read in this time."""
 
 
 class BoundedReading:
-    """Limits the bytes of requests that threads of the event loop's pool are reading."""
+    """Runs functions that read requests in threads, and limits the total bytes of the requests that are being read."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        """`max_bytes` is the maximum number of bytes that are being read at a time; None: a limit derived from the free
-        memory (`reading_bytes`). A longer request is read only while no other is being read."""
+        """Create a limit of `max_bytes` bytes of requests that are being read at the same time. None: a limit derived
+        from the free memory (`reading_bytes`). A request that is larger than the limit is read only while no other
+        request is being read."""
         self._max_bytes = reading_bytes(free_bytes()) if max_bytes is None else max_bytes
         self._num_bytes = 0
 
     async def run(self, num_bytes: int, read: Callable[[], T]) -> T:
-        """Call `read` in a thread and return its result. Raises the errors of `read`. Raises ResourceExhaustedError
-        immediately when too many bytes are being read."""
+        """Call `read` in a thread and return its result. `num_bytes` is the size of the request that it reads.
+
+        Raises the errors of `read`. Raises ResourceExhaustedError immediately if the request would exceed the limit on
+        bytes that are being read.
+        """
         self._take(num_bytes)
         given_up = threading.Event()
         reading = asyncio.get_running_loop().run_in_executor(None, _unless, given_up, read)
@@ -63,8 +68,8 @@ class BoundedReading:
 
 
 def reading_bytes(num_bytes_free: int) -> int:
-    """Return the maximum number of request bytes that a process may read at a time. `num_bytes_free` is its free
-    memory."""
+    """Return the maximum total number of bytes of requests that a process may read at the same time. `num_bytes_free`
+    is the free memory in bytes."""
     return min(MAX_READING_BYTES, int(_MEMORY_SHARE * num_bytes_free) // _MEMORY_OF_BYTE)
 
 

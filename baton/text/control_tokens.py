@@ -1,10 +1,10 @@
-"""Prevents text in a chat from being encoded as control tokens. Only the chat template may begin and end turns with
-these tokens.
+"""Prevents text in a chat from being encoded as control tokens. Control tokens begin and end the turns of a chat, and
+only the chat template may write them.
 
-If a text contains the characters of a control token, `mark` inserts marks between these characters. A mark is a
-character that occurs in no text. The template copies the marks with the text. `cut` splits the rendered chat at the
-marks. Each part is encoded separately, and no part contains the characters of the token. A chat without such texts has
-one part. Pure; any thread.
+If a text contains the characters of a control token, `mark` inserts a mark between these characters. The mark is a
+character that is not used in texts. The chat template copies the marks with the text. `cut` then splits the rendered
+chat at the marks, and each part is encoded separately. No part contains the complete control token. A chat without
+characters of control tokens has one part. Pure and thread-safe.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,15 +13,16 @@ from typing import Any
 from tokenizers import AddedToken
 
 MARK = "\ufdd0"
-"""Noncharacter of Unicode, which is not meant for interchange. It is removed from texts."""
+"""Mark that splits control tokens in texts: a noncharacter of Unicode, which is not meant for interchange. It is
+removed from texts that contain it."""
 _CONTENT_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Tokens that begin and end sections of a message. Clients send back answers that contain them, so they are marked only
-if they are special tokens."""
+"""Tokens that begin and end sections of a message, such as reasoning. Clients send back outputs that contain them.
+Therefore they count as control tokens only if they are special tokens of the model."""
 _USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 
 class ControlTokens:
-    """Control tokens of a model: its special tokens, and other added tokens that its chat template writes."""
+    """Control tokens of a model: its special tokens, and other added tokens that occur in its chat template."""
 
     def __init__(self, added: Iterable[AddedToken], template: str) -> None:
         texts = (token.content for token in added if token.special or _is_written(token.content, template))
@@ -29,8 +30,8 @@ class ControlTokens:
         self._beginnings = sorted({text[:2] for text in self._texts})
 
     def mark(self, value: Any) -> Any:
-        """Return a text with marks inside its control tokens. If `value` is a list or mapping, return a copy in which
-        all texts are marked."""
+        """Return a copy of `value` with marks between the characters of control tokens. `value` is a text, or a list or
+        mapping in which all texts are marked. Other values are returned unchanged."""
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, Mapping):
@@ -40,8 +41,8 @@ class ControlTokens:
         return value
 
     def is_part(self, role: str) -> bool:
-        """Return whether an unusual role is part of a control token. A template may write the rest of the token around
-        the role."""
+        """Return True if `role` is part of a control token and is not one of the usual roles, such as "user". A chat
+        template may write the rest of the control token around such a role."""
         return role not in _USUAL_ROLES and any(role in text for text in self._texts)
 
     def _marked(self, text: str) -> str:
@@ -53,12 +54,14 @@ class ControlTokens:
 
 
 def cut(text: str) -> list[str]:
-    """Return the parts of a rendered chat that must be encoded separately; at least one."""
+    """Split a rendered chat at its marks into parts that must be encoded separately. The result has at least one
+    part."""
     return [part for part in text.split(MARK) if part] or [""]
 
 
 def min_parts(text: str) -> int:
-    """Return a lower bound on the number of parts. Takes milliseconds for megabytes of text."""
+    """Return a lower bound on the number of parts into which `cut` splits a rendered chat. Takes milliseconds for
+    megabytes of text."""
     return text.count(MARK) // 2  # n characters of a token have n + 1 marks
 
 

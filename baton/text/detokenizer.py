@@ -1,13 +1,16 @@
-"""Converts a stream's token ids to text, one at a time. Returns only text that later tokens cannot change.
+"""Converts the token ids of a stream to text, one token at a time. Only text that later tokens cannot change is
+returned.
 
-Used by `baton.text.stream`, on the generation engine's thread, with one Detokenizer per stream. A Detokenizer's state
-depends on the token ids alone.
+`baton.text.stream` uses one Detokenizer for each stream, on the generation engine's thread. The state of a Detokenizer
+depends only on the token ids.
 
-A character may be split over tokens: the text of an unfinished character ends in U+FFFD until the next token completes
-it. So trailing U+FFFD are held back. The text of a token may also depend on the token before it: a leading space is
-dropped at the start of a text. So new tokens are decoded together with the tokens before them: those of the last
-returned text, or at first the prompt's last tokens. The text that this adds is the new text. These are the only
-assumptions about the tokenizer's decoder.
+A character may be split over several tokens. Until it is complete, the decoded text ends in U+FFFD. Therefore U+FFFD at
+the end of the text is held back.
+
+The text of a token may depend on the previous tokens. For example, a leading space is dropped at the start of a text.
+Therefore new tokens are decoded together with context tokens. The context tokens are those of the last returned text,
+or at first the prompt's last tokens. The new text is the text after the text of the context. No other assumptions are
+made about the tokenizer's decoder.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +19,15 @@ from itertools import islice
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Number of last pending tokens that `_cut` keeps. An unfinished character has fewer tokens, so `_cut` splits only
-broken characters. A complete character has at most this number of tokens, so this number of a prompt's tokens contains
-its last character."""
+"""Number of last tokens that are kept when too many tokens are pending (`_cut`). A character consists of at most this
+number of tokens, so only broken characters are split. For the same reason, this number of tokens at the end of a prompt
+contains the prompt's last character."""
 
 
 def text_after(
     decode: Callable[[Sequence[int]], str], context_ids: Sequence[int], context: str, ids: Sequence[int]
 ) -> str:
-    """Return the text of `ids` after `context_ids`. `context` is the text of `context_ids`."""
+    """Return the text that `ids` add after `context_ids`. `context` is the text of `context_ids`."""
     text = decode([*context_ids, *ids])
     if text.startswith(context):
         return text[len(context) :]
@@ -32,13 +35,13 @@ def text_after(
 
 
 class Detokenizer:
-    """Incremental `decode`. The texts returned by all calls of `push`, followed by the text returned by `flush`, are
-    the text of the pushed ids after the prompt. Without a prompt, this text equals `decode(ids)`.
+    """Incremental decoder of one stream. The texts returned by all calls of `push`, followed by the text returned by
+    `flush`, are the text of the pushed tokens after the prompt. Without a prompt, this text equals `decode(ids)`.
 
-    There is one exception. If a run of byte tokens is not valid UTF-8 as a whole, byte-fallback decoders turn all of it
-    into U+FFFD, even its valid characters. Valid characters of such a run that a `push` has already returned stay in
-    the text. For the same reason a run that spells more than ten U+FFFD in a row may show more of them than `decode`
-    would.
+    There is one exception. If a run of byte tokens is not valid UTF-8 as a whole, byte-fallback decoders convert the
+    whole run to U+FFFD, including its valid characters. Valid characters that `push` has already returned stay in the
+    text. For the same reason, the text of a run with more than ten successive U+FFFD may contain more of them than the
+    result of `decode`.
     """
 
     def __init__(
@@ -47,21 +50,22 @@ class Detokenizer:
         is_silent: Callable[[int], bool],
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        """`decode` converts token ids to text and skips the ids for which `is_silent` returns True. `prompt_ids` are
-        the tokens before the first pushed token; if empty, the pushed tokens begin a text."""
+        """Create a detokenizer. `decode` converts token ids to text, and skips the ids for which `is_silent` returns
+        True. `prompt_ids` are the tokens before the first pushed token. If it is empty, the pushed tokens begin a
+        text."""
         self._decode = decode
         self._is_silent = is_silent
         self._context_ids: list[int] = []
         self._context = ""
-        """Text of `_context_ids`: the prompt's last characters, or complete characters that have been returned."""
+        """Text of the tokens in `_context_ids`. It consists of the prompt's last characters, or of complete characters
+        that have already been returned."""
         self._pending_ids: list[int] = []
         self._num_sent = 0
-        """Number of characters that have been returned of the text of the pending ids."""
+        """Number of characters of the pending tokens' text that have already been returned."""
         self._keep(self._last_character(prompt_ids), [])
 
     def push(self, token_id: int) -> str:
-        """Add the next token. Return the text that later tokens cannot change any more, or "" if no text
-        became final."""
+        """Add the next token. Return the new text that later tokens cannot change. The text may be empty."""
         if self._is_silent(token_id):
             return ""
         self._pending_ids.append(token_id)

@@ -1,5 +1,5 @@
-"""Limits of forms that are checked before compiling. A form describes a structured output: a JSON schema, a regex or a
-grammar. Some short constructs of forms would need much time or stack to compile."""
+"""Limits of structured outputs that are checked before a form is compiled. A form is a JSON schema, a regular
+expression or a grammar. Some short forms would need too much time or stack to compile."""
 
 import json
 import re
@@ -15,7 +15,8 @@ _FIELD = "sampling.structured_output"
 
 
 def check_bounds(form: StructuredOutput) -> None:
-    """Raise InvalidArgumentError if a form exceeds a limit. The error names the limit and the form's value."""
+    """Raise InvalidArgumentError if the form exceeds a limit. The error message contains the limit and the form's
+    value."""
     if form.grammar is not None:
         num_rules = len(_RULE.findall(form.grammar))
         if num_rules > MAX_RULES:

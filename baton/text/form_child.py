@@ -1,10 +1,12 @@
-"""Child process that checks forms of structured outputs by compiling them. `baton.text.form_prover` starts it, and
-continues if it crashes.
+"""Child process that checks forms of structured outputs by compiling them. A form is a JSON schema, a regular
+expression, a grammar or a list of texts. `baton.text.form_prover` starts the process, and keeps running if it crashes.
 
-The time, memory and stack of compiling a form cannot be predicted from its size. In this process each form has limits
-on all three. A form that exceeds a limit ends only this process. `python -m baton.text.form_child FD` reads JSON
-messages from a socket: first the model's tokenizer, its end-of-sequence tokens and the time limit, then one form after
-another. Each form is answered before the next one is read.
+The time, memory and stack that a form needs cannot be predicted from its size. The child process has limits on all
+three. If a form exceeds a limit, only the child process ends.
+
+`python -m baton.text.form_child FD` reads JSON messages from a socket. The first message contains the model's
+tokenizer, its end-of-sequence tokens and the time limit. Each further message contains one form, which is answered
+before the next message is read.
 """
 
 import contextlib
@@ -27,13 +29,13 @@ from baton.text.form_bounds import check_bounds
 from baton.text.grammars import Grammars
 
 _ARENA_MAX = -8
-"""Parameter of glibc's `mallopt` for the number of arenas. Each arena takes 64 MiB of address space."""
+"""Parameter of glibc's `mallopt` that sets the maximum number of arenas. Each arena takes 64 MiB of address space."""
 _NICE = 5
-"""Niceness of the process: streams on the same cores have priority."""
+"""Nice value of the child process. It gives the processes that serve requests on the same cores a higher priority."""
 
 
 class _Allocated(ctypes.Structure):
-    """`struct mallinfo2` of glibc, in bytes."""
+    """Structure `mallinfo2` of glibc, with all fields in bytes."""
 
     _fields_ = [
         (name, ctypes.c_size_t) for name in "arena ordblks smblks hblks mapped usmblks fsmblks used free keep".split()
@@ -41,7 +43,7 @@ class _Allocated(ctypes.Structure):
 
 
 def main(fd: int) -> None:
-    """Answer messages until the other side closes the socket."""
+    """Read and answer messages on the socket with the file descriptor `fd`, until the other side closes it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent
     os.nice(_NICE)
     _use_one_arena()

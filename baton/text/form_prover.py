@@ -1,9 +1,9 @@
-"""Checks in child processes that the forms of structured outputs can be compiled. A form that crashes its child process
-is refused, and does not affect other requests.
+"""Checks in child processes that forms of structured outputs can be compiled. A form that crashes its child process is
+rejected, and does not affect other requests.
 
-The orchestrator has one prover for all requests; workers compile proven forms (`baton.text.grammars`). Answers are
-cached, including refusals. Only one form of each owner is compiled at a time, so that no tenant occupies all child
-processes. Used on one asyncio loop.
+The orchestrator has one FormProver for all requests. Workers compile forms that have passed the check
+(`baton.text.grammars`). Results are cached, including rejections. Only one form of each owner (tenant) is compiled at a
+time, so that no tenant can occupy all child processes. Used on one asyncio loop.
 """
 
 import asyncio
@@ -24,24 +24,26 @@ from baton.limits import FORM_CPU_S, FORM_MEMORY_BYTES, FORM_STACK_BYTES, MAX_PR
 from baton.sampling_params import StructuredOutput
 
 MAX_CHILDREN = 2
-"""Maximum number of child processes. They are started when they are needed."""
+"""Maximum number of child processes. A child process is started when it is needed."""
 MAX_KEPT_BYTES = 32 * 2**20
-"""Total bytes of forms whose answers are cached. The least recently requested forms are dropped first."""
+"""Maximum total size in bytes of the forms whose results are cached. The least recently used forms are dropped
+first."""
 _RETRY_S = 1.0
 _PATIENCE_S = 60.0
-"""Seconds after which a child process that has not answered is killed. Its limit of processor time ends it earlier,
-unless the process is stopped."""
+"""Timeout in seconds for an answer of a child process. After it, the child process is killed. The limit on processor
+time normally ends the process earlier, unless the process is stopped."""
 _MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
-"""Signals that mean that a form has ended its child process. Other signals are not caused by the form."""
+"""Signals that are attributed to the form if they end a child process. The form is then rejected. Other signals have
+other causes."""
 
 _Outputs = tuple[tuple[int, ...], ...]
-"""Tokens of each choice of a resumed request."""
+"""Output tokens of each choice of a resumed request."""
 
 logger = logging.getLogger(__name__)
 
 
 class _ChildEndedError(Exception):
-    """Raised when a child process ends while it compiles."""
+    """Raised when a child process ends before it has answered."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"a child that compiles forms ended with {status}")
@@ -49,10 +51,10 @@ class _ChildEndedError(Exception):
 
 
 class _Child:
-    """A child process. Used by one thread at a time."""
+    """Child process that compiles forms. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        """Start a process; call `ready` before `compile`."""
+        """Start a child process. Call `ready` before `compile`."""
         self._connection, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-m", "baton.text.form_child", str(theirs.fileno())]
@@ -60,22 +62,22 @@ class _Child:
         self._is_ready = False
 
     def ready(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float) -> None:
-        """Send the model's tokenizer to the child process, unless it was already sent. Blocks. Raises
-        _ChildEndedError."""
+        """Send the model's tokenizer to the child process, unless this was done before. A blocking call. Raises
+        _ChildEndedError if the process ends."""
         if not self._is_ready:
             self._ask((load_json(), list(eos_token_ids), cpu_s))
             self._is_ready = True
 
     def compile(self, form: StructuredOutput, begun: _Outputs) -> int | str:
-        """Return the number of bytes of the compiled form, or the reason for refusing it. Blocks. Raises
-        _ChildEndedError."""
+        """Compile a form in the child process. Return the size of the compiled form in bytes, or the reason why it is
+        rejected. A blocking call. Raises _ChildEndedError if the process ends."""
         fields = {name: value for name, value in asdict(form).items() if value and name != "compiled_bytes"}
         answer = json.loads(self._ask((fields, begun)))
         found: int | str = answer["error"] if "error" in answer else answer["bytes"]
         return found
 
     def end(self) -> None:
-        """Kill the process. A thread that waits for its answer gets _ChildEndedError. May be called on any thread."""
+        """Kill the child process. A thread that waits for its answer gets _ChildEndedError. Thread-safe."""
         self._process.kill()
 
     def close(self) -> None:
@@ -98,33 +100,34 @@ class _Child:
 
 
 class FormProver:
-    """Checks whether forms can be compiled for one model. The owner must call `close`."""
+    """Checks for one model that forms of structured outputs can be compiled. The owner must call `close`."""
 
     def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float = FORM_CPU_S) -> None:
-        """`load_json` returns the model's tokenizer in the format of tokenizer.json; it is called for the first form,
-        in a thread. `cpu_s` is the maximum number of processor seconds for a form."""
+        """Create a prover without child processes. `load_json` returns the model's tokenizer in the format of
+        tokenizer.json. It is called in a thread, when the first form is checked. `cpu_s` is the limit of processor time
+        for each form, in seconds."""
         self._load_json, self._cpu_s = load_json, cpu_s
         self._eos_token_ids = tuple(eos_token_ids)
         self._threads = ThreadPoolExecutor(MAX_CHILDREN, "form-prover")
         self._children: list[_Child] = []
-        """Child processes that no thread uses."""
+        """Child processes that are idle."""
         self._busy = set[_Child]()
         self._is_closed = False
         self._kept: OrderedDict[StructuredOutput, int | str] = OrderedDict()
         self._num_kept_bytes = 0
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Lock of each owner, held while one of the owner's forms is compiled."""
+        """Locks by owner. A lock is held while one of the owner's forms is compiled."""
         self._proofs = dict[object, asyncio.Task[int | str]]()
-        """Running checks, by form and outputs. Equal requests share one check."""
+        """Running checks, by (form, outputs). Requests with an equal form and outputs share one check."""
 
     async def prove(
         self, form: StructuredOutput, outputs: Sequence[Sequence[int]] = (), owner: str = ""
     ) -> StructuredOutput:
-        """Check a form, and return it with the number of bytes that it takes when compiled. `outputs` are the tokens
-        that the choices of a resumed request already have, according to its client.
+        """Check that a form can be compiled. Return the form with `compiled_bytes` set to its compiled size.
 
-        Raises InvalidArgumentError for a form that cannot be compiled within the limits, and for outputs that the form
-        does not allow. Raises ResourceExhaustedError when too many checks are running.
+        `outputs` are the tokens of each choice that a resumed request already has, according to its client. `owner` is
+        the tenant of the request. Raises InvalidArgumentError if the form cannot be compiled within the limits, or if
+        it does not allow `outputs`. Raises ResourceExhaustedError if too many checks are running.
         """
         begun = tuple(map(tuple, outputs)) if any(outputs) else ()
         answer = None if begun else self._kept.get(form)
@@ -138,7 +141,7 @@ class FormProver:
         return replace(form, compiled_bytes=answer)
 
     async def close(self) -> None:
-        """End the child processes, and with them all running checks. Idempotent."""
+        """Kill the child processes, which ends all running checks. Idempotent."""
         self._is_closed = True
         for child in list(self._busy):
             child.end()

@@ -1,11 +1,15 @@
-"""Writes a GGUF file's embedded tokenizer as Hugging Face files, which `baton.text.tokenizer` can load.
+"""Converts the tokenizer in a GGUF file to Hugging Face files, which `baton.text.tokenizer` can load.
 
-Called by `deploy.machine.model_folder`, once per model, when its GGUF file is converted. Needs numpy, never torch. The
-main part of the conversion, from llama.cpp's vocabulary to a `tokenizers` pipeline, is transformers' own. This module
-corrects the result in three places, where it differs from llama.cpp and from the tokenizer.json of the trained model:
-- Pre-tokenizers that cut out each digit first (smollm) become GPT-2's, which merges the spaces before a digit.
-- Llama 3 takes a word of the vocabulary whole, regardless of the merges, and begins with BOS by default.
-- Default special tokens (<|endoftext|>) get ids after a vocabulary that lacks them, which the model cannot embed.
+`deploy.machine.model_folder` calls it once for each model, when the model's GGUF file is converted. Needs numpy, never
+torch. The conversion of llama.cpp's vocabulary to a `tokenizers` pipeline is that of transformers. This module corrects
+its result where it differs from llama.cpp and from the tokenizer.json of the original model:
+
+- Pre-tokenizers that first split off each digit (smollm) are replaced by that of GPT-2, which merges the spaces before
+  a digit.
+- For Llama 3, a word that is in the vocabulary becomes one token, regardless of the merges, and a text begins with BOS
+  by default.
+- Default special tokens (<|endoftext|>) that are not in the vocabulary would get ids above its size. The model has no
+  embeddings for such ids.
 """
 
 import json
@@ -21,7 +25,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from baton.errors import ModelError
 
 _KINDS = ("gpt2", "llama")
-"""Supported values of `tokenizer.ggml.model`: byte-level BPE and SentencePiece BPE."""
+"""Supported values of the field `tokenizer.ggml.model`: byte-level BPE ("gpt2") and SentencePiece BPE ("llama")."""
 _GPT2_SPLIT = frozenset({"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
 _DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 _LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe"})
@@ -33,14 +37,17 @@ _SPECIAL_TOKENS = {
 }
 
 Fields = dict[str, Any]
-"""Metadata of a GGUF file whose keys start with `tokenizer.`. The names do not include this prefix: `ggml.tokens`,
-`chat_template`."""
+"""Metadata of a GGUF file whose keys begin with `tokenizer.`. This prefix is removed from the keys, for example
+`ggml.tokens` and `chat_template`."""
 
 
 def write_tokenizer(gguf_path: Path, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template, if there is one, into an existing folder.
-    Reads only the GGUF file's metadata and blocks for seconds. A second call writes the same files. Raises ModelError
-    when the file cannot be read or its tokenizer is not supported."""
+    """Write tokenizer.json, tokenizer_config.json and the chat template (if there is one) of a GGUF file to an existing
+    folder.
+
+    Only the metadata of the GGUF file is read. The call blocks for seconds. A second call writes the same files. Raises
+    ModelError if the file cannot be read, or if its tokenizer is not supported.
+    """
     architecture, fields = _read_fields(gguf_path)
     _check(fields, gguf_path)
     try:

@@ -1,10 +1,13 @@
-"""Grammars of constrained requests: compiled once and kept in a bounded cache. Matchers follow a grammar along an
-output. A form is the description of a structured output in a request; its compiled form is a grammar.
+"""Compiles the forms of structured outputs to grammars, and keeps grammars in a cache of limited size. A form is the
+description of a structured output in a request. A matcher follows a grammar along an output.
 
-The orchestrator has already checked that a request's form can be compiled (`baton.text.form_prover`), in a child
-process, which also uses this module. Workers compile the form again and `prepare` the masks of each choice
-(`baton.text.token_masks`): prefill ranks for the first token, generation engines for all tokens. The library is
-llguidance, whose stack grows with a form's depth. Nothing is loaded before the first constrained request.
+The orchestrator has already checked in a child process that a request's form can be compiled
+(`baton.text.form_prover`). The child process uses this module too. Workers compile the form again, and `prepare` the
+token masks of each choice (`baton.text.token_masks`). Prefill ranks need them for the first token, and generation
+engines for all tokens.
+
+The compiler is the library llguidance, whose stack use grows with the depth of a form. Nothing is loaded before the
+first request with a structured output.
 """
 
 import json
@@ -25,9 +28,11 @@ from baton.text.json_schemas import schema_grammar
 from baton.text.token_masks import ChoiceMasks, Matcher
 
 _LEAST_BYTES = 64 * 2**10
-"""Minimum number of bytes that a grammar counts as. A grammar that was not measured also counts as this number."""
+"""Minimum size in bytes with which a grammar is counted in the cache. A grammar whose size was not measured is counted
+with this size too."""
 _STACKS = Lock()
-"""Lock that is held while the stack size of new threads is changed, which is a setting of the whole process."""
+"""Lock that is held while the stack size of new threads is changed. The stack size is a setting of the whole
+process."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -39,11 +44,11 @@ def _limits() -> LLParserLimits:
 
 
 class Grammar:
-    """Compiled form. Read-only; any thread may use it."""
+    """Compiled form of a structured output. Immutable and thread-safe."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        """Number of bytes that the grammar counts as in the cache."""
+        """Size in bytes with which the grammar is counted in the cache."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -51,35 +56,36 @@ class Grammar:
         """Lock that is held while the matcher is copied, because only one thread may copy it at a time."""
 
     def matcher(self) -> Matcher:
-        """Return a new Matcher, positioned at the beginning of an output."""
+        """Return a new Matcher at the beginning of an output."""
         with self._lock:
             return Matcher(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
 
 class Grammars:
-    """Grammars of one model. Any thread may use it. Call `close` on the thread that called `prepare`."""
+    """Grammars of one model. Thread-safe, except that `close` must be called on the thread that called `prepare`."""
 
     def __init__(
         self, load_json: Callable[[], str], eos_token_ids: Sequence[int], *, max_bytes: int = MAX_COMPILED_BYTES
     ) -> None:
-        """`load_json` returns the model's tokenizer in the format of tokenizer.json. It is called once, when the first
-        form is compiled."""
+        """Create an empty cache of at most `max_bytes` bytes of grammars. `load_json` returns the model's tokenizer in
+        the format of tokenizer.json. It is called once, when the first form is compiled."""
         self._load_json = load_json
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._loading = Lock()
-        """Lock that is held while the tokenizer is loaded, which takes long."""
+        """Lock that is held while the tokenizer is loaded, which takes half a second."""
         self._tokenizer: LLTokenizer | None = None
         self._lock = Lock()
-        """Guards the fields below. It is held only for microseconds, because engines' threads wait for it."""
+        """Lock for the fields below. It is held only for microseconds, because the threads of engines wait for it."""
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
 
     @classmethod
     def of_folder(cls, folder: Path, eos_token_ids: Sequence[int]) -> Self:
-        """Return the grammars of a model. Its tokenizer is loaded from `folder` when the first form is compiled."""
+        """Create a Grammars object for a model. The tokenizer is loaded from `folder` when the first form is
+        compiled."""
 
         def load_json() -> str:
             from baton.text.tokenizer import (
@@ -91,9 +97,12 @@ class Grammars:
         return cls(load_json, eos_token_ids)
 
     def compile(self, form: StructuredOutput) -> Grammar:
-        """Return the form's grammar, from the cache if possible. Blocks for milliseconds, and for half a second at the
-        first use. Raises InvalidArgumentError for a form that cannot be compiled, with the location of the fault in a
-        schema, and for a model whose outputs cannot be constrained."""
+        """Return the grammar of a form, from the cache if possible. Blocks for milliseconds; the first call takes half
+        a second.
+
+        Raises InvalidArgumentError if the form cannot be compiled. For a JSON schema, the error contains the location
+        of the problem. Also raises InvalidArgumentError if structured outputs are not supported for the model.
+        """
         with self._lock:
             grammar = self._compiled.get(form)
             if grammar is not None:
@@ -113,16 +122,20 @@ class Grammars:
     def prepare(
         self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int = 1
     ) -> "Future[list[ChoiceMasks]]":
-        """Return a future of the masks of each choice. It is done once the mask of each choice's next token is
-        computed. `output_ids` are the tokens that each choice already has. Does not block. The future raises the errors
-        of `compile`, and InvalidArgumentError for tokens that the form does not allow."""
+        """Start to compile a form and to compute the token masks of each choice. Return a future of the masks, which is
+        done when the mask of each choice's next token is computed. Does not block.
+
+        `output_ids` are the output tokens that each choice already has. The future raises the errors of `compile`. It
+        raises InvalidArgumentError if the form does not allow `output_ids`.
+        """
         with self._lock:
             self._compiling = self._compiling or _deep_thread("grammar-compiler")
             self._masking = self._masking or _deep_thread("token-masks")
             return self._compiling.submit(self._prepare, form, tuple(output_ids), num_choices, self._masking)
 
     def close(self) -> None:
-        """End the threads. The masks of all choices must not be used any more. Idempotent."""
+        """End the threads that compile grammars and compute masks. Masks of choices must not be used after this call.
+        Idempotent."""
         with self._lock:
             threads = [each for each in (self._compiling, self._masking) if each is not None]
             self._compiling = self._masking = None
@@ -140,8 +153,8 @@ class Grammars:
         return [ChoiceMasks(matcher, len(output_ids), mask, thread) for matcher in matchers]
 
     def load(self) -> LLTokenizer:
-        """Return llguidance's tokenizer. Blocks; the first call takes half a second. Raises InvalidArgumentError for a
-        model whose outputs cannot be constrained."""
+        """Return llguidance's tokenizer for the model. A blocking call; the first call takes half a second. Raises
+        InvalidArgumentError if structured outputs are not supported for the model."""
         if not self._eos_token_ids:
             raise InvalidArgumentError(
                 "sampling.structured_output: the model has no end-of-sequence token, by which an output would end; "

@@ -1,8 +1,9 @@
-"""Converts JSON schemas for `baton.text.grammars`, and reports the location of an unsupported keyword in a schema.
+"""Converts JSON schemas to grammars for `baton.text.grammars`. Reports the location of unsupported keywords in a
+schema.
 
-A schema is refused unless all of its keywords are enforced, so that every answer to an accepted schema is valid.
-Between the tokens of a JSON value an output may have one space, or a line break and up to 40 spaces. This limit
-prevents a model from writing spaces for ever.
+A schema is rejected unless all of its keywords can be enforced. Every complete output for an accepted schema is
+therefore valid. Between the tokens of a JSON value, an output may contain one space, or a line break and up to 40
+spaces. This limit prevents a model from writing spaces forever.
 """
 
 import json
@@ -16,8 +17,8 @@ from baton.errors import InvalidArgumentError
 
 _WHITESPACE = r"( |\n {0,40})?"
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-"""Keywords whose value maps names to schemas. Definitions come first, so that a fault inside a definition is reported
-there, and not where the definition is referenced."""
+"""Keywords whose value is a mapping from names to schemas. Keywords for definitions come first. A problem inside a
+definition is therefore reported at the definition, and not where the definition is referenced."""
 _LISTS = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains")
 _SAYS_NOTHING: dict[str, tuple[object, ...]] = {
@@ -29,19 +30,20 @@ _SAYS_NOTHING: dict[str, tuple[object, ...]] = {
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
 }
-"""Unsupported keywords, each with the values with which it allows everything. With these values the keyword is
-accepted."""
+"""Unsupported keywords, each with the values for which the keyword allows everything. A keyword with one of these
+values is accepted."""
 _LITERALS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-"""JSON type of each Python type of literals."""
+"""JSON Schema type that corresponds to each Python type of a literal."""
 _LOCATING_S = 0.2
-"""Maximum number of processor seconds for locating a fault. After them, the best location found so far is reported."""
+"""Maximum processor time in seconds for locating a problem in a schema. After this time, the best location that was
+found so far is reported."""
 
 Schema = dict[str, Any]
 
 
 def schema_grammar(text: str) -> str:
-    """Return a schema as a grammar for llguidance. Raises InvalidArgumentError for a text that is not a schema, and for
-    unsupported keywords; the error contains their location as a JSON pointer."""
+    """Convert the text of a JSON schema to a grammar for llguidance. Raises InvalidArgumentError if the text is not a
+    JSON schema. Also raises it for unsupported keywords; the error then contains their location as a JSON pointer."""
     schema = _parse(text)
     reason = _fault(schema)
     if reason:

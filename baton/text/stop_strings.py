@@ -1,12 +1,15 @@
-"""Cuts a stream's text at the first complete stop string: before it, or after it if the request includes it.
+"""Ends the text of a stream at the first complete stop string. The text ends before the stop string, or after it if the
+request includes stop strings in the output.
 
-Used by `baton.text.stream`, after the detokenizer, in the process that samples the tokens, so that generation stops at
-the token that completes a stop string.
+`baton.text.stream` uses this module after the detokenizer, in the process that samples the tokens. Generation therefore
+stops at the token that completes a stop string.
 
-The match that is completed first is used. If several are completed by the same character, the longest one is used. Text
-that may become part of a match is held back, so that no part of a match is emitted, regardless of how the text is cut
-into pieces. Each stop string is matched by Knuth, Morris and Pratt's automaton (1977): a character costs amortized
-constant time per stop string, and the longest partial match is the text to hold back.
+The stop string that is completed first counts. If several are completed by the same character, the longest of them
+counts. Text that may be the beginning of a stop string is held back. The result does not depend on how the text is
+divided into pieces.
+
+Each stop string is matched by the automaton of Knuth, Morris and Pratt (1977). A character takes amortized constant
+time for each stop string, and the longest partial match is the text to hold back.
 """
 
 from collections.abc import Sequence
@@ -18,35 +21,39 @@ from baton.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class StopResult:
-    """Text that is released by one pushed piece, and whether the stream has stopped."""
+    """Text that can be sent after one piece of text was added, and whether a stop string has ended the stream."""
 
     text: str
     stopped: bool
 
 
 class StopStrings:
-    """Stop strings with their matching tables. Immutable: all choices of a request share one object, in any thread."""
+    """Stop strings of a request, with tables for matching them. Immutable: all choices of the request share one object,
+    on any thread."""
 
     def __init__(self, stop: Sequence[str], min_tokens: int = 0, *, is_included: bool = False) -> None:
-        """`stop` holds non-empty strings. Building the tables takes 2 ms for the longest list that a request may have.
-        A stop string that is completed within the text of the first `min_tokens` tokens does not end the stream. With
-        `is_included`, the text ends after the stop string instead of before it, and no text is held back."""
+        """Create the matching tables for the non-empty strings `stop`. This takes 2 ms for the longest list that a
+        request may have.
+
+        Stop strings that are completed within the text of the first `min_tokens` tokens do not end the stream. If
+        `is_included` is True, the text ends after the stop string instead of before it, and no text is held back.
+        """
         assert all(stop), "empty stop string"
         self.min_tokens = min_tokens
         self.is_included = is_included
         self.tables = tuple((pattern, _borders(pattern)) for pattern in dict.fromkeys(stop))
-        """Tuples of a distinct stop string and the border lengths of its prefixes. A border is a proper prefix that is
-        also a suffix; for each prefix, the length of the longest border is stored."""
+        """Distinct stop strings, each with the matching table of the Knuth-Morris-Pratt algorithm. For each prefix of
+        the string, the table contains the length of the longest proper prefix that is also a suffix of this prefix."""
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self:
-        """Return the stop strings of a request."""
+        """Return the stop strings that a request's sampling parameters specify."""
         return cls(params.stop, params.min_tokens, is_included=params.include_stop_str_in_output)
 
 
 class _Matcher:
-    """Matcher of one stop string. `length` is the length of the longest proper prefix of `pattern` that is a suffix of
-    the text so far."""
+    """Matcher of one stop string (`pattern`). `length` is the number of characters at the end of the text so far that
+    match the beginning of the pattern. It is less than the length of the pattern."""
 
     def __init__(self, pattern: str, borders: Sequence[int]) -> None:
         self.pattern = pattern
@@ -54,7 +61,7 @@ class _Matcher:
         self._borders = borders
 
     def feed(self, char: str) -> bool:
-        """Add one character. Return whether the pattern is complete with this character."""
+        """Add one character of the text. Return True if this character completes the pattern."""
         while self.length and self.pattern[self.length] != char:
             self.length = self._borders[self.length - 1]
         if self.pattern[self.length] == char:
@@ -79,19 +86,20 @@ def _borders(pattern: str) -> tuple[int, ...]:
 
 
 class StopChecker:
-    """Cuts one stream's text at its first stop string. Its state depends on the text only, not on how the text is
+    """Ends one stream's text at the first stop string. The state depends only on the text, not on how the text is
     divided into pieces."""
 
     def __init__(self, stop: StopStrings) -> None:
-        """`stop` holds the stream's stop strings. If it has none, no text is held back."""
+        """Create a checker for the stop strings `stop` of one stream. If there are none, no text is held back."""
         self._matchers = [_Matcher(pattern, borders) for pattern, borders in stop.tables]
         self._is_included = stop.is_included
         self._held = ""
         self._stopped = False
 
     def push(self, text: str, *, may_stop: bool = True) -> StopResult:
-        """Add the next text and return the text that may be emitted. After the stop, all text is dropped. Without
-        `may_stop`, a stop string that is completed by this text is treated as ordinary text."""
+        """Add the next piece of text. Return the text that can be sent to the client, and whether the stream has
+        stopped. Text after the stop is dropped. If `may_stop` is False, a stop string that this piece completes does
+        not end the stream."""
         if self._stopped:
             return StopResult("", True)
         if not self._matchers:
@@ -108,7 +116,7 @@ class StopChecker:
         return StopResult(buffer[:num_certain], False)
 
     def flush(self) -> str:
-        """Return the text that is still held back, at the end of the stream; "" after a stop. Do not call `push`
-        afterwards."""
+        """Return the text that is still held back, at the end of the stream. Empty if a stop string has ended the
+        stream. Do not call `push` afterwards."""
         held, self._held = self._held, ""
         return held

@@ -1,10 +1,11 @@
-"""Computes a lower bound on the number of tokens of a text without tokenizing it, so that prompts that are too long are
-refused early.
+"""Computes a lower bound on the number of tokens of a text without tokenizing it. Prompts that are too long can be
+rejected early with it.
 
-Used by `baton.text.tokenizer`, for `orchestrator.api.checks`. Every byte of a text belongs to a token, unless the
-tokenizer drops or rewrites some of the text, and no token stands for more bytes than the vocabulary's longest token. So
-the number of tokens of a text is at least the number of its bytes divided by the number of bytes of the longest token.
-For a tokenizer that may drop bytes, the bound is 0, with which no prompt is refused. Pure; any thread.
+Used by `baton.text.tokenizer` for `orchestrator.api.checks`. Each byte of a text belongs to a token, unless the
+tokenizer drops or replaces some of the text. Each token has at most as many bytes as the longest token of the
+vocabulary. The number of tokens is therefore at least the number of bytes of the text divided by the number of bytes of
+the longest token. For a tokenizer that may drop any bytes, the bound is 0, and no prompt is rejected. Pure and
+thread-safe.
 """
 
 import json
@@ -16,26 +17,29 @@ from tokenizers import Tokenizer as Core
 from tokenizers import models
 
 _NFC_SHRINKS = 9
-"""Maximum factor by which normalization to NFC shortens a text in UTF-8 bytes. A character can be 3 times as long as
-its decomposition (U+1FEF), and a decomposition 3 times as long as the composed character (U+0390). ASCII text keeps its
-length."""
+"""Maximum factor by which Unicode normalization to NFC reduces the number of UTF-8 bytes of a text. A character has at
+most 3 times as many bytes as its decomposition (U+1FEF), and a decomposition at most 3 times as many bytes as the
+composed character (U+0390). The length of ASCII text does not change."""
 _WHITESPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
 _MORE_WHITESPACE = "\u2028\u2029\u202f\u205f\u3000"
 _KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts")
-"""Pre-tokenizers that split a text without dropping any of it, unless they are configured to remove the separators."""
+"""Types of pre-tokenizers that split a text without dropping characters, unless they are configured to remove
+separators."""
 
 
 @dataclass(frozen=True)
 class TokenBound:
-    """Lower bound on token counts, for one tokenizer that drops only certain single bytes of a text."""
+    """Lower bound on the number of tokens of a text, for one tokenizer. The tokenizer may drop only the bytes in
+    `silent`."""
 
     longest_bytes: int
-    """Maximum number of bytes of text that one token represents."""
+    """Maximum number of bytes of text in one token."""
     silent: bytes
-    """Byte values that may belong to no token, because the vocabulary lacks them, or because they are whitespace that a
-    neighbouring special token absorbs."""
+    """Byte values that may be dropped. They are not in the vocabulary, or they are whitespace next to a special token
+    that removes it."""
     shrinks: int
-    """Maximum factor by which the tokenizer's normalization shortens a text that is not ASCII; 1 if it does not."""
+    """Maximum factor by which the tokenizer's normalization reduces the number of bytes of a text that is not ASCII. 1:
+    it does not reduce it."""
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`."""
@@ -48,7 +52,8 @@ class TokenBound:
 
 
 def token_bound(core: Core) -> TokenBound | None:
-    """Return the bound of a tokenizer, or None if the tokenizer is not known to keep every byte of a text."""
+    """Return the lower bound for a tokenizer. Return None if it is not known that the tokenizer keeps every byte of a
+    text."""
     model, shrinks = core.model, _shrinks(_parts(core.normalizer, "normalizers"))
     cuts = list(_parts(core.pre_tokenizer, "pretokenizers"))
     if not isinstance(model, models.BPE) or shrinks is None or not all(map(_keeps_all, cuts)):

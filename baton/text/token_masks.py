@@ -1,11 +1,13 @@
-"""Masks of the tokens that may come next in one constrained output. A separate thread computes them before they are
-needed.
+"""Token masks for one choice with a structured output. A mask contains the tokens that are allowed next. A separate
+thread computes masks before they are needed.
 
-`baton.text.grammars` makes a TokenMasks for each choice of a request. Its owner is the engine's thread, which appends
-the choice's tokens and requests a mask when it samples the next one. Appending a token starts the computation of the
-mask for the token after it, which runs during the step's forward pass. The engine's thread waits only if the mask is
-not ready afterwards. Drafted tokens are appended as well. Dropping them only moves a pointer back, and if they are
-appended again, their masks are already computed.
+`baton.text.grammars` creates a ChoiceMasks object for each choice of a request. The engine's thread owns the object,
+appends the tokens of the choice, and requests a mask when it samples the next token. Appending a token starts the
+computation of the mask for the next token. The mask is computed during the step's forward pass, and the engine's thread
+waits only if it is not ready afterwards.
+
+Draft tokens are appended too. Dropping them only moves a pointer back. If they are appended again, their masks are
+already computed.
 """
 
 from collections.abc import Sequence
@@ -18,30 +20,33 @@ from numpy.typing import NDArray
 from baton.errors import InvalidArgumentError
 
 Mask = NDArray[np.float32]
-"""Upper bound of each token's logit, by token id: infinity for an allowed token, minus infinity for a forbidden one.
-Tokens beyond the end of the array are forbidden. Applying the mask with a minimum takes a tenth of the time of a bool
-mask."""
+"""Upper bound of each token's logit, indexed by token id: infinity for allowed tokens, minus infinity for all others.
+Tokens beyond the end of the array are not allowed. The mask is applied as a minimum, which takes a tenth of the time of
+applying a bool mask."""
 _CEILINGS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 _CEILINGS_OF_BYTE = _CEILINGS.astype(np.float32)
-"""Upper bounds of the logits of eight tokens, for each value of the byte that has one bit per token."""
+"""Table that converts a byte of a bitmask, with one bit for each token, to the upper bounds of eight tokens' logits."""
 
 
 class Matcher:
-    """Position of a grammar in one output. Used by one thread at a time."""
+    """State of a grammar after the tokens of one output. Used by one thread at a time."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """Take ownership of `matcher`, which must not have consumed any token. The caller must not use it any more."""
+        """Take ownership of `matcher`, a matcher of the library that has not consumed any token. The caller must not
+        use it any more."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._num_tokens = 0
         self._end: int | None = None
-        """Number of tokens before the end-of-sequence token; None if the output does not have it. Neither that token
-        nor later ones are passed to the library's matcher. The library does not count an end that it has foreseen, and
-        could not undo it."""
+        """Number of tokens before the end-of-sequence token. None if the output has not ended.
+
+        The end-of-sequence token and later tokens are not passed to the library's matcher, because the library may not
+        count an end-of-sequence token and could then not undo it.
+        """
 
     def go_to(self, num_tokens: int) -> None:
-        """Undo all tokens after the first `num_tokens`."""
+        """Remove all tokens after the first `num_tokens` tokens of the output."""
         num_consumed = self._num_tokens if self._end is None else self._end
         if num_tokens < num_consumed:
             self._matcher.rollback(num_consumed - num_tokens)
@@ -50,7 +55,8 @@ class Matcher:
         self._num_tokens = num_tokens
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Append the output's next tokens. Raises InvalidArgumentError for a token that the grammar does not allow."""
+        """Append the next tokens of the output. Raises InvalidArgumentError for a token that the grammar does not
+        allow."""
         for token_id in token_ids:
             if self._end is None and not self._take(token_id):
                 raise InvalidArgumentError(
@@ -60,8 +66,8 @@ class Matcher:
             self._num_tokens += 1
 
     def mask(self) -> Mask:
-        """Return the mask of the next token. Raises InvalidArgumentError when the grammar exceeds a limit at this
-        position."""
+        """Compute the mask of the next token. Raises InvalidArgumentError if the grammar exceeds a limit after the
+        tokens so far."""
         if self._end is not None:
             ended = np.full(self._vocab_size, -np.inf, dtype=np.float32)
             ended[list(self._eos_token_ids)] = np.inf
@@ -76,7 +82,8 @@ class Matcher:
         return _CEILINGS_OF_BYTE.take(bits, axis=0).reshape(-1)[: self._vocab_size]
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens that the grammar allows next, one after the other."""
+        """Return how many of `token_ids`, counted from the first, the grammar allows as the next tokens. The state is
+        not changed."""
         if self._end is not None or not token_ids:
             return 0
         if token_ids[0] in self._eos_token_ids:  # the library does not validate it if it has foreseen the end
@@ -92,31 +99,34 @@ class Matcher:
 
 
 class ChoiceMasks:
-    """Masks of one choice, after each of its latest tokens. Owned by the thread that appends tokens."""
+    """Masks of one choice for its next token, and for the positions after its latest tokens. Owned by the thread that
+    appends tokens."""
 
     def __init__(self, matcher: Matcher, num_tokens: int, mask: Mask, thread: Executor) -> None:
-        """`matcher` has consumed the choice's first `num_tokens` tokens, and `mask` is the mask of the token after
-        them. `thread` is an executor with one thread. From now on only this thread uses the matcher."""
+        """Create the masks of a choice that has `num_tokens` tokens. `matcher` has already consumed these tokens, and
+        `mask` is the mask of the token after them. `thread` is an executor with one thread. Only this thread uses the
+        matcher from now on."""
         self._matcher = matcher
         self._thread = thread
         ready: Future[Mask] = Future()
         ready.set_result(mask)
         self._start = num_tokens
-        """Number of tokens before those in `_token_ids`."""
+        """Number of the choice's tokens before those in `_token_ids`."""
         self._token_ids: list[int] = []
-        """Tokens whose masks are kept. Tokens after the pointer (`_place`) were dropped, or are foreseen drafts."""
+        """Tokens whose masks are kept. The first `_place` of them belong to the choice. The others were dropped, or are
+        drafts that were passed to `foresee`."""
         self._masks = [ready]
-        """Mask of the first of `_token_ids`, followed by the mask after each of them."""
+        """Masks, one more than `_token_ids`: the mask of the first token, and the mask after each token."""
         self._place = 0
-        """Pointer: the number of `_token_ids` that belong to the choice now."""
+        """Number of tokens in `_token_ids` that currently belong to the choice."""
 
     def allowed(self) -> Mask:
-        """Return the mask of the next token. Waits until it is computed. Raises InvalidArgumentError if the grammar
+        """Return the mask of the next token, and wait until it is computed. Raises InvalidArgumentError if the grammar
         does not allow one of the appended tokens, or exceeds a limit."""
         return self._masks[self._place].result()
 
     def append(self, token_id: int) -> None:
-        """Append the next token. Start to compute the mask after it, unless this was started before."""
+        """Append the next token. Start to compute the mask after this token, unless that was started before."""
         if self._token_ids[self._place : self._place + 1] != [token_id]:
             del self._token_ids[self._place :], self._masks[self._place + 1 :]
             num_before = self._start + self._place
@@ -125,14 +135,14 @@ class ChoiceMasks:
         self._place += 1
 
     def drop(self, num_tokens: int) -> None:
-        """Undo `append` of the last `num_tokens` tokens, which must have been appended since the last `settle`. Their
-        masks are kept."""
+        """Remove the last `num_tokens` tokens, which must have been appended after the last call of `settle`. Their
+        masks are kept in case the same tokens are appended again."""
         assert num_tokens <= self._place, (num_tokens, self._place)
         self._place -= num_tokens
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading drafts that are allowed next, one after the other. Start to compute the masks
-        after the allowed drafts. Waits for masks whose computation was started before."""
+        """Return how many of the drafts `token_ids`, counted from the first, the grammar allows as the next tokens.
+        Start to compute the masks after these drafts. Waits for masks whose computation was started before."""
         num_known = 0
         for known, token_id in zip(self._token_ids[self._place :], token_ids, strict=False):
             if known != token_id:
@@ -149,9 +159,12 @@ class ChoiceMasks:
         return num_known + num_new
 
     def settle(self, num_drafts: int) -> None:
-        """Wait for the mask of the next token, and for the masks after each of the next `num_drafts` drafts. These
-        drafts must have been foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no
-        longer be dropped."""
+        """Wait until the mask of the next token is computed, and also the masks after each of the next `num_drafts`
+        drafts. Raises the errors of `allowed`.
+
+        The drafts must have been passed to `foresee`, or appended and dropped. Tokens that were appended before this
+        call can no longer be dropped.
+        """
         del self._token_ids[: self._place], self._masks[: self._place]
         self._start += self._place
         self._place = 0

@@ -1,10 +1,11 @@
-"""Loads a model's own tokenizer and chat template from a Hugging Face folder, without torch.
+"""Loads a model's tokenizer and chat template from a Hugging Face folder, without torch.
 
-Used by `orchestrator.api.checks`, which converts prompts and chats to token ids, and by `generate_workers.engine`,
-which converts token ids to text with `Tokenizer.detokenizer`.
+`orchestrator.api.checks` uses it to convert prompts and chats to token ids. `generate_workers.engine` uses it to
+convert token ids to text (`Tokenizer.detokenizer`).
 
-A Tokenizer is read-only after `load`, so any thread may use it. Encoding does not block other threads.
-`transformers.AutoTokenizer` would import torch. `TokenizersBackend`, the class that it would choose, does not.
+A Tokenizer is not changed after `load`, so any thread may use it. Encoding does not block other threads.
+`transformers.AutoTokenizer` would import torch. Therefore `TokenizersBackend` is used, which is the class that
+AutoTokenizer would select, and which does not import torch.
 """
 
 import hashlib
@@ -28,31 +29,33 @@ from baton.text.detokenizer import Detokenizer, text_after
 from baton.text.token_bounds import token_bound
 
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that templates raise, intentionally or not, for values that they do not support."""
+"""Errors that a chat template may raise, intentionally or not, for values that it does not support."""
 Messages = Sequence[Mapping[str, Any]]
-"""Conversation: each message has a `role` and a `content`, and may have the fields of tool calls."""
+"""Conversation as a sequence of messages. Each message has a `role` and a `content`, and may have fields for tool
+calls."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _MESSAGE_FIELDS = ("role", "content")
 _TOOL_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-"""Further fields that a message may have: tool calls, results of tool calls, and the model's reasoning."""
+"""Optional fields of a message, for tool calls, their results, and the model's reasoning."""
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _OWN_OPTIONS = frozenset(signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
-"""Names that cannot be used for a template's options, because they are parameters of the function that renders it."""
+"""Names that cannot be used as options of a chat template, because they are parameters of the function that renders
+it."""
 
 
 class Ending(Enum):
-    """Kind of text with which the prompt of a conversation ends."""
+    """Position in a conversation at which the prompt ends."""
 
     TURN = auto()
-    """The prompt ends with the beginning of the assistant's turn."""
+    """The prompt ends with the beginning of the assistant's turn, which the model continues."""
     MESSAGE = auto()
-    """The prompt ends with the end of the last message."""
+    """The prompt ends after the last message, which is complete."""
     OPEN = auto()
-    """The prompt ends inside the last message, after its text, so that the model continues it."""
+    """The prompt ends inside the last message, directly after its text, so that the model continues this message."""
 
 
 class Tokenizer:
-    """Converts text to token ids and back, for one model. Make it with `load`."""
+    """Tokenizer of one model, which converts text to token ids and back. Create it with `load`."""
 
     def __init__(self, backend: TokenizersBackend, folder: Path, *, control_tokens_in_text: bool = False) -> None:
         self._hf = backend
@@ -63,17 +66,20 @@ class Tokenizer:
         added = self._core.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control = None if control_tokens_in_text else ControlTokens(added.values(), str(backend.chat_template))
-        """Control tokens to mark in chats. None: the characters of a control token in a chat's text are encoded as that
-        control token."""
+        """Control tokens that are marked in the text of chats, so that they are not encoded as control tokens. None:
+        texts are not marked."""
         self._guard = next((token.content for token in added.values() if _is_guard(self._core, token)), "")
         self._vocab_size = 1 + max(self._core.get_vocab(with_added_tokens=True).values())
         self._bound = token_bound(self._core)
 
     @classmethod
     def load(cls, folder: Path, *, control_tokens_in_text: bool = False) -> Self:
-        """Read tokenizer.json, tokenizer_config.json and the chat template, without using the network or running code
-        from the folder. With `control_tokens_in_text`, the characters of a control token in a chat's text are encoded
-        as that control token. The first call blocks for a second. Raises ModelError for missing or invalid files."""
+        """Load tokenizer.json, tokenizer_config.json and the chat template from a folder. The network is not used, and
+        no code from the folder is run. The first call blocks for a second.
+
+        If `control_tokens_in_text` is True, the characters of a control token in a chat's text are encoded as the
+        control token. Raises ModelError for missing or invalid files.
+        """
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
         try:
@@ -86,57 +92,58 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Return the largest token id plus one. The model's own vocabulary may be padded to a larger number."""
+        """Return the size of the tokenizer's vocabulary: the largest token id plus 1. The model's vocabulary may be
+        padded to a larger size."""
         return self._vocab_size
 
     @property
     def has_chat_template(self) -> bool:
-        """Return whether the model has a chat template, without which `render_chat` and `encode_chat` raise."""
+        """Return True if the model has a chat template. Without it, `render_chat` and `encode_chat` raise an error."""
         return bool(self._hf.chat_template)
 
     def chat_template(self, *, for_tools: bool = False) -> str:
-        """Return the chat template, or with `for_tools` the template for chats with tools. Empty when the model has
-        none."""
+        """Return the chat template. If `for_tools` is True, return the template for chats with tools. Empty if the
+        model has no chat template."""
         if not self.has_chat_template:
             return ""
         return str(self._hf.get_chat_template(tools=[{}] if for_tools else None))
 
     def silent_tokens(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the texts that are encoded as a single special token, by token id. `decode` returns no text for these
-        tokens."""
+        """Return those of `texts` that are encoded as a single special token, by token id. `decode` skips these tokens
+        by default."""
         ids = {self._core.token_to_id(text): text for text in texts}
         return {token_id: text for token_id, text in ids.items() if token_id in self._special_ids}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return sixteen hex digits. They are equal for two tokenizers if and only if the tokenizers and their chat
-        templates are equal."""
+        """Return a fingerprint of the tokenizer and its chat template, as 16 hex digits. Equal tokenizers with equal
+        chat templates have the same fingerprint."""
         content = f"{self._core.to_str()}/{self._hf.chat_template}"
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> str:
-        """Return the tokenizer, added tokens included, in the format of tokenizer.json."""
+        """Return the tokenizer, including added tokens, in the format of tokenizer.json."""
         text: str = self._core.to_str()
         return text
 
     def has_tokens_of(self, other: "Tokenizer") -> bool:
-        """Return whether both tokenizers have the same tokens, including added ones, with the same ids."""
+        """Return True if both tokenizers have the same tokens with the same ids. Added tokens are included."""
         mine, theirs = (each._core.get_vocab(with_added_tokens=True) for each in (self, other))
         return bool(mine == theirs)
 
     def min_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens of `text`. Takes milliseconds for megabytes of text. Returns 0
-        for a tokenizer that may drop bytes of a text (`baton.text.token_bounds`)."""
+        """Return a lower bound on the number of tokens of `text`. Takes milliseconds for megabytes of text. The bound
+        is 0 if the tokenizer may drop bytes of a text (`baton.text.token_bounds`)."""
         return max(self._bound.min_tokens(text), min_parts(text)) if self._bound is not None else 0
 
     def encode(self, text: str) -> list[int]:
-        """Return a prompt's token ids. They begin with a beginning-of-sequence token if the tokenizer's own
-        post-processor adds one. The characters of a special token in the text are encoded as that special token. Raises
-        InvalidArgumentError for text that is not Unicode."""
+        """Convert a prompt to token ids. A beginning-of-sequence token is added if the tokenizer's post-processor adds
+        one. The characters of a special token in the text are encoded as the special token. Raises InvalidArgumentError
+        for text that is not valid Unicode."""
         return self._encode(text, "prompt", add_special_tokens=True)
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Return a conversation's token ids. Renders it with `render_chat`, then encodes it with `encode_rendered`."""
+        """Convert a conversation to token ids. It is rendered with `render_chat` and encoded with `encode_rendered`."""
         return self.encode_rendered(self.render_chat(messages))
 
     def render_chat(
@@ -146,13 +153,15 @@ class Tokenizer:
         options: Mapping[str, Any] = NO_OPTIONS,
         ending: Ending = Ending.TURN,
     ) -> str:
-        """Return a conversation as text in the model's chat template, with the given `ending`.
+        """Render a conversation as text with the model's chat template.
 
-        `tools` are functions that the model may call, as OpenAI's API describes them. `options` are further variables
-        of the template, such as enable_thinking. The template itself writes all special tokens. If the arguments
-        contain the characters of a special token, these are marked, so that `encode_rendered` encodes them as text.
-        Raises InvalidArgumentError for bad messages or options and for a model without a template, and ModelError for a
-        broken template.
+        `tools` are functions that the model may call, in the format of OpenAI's API. `options` are further variables of
+        the template, such as enable_thinking. `ending` specifies how the text ends. All special tokens are written by
+        the template. If the arguments contain the characters of a special token, these characters are marked, so that
+        `encode_rendered` does not encode them as the special token.
+
+        Raises InvalidArgumentError for invalid messages or options, and for a model without a chat template. Raises
+        ModelError for an invalid template.
         """
         _check_messages(messages, self._control)
         if own := _OWN_OPTIONS & options.keys():
@@ -169,8 +178,8 @@ class Tokenizer:
         return self._render([dict(message) for message in messages], given, {**options, **how})
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a rendered conversation, without adding special tokens. Raises
-        InvalidArgumentError."""
+        """Convert a conversation that `render_chat` has rendered to token ids. No special tokens are added. Raises
+        InvalidArgumentError for text that is not valid Unicode."""
         first, *others = [text] if self._control is None else cut(text)
         ids = self._encode(first, "messages", add_special_tokens=False)
         if others:
@@ -183,18 +192,19 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Return the text of token ids. Unknown ids have no text. Special tokens have no text unless `with_special`.
-        Broken UTF-8 becomes U+FFFD."""
+        """Convert token ids to text. Unknown ids are skipped. Special tokens are skipped unless `with_special` is True.
+        Invalid UTF-8 becomes U+FFFD."""
         return self._core.decode(ids, skip_special_tokens=not with_special)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token in the middle of a text. It includes the leading space that `decode` drops at
-        the start of a text. Special tokens and unknown ids have no text. A part of a character is U+FFFD."""
+        """Return the text of one token as if it were in the middle of a text. The text includes a leading space, which
+        `decode` drops at the start of a text. Special tokens and unknown ids have empty text. An incomplete character
+        becomes U+FFFD."""
         return text_after(self.decode, *self._within, [token_id])
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """Return a new Detokenizer, which incrementally decodes the tokens of one stream, beginning
-        after `prompt_ids`."""
+        """Return a new Detokenizer, which decodes the tokens of one stream incrementally. `prompt_ids` are the tokens
+        before the stream's first token."""
         return Detokenizer(self.decode, self._is_silent, prompt_ids)
 
     @cached_property

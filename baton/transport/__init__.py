@@ -1,1 +1,2 @@
-"""Transfers calls and KV between Baton's processes over gRPC, as bytes and memoryviews, never as tensors."""
+"""Transfer of calls and KV between Baton's processes over gRPC. KV is passed as bytes and memoryviews, never as
+tensors."""

@@ -1,10 +1,11 @@
-"""Serves baton.v1.BlockExchange: sends blocks of a node's prefix store, and fetches blocks from another node's worker.
+"""Server of the gRPC service baton.v1.BlockExchange, which copies cached blocks of KV between the prefix stores of
+nodes.
 
-The orchestrator calls Fetch at a worker of the node where an attempt is about to run, and that worker calls Read at a
-worker of the node that has the blocks (`baton.transport.block_pieces`). The store is an interface
-(`baton.transport.block_store`). The exchange runs on the process's asyncio loop, and calls the store's methods on
-threads of its own, because they wait for locks and disks. A call holds one block in memory at a time. At most
-`_MOST_AT_ONCE` calls of each kind run at once; the others wait.
+The orchestrator calls Fetch on a worker of the node where a request will run. This worker calls Read on a worker of the
+node that has the blocks (`baton.transport.block_pieces`). The store is an interface (`baton.transport.block_store`).
+The exchange runs on the process's asyncio loop. It calls methods of the store in its own threads, because they wait for
+locks and disks. A call keeps one block in memory at a time. At most `_MOST_AT_ONCE` calls of each kind run at the same
+time; further calls wait.
 """
 
 import asyncio
@@ -32,35 +33,35 @@ logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Connect = Callable[[str], grpc.aio.Channel]
-"""A function that makes a channel to host:port."""
+"""Function that creates a channel to the address host:port."""
 Result = TypeVar("Result")
 
 _MOST_AT_ONCE = 2
-"""Maximum number of fetches that copy at once, and of reads that send at once. Each of them holds one block in memory.
-"""
+"""Maximum number of Fetch calls that copy blocks at the same time, and of Read calls that send blocks at the same time.
+Each of these calls keeps one block in memory."""
 
 
 class BlockExchange:
-    """Block exchange of one worker. Make it on the loop, register it with `add_to`, and call `close` after the server
-    has stopped."""
+    """Serves the block exchange of one worker. Create it on the asyncio loop, and register it with `add_to`. Call
+    `close` after the server has stopped."""
 
     def __init__(self, store: BlockStore, *, clock: Clock, connect: Connect = make_channel) -> None:
         self.num_bytes_fetched = 0
-        """Bytes of KV that were fetched into the store so far."""
+        """Number of bytes of KV that have been fetched into this node's store."""
         self.num_bytes_sent = 0
-        """Bytes of KV that were sent from the store so far."""
+        """Number of bytes of KV that have been sent from this node's store."""
         self._store = store
         self._clock = clock
         self._channels = ChannelCache(connect)
         self._coming: dict[str, asyncio.Event] = {}
-        """Blocks that running calls are copying, by name. Each event is set when its block is stored or its copying has
-        failed."""
+        """Names of the blocks that running calls are copying. The event of a block is set when the block is stored or
+        copying it has failed."""
         self._copying = asyncio.Semaphore(_MOST_AT_ONCE)
         self._sending = asyncio.Semaphore(_MOST_AT_ONCE)
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="block-exchange")
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register both methods with the server, before it starts. Read is registered without a serializer, because its
+        """Register the methods Fetch and Read with the server, before it starts. Read has no serializer, because its
         replies are already encoded."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Read": grpc.unary_stream_rpc_method_handler(self.read, exchange_pb2.ReadBlocksRequest.FromString, bytes),
@@ -77,9 +78,12 @@ class BlockExchange:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def read(self, request: exchange_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[bytes]:
-        """Yield the blocks as encoded pieces, one after another. No view of a block's memory is returned. Raises
-        StalePrefixError at the first block that the store does not have, LayoutMismatchError for another layout, and
-        InvalidArgumentError for an invalid field."""
+        """Serve Read: yield the requested blocks as encoded pieces, one block after another. Each piece is a copy of
+        the block's memory.
+
+        Raises StalePrefixError at the first block that is not in the store, LayoutMismatchError for another KV layout,
+        and InvalidArgumentError for an invalid field.
+        """
         layout = self._store.layout
         if request.layout_fingerprint != layout.fingerprint:
             raise LayoutMismatchError(
@@ -96,9 +100,12 @@ class BlockExchange:
                 del block  # lets the store evict it
 
     async def fetch(self, request: exchange_pb2.FetchBlocksRequest, context: Context) -> exchange_pb2.FetchBlocksReply:
-        """Copy the blocks that the store lacks, and return the number of leading blocks that are stored afterwards. A
-        failure ends the copying and is reported in the reply; blocks that were copied before it remain stored. Raises
-        InvalidArgumentError for an invalid field."""
+        """Serve Fetch: copy requested blocks that are not in the store from another worker. Return the number of
+        blocks, counted from the first, that are stored afterwards.
+
+        If copying fails, the reply contains the failure, and blocks that were already copied stay in the store. Raises
+        InvalidArgumentError for an invalid field.
+        """
         block_tokens, within_s = _block_tokens(request.block_tokens), request.within_s
         if not request.endpoint:
             raise InvalidArgumentError("endpoint is empty: name a worker of the node that has the blocks")

@@ -1,9 +1,10 @@
-"""Blocks of cached KV as pieces on the wire: the sender cuts blocks into checksummed pieces, and the receiver assembles
-them.
+"""Transfer of cached KV blocks as messages. The sender divides a block into pieces with checksums, and the receiver
+assembles the pieces.
 
-The pieces have the format of a push (`baton.transport.kv_frame`), without a lease, and are sent in ascending order. If
-a layer of the block is large, a piece holds some of the layer's tokens; if it is small, a piece holds several whole
-layers. Used by `baton.transport.block_exchange` on both sides. Pure, except `read_blocks`; on the loop.
+Pieces have the same format as in a push of KV (`baton.transport.kv_frame`), but without a lease. They are sent in
+ascending order. A piece contains some tokens of one layer if the layer is large, or several whole layers if they are
+small. `baton.transport.block_exchange` uses this module on both sides. All functions are pure except `read_blocks`,
+which runs on the asyncio loop.
 """
 
 import asyncio
@@ -27,23 +28,23 @@ SERVICE = "baton.v1.BlockExchange"
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Consecutive blocks of one prompt, identified by name."""
+    """Consecutive blocks of one prompt, identified by their names."""
 
     names: tuple[str, ...]
     block_tokens: int
     first_token: int
-    """Position of the first block's first token."""
+    """Position in the prompt of the first block's first token."""
 
     def parts(self) -> Iterator[tuple[str, TokenRange]]:
-        """Yield each block's name and tokens, in order."""
+        """Yield the name and the token range of each block, in order."""
         for index, name in enumerate(self.names):
             start = self.first_token + index * self.block_tokens
             yield name, TokenRange(start, start + self.block_tokens)
 
 
 def frames_of(block: OpenBlock, layout: KvLayout, tokens: TokenRange) -> Iterator[bytes]:
-    """Yield a block's pieces as encoded messages, in the order that BlockAssembly requires. Each piece is copied once.
-    A piece has at most MAX_PIECE_BYTES, unless a single token of a layer is larger."""
+    """Yield the pieces of a block as encoded messages, in the order that BlockAssembly requires. Each piece is copied
+    once. A piece has at most MAX_PIECE_BYTES bytes, unless the KV of one token in one layer is larger."""
     num_rows = max(MAX_PIECE_BYTES // layout.row_bytes, 1)
     num_layers = max(num_rows // len(tokens), 1)
     for first in range(0, layout.num_layers, num_layers):
@@ -70,7 +71,7 @@ class BlockAssembly:
     tokens: TokenRange
     layout: KvLayout
     pieces: list[BlockPiece] = field(default_factory=list)
-    """Pieces received so far, in layer order, as views of the received messages."""
+    """Pieces that were received so far, in the order of layers. They are views of the received messages."""
     _layer: int = 0
     _start: int = field(init=False)
 
@@ -79,12 +80,12 @@ class BlockAssembly:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all pieces of the block have been added."""
+        """Return True if all pieces of the block have been added."""
         return self._layer == self.layout.num_layers
 
     def add(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Add the next piece. Raises LayoutMismatchError for KV of another layout, RangeError for a piece that is not
-        the expected next one, ByteCountError for a payload of the wrong length, and ChecksumError for a damaged
+        """Add the next piece of the block. Raises LayoutMismatchError for KV of another layout, RangeError if the piece
+        is not the expected next one, ByteCountError for a payload of the wrong length, and ChecksumError for a damaged
         payload."""
         where = f"block {self.name}, layer {header.layer}"
         if header.layout_fingerprint != self.layout.fingerprint:
@@ -118,11 +119,11 @@ class BlockAssembly:
 async def read_blocks(
     channel: grpc.aio.Channel, layout: KvLayout, run: BlockRun
 ) -> AsyncGenerator[BlockAssembly, None]:
-    """Read blocks from the worker at the other end of the channel, and yield each block when it is complete.
+    """Read consecutive blocks from the worker at the other end of the channel. Yield each block when it is complete.
 
-    Holds one block at a time, in addition to the messages that gRPC's flow control admits ahead. Raises the errors of
-    `BlockAssembly.add`, StalePrefixError when the worker does not have the next block, and UnavailableError when the
-    worker cannot be reached. Close the iterator to end the call.
+    One block is kept in memory at a time, in addition to messages that gRPC's flow control admits. Close the iterator
+    to end the call. Raises the errors of `BlockAssembly.add`, StalePrefixError if the worker does not have the next
+    block, and UnavailableError if the worker cannot be reached.
     """
     read: grpc.aio.UnaryStreamMultiCallable[exchange_pb2.ReadBlocksRequest, Piece] = channel.unary_stream(
         f"/{SERVICE}/Read", exchange_pb2.ReadBlocksRequest.SerializeToString, decode_piece

@@ -1,8 +1,8 @@
-"""Interface of a node's prefix store, which `transport` uses to read and store blocks of cached KV.
+"""Interface of a node's prefix store, through which `transport` reads and stores blocks of cached KV.
 
-Called by `baton.transport.block_exchange`; implemented by `baton.modeling.prefix_store.store`, which does not depend on
-gRPC. A block is the KV of some consecutive tokens of a prompt, in all layers. Its name is derived from these tokens and
-all tokens before them. All methods may wait for locks and disks, so they are called on threads.
+Called by `baton.transport.block_exchange`. Implemented by `baton.modeling.prefix_store.store`, which does not depend on
+gRPC. A block is the KV of some consecutive tokens of a prompt in all layers. Its name is derived from these tokens and
+all tokens before them. Methods may wait for locks and disks, so they must be called in threads.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,29 +11,29 @@ from typing import Protocol
 from baton.types import KvLayout, TokenRange
 
 BlockPiece = tuple[int, TokenRange, memoryview]
-"""A piece of a block: layer, token range, and the bytes of the range's KV in that layer."""
+"""Piece of a block, as (layer, token range, bytes of the KV of these tokens in this layer)."""
 
 
 class OpenBlock(Protocol):
-    """One stored block that is open for reading. The store keeps the block as long as this object or a view of its
+    """Stored block that is open for reading. The store does not evict the block while this object or a view of its
     bytes exists."""
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of some of the block's tokens in `layer`, without a copy."""
+        """Return a view of the KV of `tokens` in `layer`. `tokens` must be within the block's range."""
         ...
 
 
 class BlockStore(Protocol):
-    """Blocks of one node. All have the same KV layout."""
+    """Prefix store of one node. All of its blocks have the same KV layout."""
 
     @property
     def layout(self) -> KvLayout:
-        """Return the layout of the blocks' KV."""
+        """Return the KV layout of all blocks in the store."""
         ...
 
     def num_leading(self, names: Sequence[str]) -> int:
-        """Return the number of leading names whose blocks are stored, up to the first one that is missing. Raises
-        InvalidArgumentError for a malformed name."""
+        """Return the number of blocks at the start of `names` that are stored. Counting stops at the first block that
+        is not stored. Raises InvalidArgumentError for an invalid name."""
         ...
 
     def open_block(self, name: str, tokens: TokenRange) -> OpenBlock:
@@ -44,7 +44,10 @@ class BlockStore(Protocol):
     def put_block(
         self, name: str, tokens: TokenRange, pieces: Sequence[BlockPiece], spared: Collection[str]
     ) -> tuple[bool, Sequence[str]]:
-        """Store a block completely or not at all. `pieces` must cover all layers of `tokens`, each once. To make room,
-        blocks that are not in `spared` may be evicted. Return whether the store has the block now, and the names of the
-        evicted blocks. Raises ConfigError when the store's folder does not exist any more, and OSError."""
+        """Store a complete block. `pieces` must contain all tokens of all layers, each exactly once. Return True if the
+        block is stored now, and the names of the evicted blocks.
+
+        Blocks whose names are not in `spared` may be evicted to make space. If the call fails, no part of the block is
+        stored. Raises OSError, and ConfigError if the store's folder no longer exists.
+        """
         ...

@@ -1,7 +1,8 @@
-"""Makes the gRPC servers and channels of all Baton processes, configured for thousands of calls and for peers that die.
+"""Creates the gRPC servers and channels of all Baton processes. They are configured for thousands of calls, and for
+peers that may crash.
 
-Used by `orchestrator.api`, `orchestrator.workers.client`, both workers' servicers and `deploy`. Called on the process's
-asyncio loop, which then owns the server or channel.
+Used by `orchestrator.api`, `orchestrator.workers.client`, the servicers of prefill and generation workers, and
+`deploy`. Called on the process's asyncio loop, which then owns the server or channel.
 """
 
 from types import TracebackType
@@ -17,17 +18,20 @@ from baton.transport.identity import ClusterSecret
 from baton.transport.status_interceptor import Check, StatusInterceptor
 
 MAX_PENDING_CALLS = 16_384
-"""Maximum number of calls that wait for the event loop to accept them. gRPC refuses further calls. Its own default is
+"""Maximum number of calls that wait until the event loop accepts them. gRPC rejects further calls. gRPC's default is
 1,000."""
 MAX_PENDING_S = 3600
-"""Maximum number of seconds that a call waits for the event loop to accept it. gRPC's default is 30 s, after which it
-cancels the call, and cancelled calls are not retried."""
+"""Maximum time in seconds that a call waits until the event loop accepts it. gRPC's default is 30 s, after which gRPC
+cancels the call. Cancelled calls are not retried."""
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
-    """Return a server whose methods may raise BatonErrors, which are converted to gRPC statuses. `check` runs before
-    each call and may refuse it. `ClusterSecret.check`, for example, refuses callers from outside the cluster. The
-    caller adds servicers, calls `bind`, then starts the server."""
+    """Return a server whose methods may raise BatonErrors, which are converted to gRPC statuses. `check` is called
+    before each call and may reject it. For example, `ClusterSecret.check` rejects callers that do not belong to the
+    cluster.
+
+    The caller adds servicers, calls `bind`, and then starts the server.
+    """
     return grpc.aio.server(
         interceptors=(StatusInterceptor(check),),
         options=(
@@ -45,8 +49,8 @@ def make_server(keepalive: Keepalive | None = None, *, check: Check | None = Non
 
 
 def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
-    """Open host:port for the server and return the port. Port 0 selects any free port. Raises ConfigError when the port
-    cannot be opened."""
+    """Bind the server to host:port and return the port. Port 0 selects any free port. Raises ConfigError if the port
+    cannot be bound."""
     try:
         return server.add_insecure_port(join_address(host, port))
     except RuntimeError as error:
@@ -59,15 +63,18 @@ def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
 def make_channel(
     target: str, keepalive: Keepalive | None = None, *, secret: ClusterSecret | None = None
 ) -> grpc.aio.Channel:
-    """Return a channel to host:port with its own connection, which opens at the first call and reconnects
-    automatically. With `secret`, each call proves that the caller belongs to the cluster. Pass `secret` only for
-    targets in that cluster."""
+    """Return a channel to the address host:port. The channel has its own connection, which is opened at the first call
+    and reopened automatically.
+
+    `secret` is sent with each call, and proves that the caller belongs to the cluster. Pass it only for servers of the
+    same cluster.
+    """
     channel = grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))
     return channel if secret is None else IdentifiedChannel(channel, secret.metadata)
 
 
 class IdentifiedChannel(grpc.aio.Channel):
-    """Channel that adds metadata to each call of the channel that it wraps. It owns the wrapped channel."""
+    """Channel that wraps another channel and adds metadata to each of its calls. It owns the wrapped channel."""
 
     def __init__(self, inner: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
         self._inner = inner
@@ -107,7 +114,7 @@ class IdentifiedChannel(grpc.aio.Channel):
         return self._identified(self._inner.stream_unary(method, *args, **options))
 
     def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        """Return a callable for a method with streams of requests and replies."""
+        """Return a callable for a method with a stream of requests and a stream of replies."""
         return self._identified(self._inner.stream_stream(method, *args, **options))
 
     def _identified(self, call: Any) -> Any:

@@ -13,19 +13,20 @@ import grpc
 
 
 class ChannelCache:
-    """Open channels by endpoint: at most `most`, unless more are in use at the same time. The least recently used idle
-    channels are closed first."""
+    """Open channels by endpoint. At most `most` channels are kept open, unless more are in use at the same time. The
+    least recently used idle channel is closed first."""
 
     def __init__(self, make: Callable[[str], grpc.aio.Channel], most: int = 64) -> None:
         self._make = make
         self._most = most
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
-        """Open channels by endpoint, the least recently used first."""
+        """Open channels by endpoint, sorted from the least to the most recently used."""
         self._num_users: Counter[str] = Counter()
 
     @asynccontextmanager
     async def use(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Return a context that provides the endpoint's channel. The channel stays open until the context exits."""
+        """Return a context manager that provides the channel to an endpoint. The channel stays open until the context
+        exits."""
         if endpoint not in self._channels:
             self._channels[endpoint] = self._make(endpoint)
         self._num_users[endpoint] += 1

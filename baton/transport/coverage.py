@@ -1,6 +1,7 @@
-"""Records which pieces of a sequence's KV have arrived, for `generate_workers.slots`; a piece may be pushed twice.
+"""Records which pieces of a sequence's KV have arrived. Used by `generate_workers.slots`. A piece may be pushed more
+than once.
 
-Holds no KV itself; each object belongs to a single thread.
+The module stores no KV. Each object belongs to a single thread.
 """
 
 from bisect import bisect_right
@@ -10,9 +11,11 @@ from baton.types import TokenRange
 
 
 class Coverage:
-    """Pieces (layer, token range) that have arrived, of tokens [0, num_tokens) in `num_layers` layers.
+    """Set of the pieces of a sequence's KV that have arrived. A piece is a token range in one layer. The sequence has
+    `num_tokens` tokens and `num_layers` layers.
 
-    Pieces of one layer never overlap: the i-th covers tokens [starts[i], ends[i]), ascending.
+    Pieces of one layer never overlap. In each layer, the i-th piece covers the tokens from starts[i] to ends[i]
+    (exclusive), in ascending order.
     """
 
     def __init__(self, num_layers: int, num_tokens: int) -> None:
@@ -23,14 +26,14 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Return whether every token of every layer has arrived."""
+        """Return True if the KV of all tokens in all layers has arrived."""
         return self._num_missing == 0
 
     def add(self, layer: int, tokens: TokenRange) -> bool:
-        """Record a piece. Return False if an equal piece was added before.
+        """Record a piece that has arrived. Return False if the same piece was recorded before.
 
-        Raises RangeError, and records nothing, when the piece is empty, lies outside the sequence's layers or tokens,
-        or overlaps an earlier piece without being equal to it.
+        Raises RangeError, without recording anything, if the piece is empty, is outside the sequence's layers or
+        tokens, or overlaps an earlier piece without being equal to it.
         """
         self._check_bounds(layer, tokens)
         starts, ends = self._starts[layer], self._ends[layer]
@@ -49,7 +52,7 @@ class Coverage:
         return True
 
     def first_missing(self) -> tuple[int, TokenRange] | None:
-        """Return the first layer in which tokens are missing, and the first missing token range in it; None when
+        """Return the first layer with missing tokens, and the first missing token range in this layer. Return None if
         nothing is missing."""
         for layer, (starts, ends) in enumerate(zip(self._starts, self._ends, strict=True)):
             position = 0

@@ -22,9 +22,9 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 @dataclass(frozen=True)
 class ClusterSecret:
-    """The secret of one cluster, 64 hexadecimal digits. Its repr does not show them.
+    """Secret of one cluster, as 64 hexadecimal digits. The digits are not shown by repr().
 
-    Raises ConfigError for a text of another form. The error does not contain the text.
+    Raises ConfigError for a text that does not have this form. The error message does not contain the text.
     """
 
     text: str = field(repr=False)
@@ -41,18 +41,18 @@ class ClusterSecret:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata with which a call proves that its caller belongs to the cluster."""
+        """Metadata that a caller sends with each call, to prove that it belongs to the cluster."""
         return ((SECRET_KEY, self.text),)
 
     def is_in(self, metadata: Metadata) -> bool:
-        """Return whether a call's metadata contains the secret. The comparison takes the same time regardless of how
-        many characters of a wrong secret are right."""
+        """Return True if the metadata of a call contains the secret. The time of the comparison does not depend on how
+        many characters are correct."""
         given = dict(metadata).get(SECRET_KEY, "")
         presented = given if isinstance(given, bytes) else given.encode()
         return hmac.compare_digest(presented, self.text.encode())
 
     def check(self, method: str, metadata: Metadata) -> None:
-        """Raise UnauthenticatedError unless the call's metadata contains the secret. Implements
+        """Raise UnauthenticatedError unless the metadata of a call contains the secret. Implements
         `status_interceptor.Check`."""
         if not self.is_in(metadata):
             raise UnauthenticatedError(

@@ -1,8 +1,8 @@
-"""Calls the lease methods of a KvReceiver (reserve, renew, commit and abort) with Baton's own types as arguments and
-results. A lease is a claim on a slot for KV, which ends if it is not renewed within its ttl.
+"""Client for the lease methods of a KvReceiver: reserve, renew, commit and abort. Arguments and results are Baton's own
+types. A lease is a claim on a slot for KV, and expires if it is not renewed within its TTL.
 
-Used by `orchestrator.workers.client`, and by `prefill_workers.servicer`, whose last rank commits.
-`baton.transport.kv_sender` pushes the KV itself. Used on the asyncio loop.
+Used by `orchestrator.workers.client`, and by the last rank of a chain in `prefill_workers.servicer`, which commits the
+lease. The KV itself is pushed by `baton.transport.kv_sender`. Used on the asyncio loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,39 +19,41 @@ from baton.v1 import kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 
 TranslateErrors = Callable[[], AbstractContextManager[None]]
-"""Function that returns a context in which grpc's errors are converted to BatonErrors."""
+"""Function that returns a context manager, which converts grpc's errors to BatonErrors."""
 
 
 class KvClient:
-    """Client of one KvReceiver. `errors` converts the receiver's gRPC errors to the BatonErrors that the receiver
-    raised."""
+    """Client of one KvReceiver. `errors` returns a context manager that converts gRPC errors to the BatonErrors that
+    the receiver raised."""
 
     def __init__(
         self, channel: grpc.aio.Channel, *, timeout_s: float = 10.0, errors: TranslateErrors = translate_rpc_errors
     ) -> None:
-        """`timeout_s` is the timeout of each method, in seconds, except `commit`, which may have to wait for other
-        writers."""
+        """Create a client that uses `channel`. `timeout_s` is the timeout in seconds of all methods except `commit`,
+        which may have to wait for other writers."""
         self._stub = KvReceiverStub(channel)
         self._timeout_s = timeout_s
         self._errors = errors
 
     async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
-        """Lease a slot. Raises ResourceExhaustedError when none is free, LayoutMismatchError for another KV layout."""
+        """Reserve a slot and return the lease on it. Raises ResourceExhaustedError if no slot is free, and
+        LayoutMismatchError if the receiver has another KV layout."""
         request = kv_pb2.ReserveRequest(**vars(spec), layout_fingerprint=layout_fingerprint)
         with self._errors():
             return lease_from_proto(await self._stub.Reserve(request, timeout=self._timeout_s))
 
     async def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when it has ended."""
+        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError if the lease has
+        already ended."""
         request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(ref), ttl_s=ttl_s)
         with self._errors():
             await self._stub.Renew(request, timeout=self._timeout_s)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], *, timeout_s: float | None = None) -> int:
-        """Complete the lease with the first token of each choice. Return the number of bytes that its slot holds.
+        """Complete the lease with the first token of each choice. Return the number of bytes of KV in its slot.
 
-        Waits until the bytes of all writers have arrived, for at most `timeout_s` seconds and at most the lease's ttl.
-        Then raises IncompletePushError. May be repeated.
+        Waits until the KV of all writers has arrived, for at most `timeout_s` seconds (None: no separate limit) and at
+        most the lease's TTL. Raises IncompletePushError if KV is still missing then. May be called again.
         """
         tokens = [sampled_to_proto(token) for token in firsts]
         request = kv_pb2.CommitRequest(lease=lease_ref_to_proto(ref), first=tokens)
@@ -65,6 +67,7 @@ class KvClient:
             await self._stub.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=self._timeout_s)
 
     async def abort_reserve(self, number: ReserveNumber) -> None:
-        """Undo the Reserve call with that number, even if it is still running or has not arrived yet."""
+        """Cancel the Reserve call with the given number, and end its lease. This works even if the call is still
+        running or has not arrived at the server yet."""
         with self._errors():
             await self._stub.Abort(kv_pb2.AbortRequest(number=number), timeout=self._timeout_s)

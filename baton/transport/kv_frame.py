@@ -1,8 +1,10 @@
-"""Encodes and decodes the message KvPiece with one copy of the payload when sending, and none when receiving.
+"""Encodes and decodes the protobuf message KvPiece. The payload is copied once when it is sent, and not copied when it
+is received.
 
-The payload is KvPiece's last field, so a frame is a short prefix followed by the payload's bytes. Frames are plain
-protobuf: any other client may send a KvPiece as its own library writes it. Used as the serializer of Push by
-`baton.transport.kv_sender` and as its deserializer by `baton.transport.kv_receiver`. Pure; called on the loop.
+The payload is the last field of KvPiece, so an encoded message is a short prefix followed by the payload. The encoding
+is standard protobuf: other clients may send a KvPiece that their own library has encoded. `baton.transport.kv_sender`
+uses this module to serialize pushed pieces, and `baton.transport.kv_receiver` uses it to deserialize them. Pure; called
+on the asyncio loop.
 """
 
 from google.protobuf.message import DecodeError
@@ -11,18 +13,19 @@ from baton.errors import InvalidArgumentError
 from baton.v1 import kv_pb2
 
 Piece = tuple[kv_pb2.KvPieceHeader, memoryview]
-"""A piece's header, and a view of its payload's bytes."""
+"""Piece of KV, as (header, view of the payload's bytes)."""
 
 _LENGTH_DELIMITED = 2
 _HEADER_TAG = kv_pb2.KvPiece.HEADER_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _PAYLOAD_TAG = kv_pb2.KvPiece.PAYLOAD_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _MAX_VARINT_BYTES = 5
-"""Longest varint read here: enough for lengths below 2**35. gRPC's message limit is far below that."""
+"""Maximum number of bytes of a varint that is decoded. 5 bytes suffice for lengths below 2**35, which is far above
+gRPC's limit for messages."""
 
 
 def encode_piece(header: kv_pb2.KvPieceHeader, *payload: memoryview) -> bytes:
-    """Return the bytes of KvPiece(header, payload). `payload` is one or more contiguous parts, each copied once. No
-    view of them is kept."""
+    """Encode a KvPiece message. `payload` is given in one or more contiguous parts. Each part is copied once, and no
+    view of it is kept."""
     head, num_bytes = header.SerializeToString(), sum(part.nbytes for part in payload)
     parts: list[bytes | memoryview] = [bytes((_HEADER_TAG,)), _varint(len(head)), head]
     if num_bytes:  # proto3 leaves an empty field out
@@ -31,10 +34,10 @@ def encode_piece(header: kv_pb2.KvPieceHeader, *payload: memoryview) -> bytes:
 
 
 def decode_piece(data: bytes) -> Piece:
-    """Return the header and the payload of a KvPiece. Raises InvalidArgumentError when `data` is not a KvPiece.
+    """Decode a KvPiece message. Return its header and its payload. Raises InvalidArgumentError if `data` is not a
+    KvPiece.
 
-    The payload is a view into `data`, without a copy, if the fields have the order that `encode_piece` writes;
-    otherwise it is a copy.
+    The payload is a view of `data` if the fields have the order that `encode_piece` writes. Otherwise it is a copy.
     """
     try:
         return _split(data) or _parse(data)

@@ -1,11 +1,12 @@
-"""Serves baton.v1.KvReceiver: checks each pushed piece of KV, and passes pieces and lease calls on to a sink, which
-stores KV in slots. A lease is a claim on a slot; it ends if it is not renewed within its ttl.
+"""Server of the gRPC service baton.v1.KvReceiver. It checks each pushed piece of KV, and passes pieces and lease calls
+to a sink, which stores KV in slots. A lease is a claim on a slot, and expires if it is not renewed within its TTL.
 
-Called by `orchestrator.workers.client` (Reserve, Renew, Abort) and by `baton.transport.kv_sender` (Push, PushShared)
-and `baton.transport.kv_client` (Commit); the sink is `generate_workers.slots.table`. Runs on the process's asyncio
-loop: a piece has at most a few MiB, so checking and copying it on the loop costs less than passing it to a thread.
-Copying a piece to a device takes longer, so the sink does it outside the loop. A push is answered once all copies are
-complete.
+Reserve, Renew and Abort are called by `orchestrator.workers.client`, Push and PushShared by
+`baton.transport.kv_sender`, and Commit by `baton.transport.kv_client`. The sink is `generate_workers.slots.table`.
+
+The server runs on the process's asyncio loop. A piece has at most a few MiB, so checking and copying it on the loop
+takes less time than passing it to a thread. Copying a piece to a device takes longer, and the sink does it outside the
+loop. A push is answered when all copies are complete.
 """
 
 import math
@@ -34,18 +35,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "baton.v1.KvReceiver"
 MAX_TTL_S = 3600.0
-"""Maximum ttl of a lease in seconds, so that a lost lease does not occupy its slot for ever."""
+"""Maximum TTL of a lease in seconds. It limits the time for which a lost lease occupies its slot."""
 MAX_REPLY_S = 0.5
-"""Maximum number of seconds at the end of a Commit's deadline that are reserved for sending the answer to the caller.
-"""
+"""Maximum time in seconds that is reserved for sending the answer of a Commit to the caller. Waiting for KV ends this
+long before the caller's deadline. If a quarter of the time until the deadline is shorter, only this quarter is
+reserved."""
 
 
 class KvReceiverServicer:
-    """Serves baton.v1.KvReceiver over a sink. Register it with `add_to` on a server made by `baton.transport.channel`.
+    """Serves baton.v1.KvReceiver with a sink. Register it with `add_to` on a server created by
+    `baton.transport.channel`, which converts the raised errors to gRPC statuses.
 
-    That server turns the errors raised here into gRPC statuses. The servicer remembers the numbers of the latest
-    Reserve calls, for callers that did not receive the answer. It has no other state except the running calls.
-    `prefixes` grants leases whose first tokens have KV cached on the sink's node; None when the node has no cache.
+    The servicer remembers the numbers of the last Reserve calls, for callers that did not receive the answer. Apart
+    from running calls, it has no other state. `prefixes` grants leases for prompts whose first tokens have cached KV on
+    the sink's node. None: the node has no prefix cache.
     """
 
     def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None, *, clock: Clock | None = None) -> None:
@@ -54,7 +57,8 @@ class KvReceiverServicer:
         self._reserves = ReserveBook(clock or SystemClock())
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the six methods with the server, before it starts. Push uses a codec that does not copy payloads."""
+        """Register the service's six methods with the server, before the server starts. Push uses a deserializer that
+        does not copy payloads."""
         unary, write = grpc.unary_unary_rpc_method_handler, methodcaller("SerializeToString")
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Reserve": unary(self.reserve, kv_pb2.ReserveRequest.FromString, write),
@@ -69,10 +73,10 @@ class KvReceiverServicer:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
-        """Lease a slot for KV in the sink's layout.
+        """Serve Reserve: reserve slots for KV in the sink's layout, and return the lease.
 
-        A call with the number of an earlier Reserve returns the same lease. Raises LayoutMismatchError for another
-        layout, InvalidArgumentError for an invalid field, LeaseError for the number of an aborted Reserve, and the
+        A repeated call with the same number returns the same lease. Raises LayoutMismatchError for another layout,
+        InvalidArgumentError for an invalid field, LeaseError if the Reserve call with this number was aborted, and the
         errors of the sink's `reserve`.
         """
         _check_layout(self._sink.layout, request.layout_fingerprint)
@@ -90,13 +94,15 @@ class KvReceiverServicer:
         return self._sink.reserve(spec)
 
     async def renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewReply:
-        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when it has ended."""
+        """Serve Renew: extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError if the
+        lease has already ended."""
         self._sink.renew(_lease_ref(request), _checked_ttl(request.ttl_s))
         return kv_pb2.RenewReply()
 
     async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
-        """Write pieces until the stream ends or a piece is refused. Return the counts once all pieces are in the slot.
-        The call counts as a writer of the slot from its first piece until it ends."""
+        """Serve Push: write pieces to a slot until the stream ends or a piece is rejected. Return the numbers of pieces
+        and bytes when all pieces are in the slot. The call counts as a writer of the slot from its first piece until it
+        ends."""
         with ExitStack() as stack:
             writer = _Writer(self._sink, stack)
             async for header, payload in pieces:
@@ -107,9 +113,12 @@ class KvReceiverServicer:
     async def push_shared(
         self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
     ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
-        """Write pieces as `push` does, with payloads in shared memory that the first message names. A message may
-        request an answer. It is sent once all pieces so far have been copied, and the sender may then reuse their
-        memory. If this process cannot map the memory, it sends one answer that says so."""
+        """Serve PushShared: write pieces to a slot, with payloads in shared memory instead of messages. The first
+        message names the shared memory.
+
+        A message may request an answer. The answer is sent when all pieces so far have been copied, and the sender may
+        then reuse their memory. If this process cannot map the shared memory, it sends a single answer that says so.
+        """
         incoming = aiter(messages)
         opening = await anext(incoming, kv_pb2.SharedPieces())
         memory = map_memory(opening.memory)
@@ -131,10 +140,11 @@ class KvReceiverServicer:
         yield kv_pb2.SharedAnswer(total=writer.reply)
 
     async def commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
-        """Complete a lease with the first token of each choice. Return the number of bytes that its slot holds.
+        """Serve Commit: complete a lease with the first token of each choice. Return the number of bytes of KV in its
+        slot.
 
-        Stops waiting for missing bytes shortly before the caller's deadline, so that the error that names the bytes
-        reaches the caller in time.
+        If KV is missing, waiting ends shortly before the caller's deadline. The error that names the missing KV can
+        then still reach the caller.
         """
         if not request.first:
             raise InvalidArgumentError("first is missing: commit carries each choice's first token")
@@ -143,8 +153,8 @@ class KvReceiverServicer:
         return kv_pb2.CommitReply(num_bytes=num_bytes)
 
     async def abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
-        """End a lease, which is identified by its slot and stamp or by the number of its Reserve call. Does nothing if
-        the lease has ended."""
+        """Serve Abort: end a lease. The request identifies the lease by its slot and stamp, or by the number of its
+        Reserve call. Does nothing if the lease has already ended."""
         by_number = request.number and not request.HasField("lease")
         ref = self._reserves.abort(ReserveNumber(request.number)) if by_number else _lease_ref(request)
         if ref is not None:
@@ -153,12 +163,12 @@ class KvReceiverServicer:
 
 
 class _Writer:
-    """Writer of one pushing call. It registers with the slot at the first piece, and unregisters when `stack` closes.
-    Checks each piece against its header and the KV layout, then writes it."""
+    """Writer of the pieces of one push call. It registers with the slot at the first piece, and unregisters when
+    `stack` is closed. Each piece is checked against its header and the KV layout before it is written."""
 
     def __init__(self, sink: KvSink, stack: ExitStack) -> None:
         self.reply = kv_pb2.PushReply()
-        """Counts of the received pieces, duplicates included."""
+        """Numbers of received pieces and bytes, including duplicates."""
         self._sink = sink
         self._stack = stack
         self._inside: tuple[LeaseRef, PushTarget] | None = None
@@ -166,9 +176,9 @@ class _Writer:
     async def write(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
         """Check a piece, pass it to the sink, and count it.
 
-        Raises InvalidArgumentError for a piece of another lease than the first one's, LayoutMismatchError for another
-        layout, ByteCountError for a payload of the wrong length, ChecksumError for a damaged payload, and the errors of
-        KvSink.open_push and PushTarget.write.
+        Raises InvalidArgumentError if the piece belongs to another lease than the first piece. Raises
+        LayoutMismatchError for another layout, ByteCountError for a payload of the wrong length, and ChecksumError for
+        a damaged payload. Raises the errors of `KvSink.open_push` and `PushTarget.write`.
         """
         ref, layout = _lease_ref(header), self._sink.layout
         _check_layout(layout, header.layout_fingerprint)
@@ -190,7 +200,7 @@ class _Writer:
         self.reply.num_duplicates += not is_new
 
     async def settle(self) -> None:
-        """Wait until all pieces are in the slot. Raises the errors of PushTarget.settle."""
+        """Wait until all pieces have been written to the slot. Raises the errors of `PushTarget.settle`."""
         if self._inside is not None:
             await self._inside[1].settle()
 

@@ -1,8 +1,8 @@
-"""The two routes by which a push sends its pieces of KV: a gRPC stream that contains their bytes, or shared memory if
-the receiver is on the same node.
+"""Two routes on which a push sends its pieces of KV: a gRPC stream that contains the bytes, or shared memory if the
+receiver is on the same node.
 
-`baton.transport.kv_sender` opens one of them for each push and sends pieces over it; `baton.transport.kv_receiver` is
-at the other end. Both routes use one gRPC call, whose status is the status of the push. Used on the asyncio loop.
+`baton.transport.kv_sender` opens one route for each push and sends pieces on it. `baton.transport.kv_receiver` receives
+them. Both routes use one gRPC call, whose status is the result of the push. Used on the asyncio loop.
 """
 
 import asyncio
@@ -22,51 +22,55 @@ from baton.types import KvLayout
 from baton.v1 import kv_pb2
 
 MAX_PIECE_BYTES = 2**20
-"""Maximum payload of one piece in bytes; a piece always has at least one token. The size is large enough for
-throughput, and small enough that an event loop that checks and copies pieces can still serve other calls promptly."""
+"""Maximum payload of one piece in bytes. A piece always has at least one token, even if it is larger than this.
+
+Larger pieces have less overhead. Smaller pieces let an event loop that checks and copies pieces serve other calls in
+between.
+"""
 NUM_CELLS = 16
-"""Number of cells of one push. It limits the push's shared memory to about the size that gRPC allows in flight in a
-stream."""
+"""Number of cells (units of shared memory) of one push. It limits the push's shared memory to about the amount of data
+that gRPC allows in flight in a stream."""
 CELLS_PER_ANSWER = NUM_CELLS // 2
-"""Number of full cells after which a message requests an answer. Half of the cells are filled while the receiver reads
-the other half. Messages and answers are sent rarely, because each costs more than copying a small piece."""
+"""Number of full cells after which the sender requests an acknowledgement. While the receiver reads these cells, the
+sender fills the other half of the cells. Messages and answers are rare, because each takes longer than copying a small
+piece."""
 MAX_PIECES = 64
 """Maximum number of pieces in a message."""
 _ALIGNED = 64
-"""Alignment of payloads in their cell, in bytes: a cache line."""
+"""Alignment in bytes of payloads within a cell. It is the size of a cache line."""
 
 _StreamCall = grpc.aio.StreamUnaryCall[Piece, kv_pb2.PushReply]
 _SharedCall = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer]
 
 
 class Route(Protocol):
-    """Route of one push's pieces to its receiver. After the call has ended, `send`, `flush` and `finish` raise
-    AioRpcError or InvalidStateError, and `reply` raises the reason."""
+    """Route on which one push sends its pieces to the receiver. After the call has ended, `send`, `flush` and `finish`
+    raise AioRpcError or InvalidStateError, and `reply` raises the receiver's error."""
 
     is_shared: bool
-    """True if payloads go through shared memory."""
+    """True if payloads are sent through shared memory. False if they are sent over gRPC."""
 
     @property
     def ended(self) -> bool:
-        """True once the receiver has ended the push, so that no more pieces can be sent."""
+        """Return True if the receiver has ended the push. No more pieces can be sent then."""
         ...
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Send a piece immediately or in one message with later pieces. Copies the payload. Waits while the receiver is
-        slower than the sender."""
+        """Send a piece, either immediately or together with later pieces in one message. The payload is copied. Waits
+        if the receiver is slower than the sender."""
         ...
 
     async def flush(self) -> None:
-        """Send all pieces that are waiting for a message to be filled."""
+        """Send all pieces that have been collected for the next message."""
         ...
 
     async def finish(self) -> None:
-        """Send all waiting pieces, and notify the receiver that they were the last ones."""
+        """Send all pieces that have not been sent yet, and notify the receiver that no more pieces follow."""
         ...
 
     async def reply(self) -> kv_pb2.PushReply | None:
-        """Return the receiver's counts once the call has ended; None if it ended without an error and without counts.
-        Raises the receiver's error."""
+        """Return the receiver's counts of pieces and bytes when the call has ended. Return None if the call ended
+        without an error and without counts. Raises the receiver's error."""
         ...
 
     def close(self) -> None:
@@ -75,8 +79,8 @@ class Route(Protocol):
 
 
 class StreamRoute:
-    """Sends pieces as messages of a gRPC stream, whose flow control limits the data that is encoded and
-    not yet sent."""
+    """Route that sends pieces as messages of a gRPC stream. gRPC's flow control limits the data that is encoded and not
+    yet sent."""
 
     is_shared = False
 
@@ -90,7 +94,7 @@ class StreamRoute:
 
     @property
     def ended(self) -> bool:
-        """True once the call has ended."""
+        """Return True if the call has ended."""
         return self._call.done()
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
@@ -98,14 +102,14 @@ class StreamRoute:
         await self._call.write((header, payload))
 
     async def flush(self) -> None:
-        """Do nothing: every piece has already been sent."""
+        """Do nothing, because `send` has already sent every piece."""
 
     async def finish(self) -> None:
-        """End the stream of pieces."""
+        """Send the end of the stream of pieces."""
         await self._call.done_writing()
 
     async def reply(self) -> kv_pb2.PushReply | None:
-        """Return the call's answer."""
+        """Wait for the receiver's answer and return it."""
         try:
             return await self._call
         except grpc.aio.AioRpcError as error:
@@ -123,11 +127,13 @@ def make_pool(layout: KvLayout) -> CellPool:
 
 
 class SharedRoute:
-    """Sends pieces in cells of shared memory, and messages that name the location of each piece. Make it with `open`.
+    """Route that copies pieces into cells of shared memory, and sends messages with the location of each piece. Create
+    it with `open`.
 
-    A cell holds several pieces, and is reused once the receiver has acknowledged all of them. So the sender waits for a
-    slow receiver when all cells are full. Each cell in use is either being filled, in `_full`, or in `_asked`. If no
-    cell is free, an answer has been requested.
+    A cell is a unit of shared memory that holds several pieces. It is reused when the receiver has acknowledged all of
+    them. If all cells are in use, the sender waits for the receiver. A cell in use is being filled (`_cell`), is full
+    (`_full`), or waits for a requested acknowledgement (`_asked`). If no cell is free, an acknowledgement has been
+    requested.
     """
 
     is_shared = True
@@ -135,25 +141,26 @@ class SharedRoute:
     def __init__(
         self, call: _SharedCall, status: SentStatus, pool: CellPool, cells: SharedCells, on_end: Callable[[], None]
     ) -> None:
-        """Take over a call whose receiver has mapped the memory of `cells`. The cells come from `pool`."""
+        """Take ownership of a call whose receiver has already mapped the memory of `cells`. `cells` were allocated from
+        `pool`."""
         self._call = call
         self._status = status
         self._pool = pool
         self._cells = cells
         self._on_end = on_end
         self._cell: int | None = None
-        """Offset of the cell that is being filled; None if there is none."""
+        """Offset in shared memory of the cell that is being filled. None if no cell is being filled."""
         self._num_used = 0
-        """Number of bytes of the current cell that are used."""
+        """Number of bytes that are used in the cell that is being filled."""
         self._full: list[int] = []
-        """Offsets of full cells for which no answer has been requested yet."""
+        """Offsets of full cells for which no acknowledgement has been requested yet."""
         self._filled: list[kv_pb2.SharedPiece] = []
-        """Pieces of the next message."""
+        """Pieces that will be sent in the next message."""
         self._num_unasked = 0
-        """Number of pieces that were sent since the last message that requested an answer."""
+        """Number of pieces that were sent since the last message that requested an acknowledgement."""
         self._asked: deque[tuple[int, list[int]]] = deque()
-        """Requested answers: for each, the number of pieces that it acknowledges and the offsets of the cells that it
-        frees."""
+        """Requested acknowledgements that have not arrived, each as (number of acknowledged pieces, offsets of the
+        cells that become free)."""
         self._answered = asyncio.Event()
         self._turns = Turns()
         self._total: kv_pb2.PushReply | None = None
@@ -162,8 +169,9 @@ class SharedRoute:
 
     @classmethod
     async def open(cls, channel: grpc.aio.Channel, pool: CellPool, on_end: Callable[[], None]) -> Self | None:
-        """Open the call and let the receiver map shared memory from the pool. Return None when the pool has no memory,
-        or the receiver cannot map it. Raises the receiver's error."""
+        """Open the call, and let the receiver map shared memory of the pool. Return None if the pool cannot allocate
+        memory or the receiver cannot map it. Raises the receiver's error. `on_end` is called when the receiver ends the
+        push."""
         cells = pool.take()
         if cells is None:
             return None
@@ -182,11 +190,12 @@ class SharedRoute:
 
     @property
     def ended(self) -> bool:
-        """True once the receiver's last answer has been read."""
+        """Return True if the receiver's last answer has been read."""
         return self._reading.done()
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Copy the payload into a cell. Send the message once it has enough pieces. Waits while no cell is free."""
+        """Copy the payload into a cell, and send a message if enough pieces have been collected. Waits while no cell is
+        free."""
         offset = await self._place(payload.nbytes)
         self._cells.write(offset, payload)
         self._filled.append(kv_pb2.SharedPiece(header=header, offset=offset, num_bytes=payload.nbytes))
@@ -198,7 +207,8 @@ class SharedRoute:
             await self._turns.take(payload.nbytes)
 
     async def flush(self) -> None:
-        """Send a message with the pieces that were copied into cells since the last message, if there are any."""
+        """Send a message with the pieces that were copied into cells after the last message. Does nothing if there are
+        none."""
         if not self._filled:
             return
         message = kv_pb2.SharedPieces(pieces=self._filled, answer=len(self._full) >= CELLS_PER_ANSWER)
@@ -210,12 +220,12 @@ class SharedRoute:
         await self._call.write(message)
 
     async def finish(self) -> None:
-        """Send the last message, and end the stream of messages."""
+        """Send the last message with pieces, and then the end of the stream of messages."""
         await self.flush()
         await self._call.done_writing()
 
     async def reply(self) -> kv_pb2.PushReply | None:
-        """Return the receiver's last answer, once it has arrived."""
+        """Wait for the receiver's last answer and return it."""
         try:
             await self._reading
         except grpc.aio.AioRpcError as error:
@@ -223,8 +233,8 @@ class SharedRoute:
         return self._total
 
     def close(self) -> None:
-        """End the call, and return the shared memory to the pool. The pool reuses it for a later push if the receiver
-        does not read it any more."""
+        """End the call, and return the shared memory to the pool. The pool reuses the memory for a later push when the
+        receiver no longer reads it."""
         self._call.cancel()
         self._reading.cancel()
         if self._total is not None:

@@ -1,8 +1,9 @@
-"""Sends KV to a slot. Another thread offers the pieces of a push, which are sent one at a time over a route
-(`baton.transport.kv_routes`).
+"""Sends KV to a slot of a generation group. A push is the transfer of all its pieces. Another thread offers the pieces,
+which are sent one at a time on a route (`baton.transport.kv_routes`).
 
-Used by `prefill_workers.servicer`; calls `baton.transport.kv_receiver` on a generation group. Everything runs on the
-process's asyncio loop, except the methods of PushSession that are marked thread-safe: the engine's thread calls those.
+Used by `prefill_workers.servicer`. The receiver is `baton.transport.kv_receiver` in a generation group. Everything runs
+on the process's asyncio loop, except methods of PushSession that are marked as thread-safe, which the engine's thread
+calls.
 """
 
 import asyncio
@@ -26,24 +27,25 @@ from baton.v1 import kv_pb2
 logger = logging.getLogger(__name__)
 
 OpenRoute = Callable[[Callable[[], None]], Awaitable[Route]]
-"""Function that opens a push's route. The route calls the given callback when the receiver ends the push."""
+"""Function that opens the route of a push. Its argument is a callback that the route calls when the receiver ends the
+push."""
 
 
 @dataclass(frozen=True)
 class PushSummary:
-    """Counts and times of one finished push."""
+    """Counts and times of a push that has finished successfully."""
 
     num_bytes: int
-    """Number of payload bytes sent, including duplicates. The receiver has counted the same number."""
+    """Number of payload bytes that were sent and that the receiver has counted, including duplicates."""
     num_pieces: int
     first_unix_ns: int
     """Time at which the first piece was offered, in unix nanoseconds."""
     last_unix_ns: int
-    """Time at which the receiver had acknowledged the last piece, in unix nanoseconds."""
+    """Time at which the receiver's acknowledgement of the last piece arrived, in unix nanoseconds."""
     num_duplicates: int = 0
-    """Number of pieces that the receiver already had."""
+    """Number of pieces that the receiver had already received before."""
     num_bytes_shared: int = 0
-    """Number of payload bytes that were sent through shared memory: all of them, or 0."""
+    """Number of payload bytes that were sent through shared memory. It is either 0 or equal to `num_bytes`."""
 
 
 def open_push(
@@ -54,11 +56,11 @@ def open_push(
     clock: Clock | None = None,
     pool: CellPool | None = None,
 ) -> "PushSession":
-    """Start a push into a lease. The caller ends the push with `finish`, `fail` or `cancel`. Must be called on the
-    loop.
+    """Start a push to the slot of `lease`. The caller ends it with `finish`, `fail` or `cancel` of the returned
+    session. Must be called on the asyncio loop.
 
-    Pieces are sent through shared memory of `pool`, if it is given and the receiver is a process of the same node and
-    user. Otherwise they are sent over gRPC.
+    Pieces are sent through shared memory of `pool` if it is given and the receiver is a process of the same user on the
+    same node. Otherwise they are sent over gRPC.
     """
 
     async def open_route(on_end: Callable[[], None]) -> Route:
@@ -69,11 +71,11 @@ def open_push(
 
 
 class PushSession:
-    """One push of pieces into one lease.
+    """Push of KV pieces to the slot of one lease.
 
-    Offered memory is read when the piece is sent, and must not change until the session has ended. The route limits the
-    data that is copied and not yet received. All state belongs to the loop, with these exceptions: other threads append
-    to `_offers` and set `_finished` and `_wake_due`. Each of these operations is atomic.
+    The memory of an offered piece is read when the piece is sent, and must not change until the session has ended. The
+    route limits the data that is copied and not yet received. The asyncio loop owns all state, except that other
+    threads append to `_offers` and set `_finished` and `_wake_due`. Each of these operations is atomic.
     """
 
     def __init__(self, open_route: OpenRoute, ref: LeaseRef, layout: KvLayout, clock: Clock) -> None:
@@ -95,10 +97,10 @@ class PushSession:
         self._task = self._loop.create_task(self._run(open_route))
 
     def offer(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Queue the rows of `tokens` in `layer` for sending. Thread-safe; never blocks and copies nothing.
+        """Queue a piece for sending: the KV of `tokens` in `layer`. Never blocks, and copies nothing. Thread-safe.
 
-        `data` (contiguous) must not change until the session has ended. If the session has already ended, the piece is
-        dropped, and `result` raises the reason.
+        `data` must be contiguous and must not change until the session has ended. If the session has already ended, the
+        piece is dropped, and `result` raises the reason.
         """
         assert data.nbytes == len(tokens) * self._layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
         assert not self._finished or self._ended, "offer after finish"
@@ -110,24 +112,26 @@ class PushSession:
         self._wake_up()
 
     def finish(self) -> None:
-        """End the push after all pieces that were offered so far. Thread-safe; idempotent."""
+        """End the push when all pieces that were offered so far have been sent. No more pieces may be offered.
+        Thread-safe; idempotent."""
         self._finished = True
         self._wake_up()
 
     def fail(self, error: BaseException) -> None:
-        """End the push immediately: `result` raises `error`. Does nothing if the push has ended. Thread-safe."""
+        """End the push immediately with an error, which `result` then raises. Does nothing if the push has already
+        ended. Thread-safe."""
         self._on_loop(lambda: self._stop(error))
 
     def cancel(self) -> None:
-        """End the push immediately, so that `result` raises RequestCancelledError. Does nothing if the push has ended.
-        Thread-safe."""
+        """Cancel the push immediately. `result` then raises RequestCancelledError. Does nothing if the push has already
+        ended. Thread-safe."""
         self.fail(RequestCancelledError(f"the push to slot {self._ref.slot} was cancelled"))
 
     async def result(self) -> PushSummary:
-        """Wait until the receiver has acknowledged all pieces.
+        """Wait until the receiver has acknowledged all pieces. Return the counts and times of the push.
 
-        Raises the receiver's error, or the error that ended the session. If the wait is cancelled, the session keeps
-        running. May be called again.
+        Raises the receiver's error, or the error with which the session was ended. If the wait is cancelled, the
+        session continues. May be called again.
         """
         return await asyncio.shield(self._result)
 

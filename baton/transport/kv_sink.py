@@ -1,8 +1,8 @@
-"""Interface of a sink, to which `transport` passes received KV. A sink stores KV in slots. Each slot is claimed by a
-lease, which ends if it is not renewed within its ttl, and whose stamp is not valid for later leases of the slot.
+"""Interface of a sink, which stores received KV in slots. Each slot is claimed by a lease. A lease expires if it is not
+renewed within its TTL. Each lease has a stamp, and the stamp of an earlier lease is not valid for the slot any more.
 
-Called by `baton.transport.kv_receiver`; implemented by `generate_workers.slots.table`, which does not depend on gRPC.
-All implementations pass tests/conformance/test_kv_sinks.py. All methods are called on the process's asyncio loop.
+Called by `baton.transport.kv_receiver`. Implemented by `generate_workers.slots.table`, which does not depend on gRPC.
+All implementations must pass tests/conformance/test_kv_sinks.py. Methods are called on the process's asyncio loop.
 """
 
 import math
@@ -16,7 +16,7 @@ from baton.types import KvLayout, Lease, LeaseRef, RequestId, ReserveNumber, Sam
 
 @dataclass(frozen=True)
 class ReserveSpec:
-    """Request for one lease: owner, size and ttl."""
+    """Parameters of one lease request: the owner, the sizes in tokens, the number of slots, and the time to live."""
 
     request_id: RequestId
     attempt: int
@@ -27,101 +27,114 @@ class ReserveSpec:
     ttl_s: float
     """Seconds without a push or renewal after which the slot is freed; > 0."""
     num_choices: int = 1
-    """Number of slots: one for the lease itself, and one for each further choice, into which the first slot's KV is
-    copied."""
+    """Number of slots to reserve, one for each choice of the request. KV is pushed into the first slot and copied from
+    there into the others."""
     prefix_blocks: tuple[str, ...] = ()
-    """Names of the leading blocks of the tokens to be pushed. Used by KvPrefixes; a KvSink itself does not cache
-    blocks."""
+    """Content names of the prompt's leading blocks, in order. Used by KvPrefixes to find cached blocks; a plain KvSink
+    ignores them."""
     block_tokens: int = 0
     """Number of tokens of each block in `prefix_blocks`."""
     prefills_locally: bool = False
-    """True if the generation group itself computes the KV that the cached blocks lack, and no rank pushes KV. Used by
-    KvPrefixes."""
+    """True if the generation group itself computes the prompt's KV that is not cached. No prefill rank then pushes KV.
+    Used by KvPrefixes."""
     number: ReserveNumber | None = None
-    """Number by which the caller can undo this Reserve if it does not receive the answer. A sink ignores it."""
+    """Number that identifies this Reserve call. A caller that does not receive the answer uses it to undo the call. A
+    sink ignores it."""
 
 
 class PushTarget(Protocol):
-    """Access of one writer to a leased slot. Used inside `KvSink.open_push`, on the loop."""
+    """Access of one writer to a leased slot. Obtained from `KvSink.open_push` and used only inside that context, on the
+    event loop."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Accept a piece and renew the lease. `data` holds the bytes of the token range and is not kept.
+        """Accept a piece of KV and renew the lease. A piece is the KV of a token range in one layer; `data` holds its
+        bytes, and the sink keeps no reference to `data`.
 
-        Waits while the sink has no room for pieces that are being copied to a device. Returns False when the same piece
-        was already accepted; memory is then unchanged.
+        Waits while the sink cannot buffer more pieces that are being copied to a device. Returns False if the same
+        piece was already accepted; memory is then unchanged.
 
-        Raises StaleStampError or LeaseExpiredError when the lease has ended, RangeError for a layer that does not exist
-        or a range that is empty, outside the lease, or overlaps another piece in part, and InvalidArgumentError for a
-        piece that is larger than the sink accepts. After these errors the slot is unchanged. Raises TransferError when
-        an earlier piece could not be copied into the slot, which ends the lease. A cancelled wait does not change the
-        slot.
+        Raises:
+
+        - StaleStampError or LeaseExpiredError if the lease has ended.
+        - RangeError if the layer does not exist, if the range is empty or outside the lease, or if it partly overlaps
+          another piece.
+        - InvalidArgumentError if the piece is larger than the sink accepts.
+        - TransferError if an earlier piece could not be copied into the slot. The lease has then ended.
+
+        After the first three kinds of errors, the slot is unchanged. Cancelling the wait does not change the slot.
         """
         ...
 
     async def settle(self) -> None:
-        """Wait until all pieces of this writer are in the slot. Raises TransferError when a piece could not be copied
-        into the slot, which ends the lease."""
+        """Wait until all pieces of this writer are in the slot. Raises TransferError if a piece could not be copied
+        into the slot; the lease has then ended."""
         ...
 
 
 class KvPrefixes(Protocol):
-    """Grants leases whose slots are filled with cached KV of earlier prompts' blocks, from the sink's own node."""
+    """Interface of a KV sink that also has a prefix cache. It grants leases on slots and fills the slots with the
+    cached KV of a prompt's leading blocks, taken from the sink's own node."""
 
     async def reserve(self, request: ReserveSpec) -> Lease:
-        """Claim slots as `KvSink.reserve` does, and fill them with the leading blocks that the node has cached.
+        """Reserve slots as `KvSink.reserve` does, and fill them with the KV of the leading blocks that this node has
+        cached.
 
-        The lease's `num_present_tokens` is the number of leading tokens in cached blocks. A writer of the sink copies
-        them into the slot, so they are not pushed. Raises the errors of `KvSink.reserve`, and InvalidArgumentError for
-        a malformed block name.
+        The lease's `num_present_tokens` is the number of leading tokens in cached blocks. The sink copies the KV of
+        these tokens into the slot itself, so the sender does not push it. Raises the errors of `KvSink.reserve`, and
+        InvalidArgumentError for a malformed block name.
         """
         ...
 
 
 class KvSink(Protocol):
-    """Stores received KV in slots under timed, fenced leases. All methods are called on the loop.
+    """Stores received KV in slots. A slot is claimed by a lease, which expires after its TTL. All methods are called on
+    the asyncio loop.
 
-    Every method that takes a LeaseRef, except `abort`, raises StaleStampError when the slot is unknown, free, or leased
-    again under a new stamp, and LeaseExpiredError when the lease was not renewed in time. In these cases, `abort` does
-    nothing.
+    A LeaseRef identifies a lease by its slot and stamp. Every method with a LeaseRef argument, except `abort`, raises
+    StaleStampError if the slot does not exist, is free, or has a newer lease. It raises LeaseExpiredError if the lease
+    was not renewed in time. `abort` does nothing in these cases.
     """
 
     @property
     def layout(self) -> KvLayout:
-        """Return the layout in which the sink stores KV. The caller refuses pieces of other layouts."""
+        """Return the layout in which the sink stores KV. The caller must refuse pieces with another layout."""
         ...
 
     def reserve(self, request: ReserveSpec) -> Lease:
-        """Claim `num_choices` slots under a new stamp. If too few are free, none is claimed.
+        """Reserve `num_choices` slots under a new stamp, and return the lease. If too few slots are free, none is
+        reserved.
 
-        Raises ResourceExhaustedError when too few slots are free, and InvalidArgumentError when the request exceeds the
-        number or the size of all slots of the sink.
+        Raises ResourceExhaustedError if too few slots are free. Raises InvalidArgumentError if the request needs more
+        slots, or larger slots, than the sink has.
         """
         ...
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Extend the lease to `ttl_s` seconds from now."""
+        """Extend a lease to `ttl_s` seconds from now."""
         ...
 
     def open_push(self, ref: LeaseRef) -> AbstractContextManager[PushTarget]:
-        """Return a context in which the caller counts as a writer of the slot.
+        """Return a context manager for a writer of the slot. Entering the context renews the lease. It raises
+        StaleStampError or LeaseExpiredError if the lease has ended.
 
-        The slot is not reused before the contexts of all its writers have exited and all accepted pieces have been
-        copied. Entering the context renews the lease, and raises the errors.
+        The slot is not reused until all its writers have exited their contexts and all accepted pieces have been
+        copied.
         """
         ...
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
-        """Complete the lease with the first token of each choice. Return the number of bytes of all pieces in the slot.
+        """Complete a lease with the first token of each choice. Return the number of bytes of KV in the slot.
 
-        Waits for bytes that are missing or still being copied to a device, for at most `wait_s` seconds and at most the
-        lease's ttl. Then raises IncompletePushError, which names the first such token range. The push may continue and
-        Commit may be repeated until the lease ends. Idempotent for the same tokens. Raises LeaseError for other tokens,
-        and for a number of tokens that is not the lease's number of choices. A cancelled wait does not change the
-        lease.
+        Waits for KV that is missing or still being copied to a device, for at most `wait_s` seconds and at most the
+        lease's TTL. Raises IncompletePushError if KV is still missing then; the error names the first missing token
+        range. The push may continue, and commit may be called again until the lease ends.
+
+        Idempotent for the same tokens. Raises LeaseError if a repeated call has other tokens, or if the number of
+        tokens is not the lease's number of choices. If the wait is cancelled, the lease does not change.
         """
         ...
 
     def abort(self, ref: LeaseRef) -> None:
-        """End the lease. Its slot is free once all writers have closed their contexts. Idempotent; does nothing for a
-        stale stamp."""
+        """End a lease. Its slot becomes free when all writers have closed their contexts. Idempotent. Does nothing if
+        the lease has already ended."""
         ...

@@ -1,9 +1,9 @@
-"""Remembers Reserve calls by their numbers, so that a caller that did not receive the answer can undo its call. A
-Reserve call grants a lease, which is a claim on a slot for KV.
+"""Record of the latest Reserve calls by their numbers. A Reserve call grants a lease, which is a timed claim on a slot
+for KV. A caller that did not receive the answer to its Reserve call can undo the call by its number.
 
-After an abort the Reserve has no lease, even if it was still running during the abort or arrives later. A Reserve that
-arrives twice gets one lease. Used by `baton.transport.kv_receiver`, for `orchestrator.dispatch.lease_reaper`. On the
-loop.
+After an abort, the Reserve call has no lease, even if it was still running during the abort or arrives after it. A
+Reserve call that arrives twice gets one lease. Used by `baton.transport.kv_receiver`, for
+`orchestrator.dispatch.lease_reaper`. Runs on the event loop.
 """
 
 from collections import OrderedDict
@@ -15,23 +15,25 @@ from baton.process.clock import Clock
 from baton.types import Lease, LeaseRef, ReserveNumber
 
 REMEMBER_S = 60.0
-"""Seconds for which a number is remembered: longer than the caller of a Reserve waits for it."""
+"""Seconds for which the number of a Reserve call is remembered. Longer than the time for which a caller waits for the
+answer."""
 MAX_REMEMBERED = 16_384
-"""Largest number of remembered Reserves; beyond it the oldest are forgotten first."""
+"""Maximum number of remembered Reserve calls. When it is exceeded, the oldest are forgotten first."""
 
 
 @dataclass
 class _Reserve:
-    """State of one Reserve call."""
+    """State of one Reserve call, remembered under its number."""
 
     until_s: float
     lease: Lease | None = None
-    """Lease that was granted; None while the call is running, and after an error or an abort."""
+    """Lease that was granted. None while the call is running, and after it failed or was aborted."""
     is_aborted: bool = False
 
 
 class ReserveBook:
-    """Latest Reserve calls of one receiver, by number. Owned by the receiver's servicer and used on its loop."""
+    """Record of the latest Reserve calls of one KV receiver, by their numbers. Owned by the receiver's servicer and
+    used on its event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -41,10 +43,12 @@ class ReserveBook:
     async def grant(
         self, number: ReserveNumber, reserve: Callable[[], Awaitable[Lease]], end: Callable[[LeaseRef], None]
     ) -> Lease:
-        """Return the lease that `reserve` makes, or the lease that was granted to the same number before.
+        """Call `reserve` and return its lease. If a lease was already granted for this number, return that lease
+        instead.
 
-        Raises the errors of `reserve`, LeaseError for a number that was aborted, and UnavailableError while the same
-        number is being granted. If the number is aborted while `reserve` is running, the new lease is passed to `end`.
+        Raises the errors of `reserve`, LeaseError if the number was aborted, and UnavailableError while another call
+        with the same number is running. If the number is aborted while `reserve` is running, the new lease is passed to
+        `end`, which ends it.
         """
         former = self._known.get(number)
         if former is not None and former.is_aborted:
@@ -67,8 +71,8 @@ class ReserveBook:
         return lease
 
     def abort(self, number: ReserveNumber) -> LeaseRef | None:
-        """Mark the number as aborted, so that its Reserve is refused from now on. Return the lease that was granted to
-        it, if any."""
+        """Mark a Reserve call's number as aborted, so that the call is refused from now on. Return the lease that was
+        granted to the call; None if it has none."""
         reserving = self._known.pop(number, None)
         aborted = self._note(number)
         aborted.is_aborted = True

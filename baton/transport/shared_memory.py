@@ -1,14 +1,13 @@
-"""Memory that the sender and the receiver of a push share if they run on one node: the sender writes payloads into it,
-and the receiver maps it.
+"""Shared memory for pushes of KV between a sender and a receiver on the same node. The sender writes payloads into the
+memory, and the receiver maps it.
 
-The memory is a file without a name (memfd_create). It is in no folder, and it is freed when all processes that have it
-open or mapped have ended. Its size is sealed (it can no longer change), so reading mapped memory cannot fail. gRPC does
-not pass descriptors, so the receiver opens /proc/PID/fd/N, which the kernel allows only processes of the same user, and
-recognises the file by the random key at its beginning. On another node, in a container with its own process ids, or as
-another user the receiver finds no such file, and the push uses gRPC only.
+The memory is an anonymous file (memfd_create). It is in no directory, and the kernel frees it when no process has it
+open or mapped. Its size is sealed, so it cannot change, and reading mapped memory cannot fail. gRPC cannot pass file
+descriptors. The receiver therefore opens /proc/PID/fd/N, which the kernel allows only to processes of the same user,
+and recognises the file by the random key at its beginning. A receiver on another node, in a container with its own
+process ids, or of another user does not find the file. The push then uses gRPC only.
 
-Used by `baton.transport.kv_routes` (CellPool) and `baton.transport.kv_receiver` (map_memory), on their processes'
-loops.
+Used on the event loops of `baton.transport.kv_routes` (CellPool) and `baton.transport.kv_receiver` (map_memory).
 """
 
 import asyncio
@@ -27,27 +26,28 @@ from baton.v1 import kv_pb2
 logger = logging.getLogger(__name__)
 
 NAME = "baton-kv"
-"""Name by which /proc/PID/maps and /proc/PID/fd show shared memory: memfd:baton-kv."""
+"""Name of the shared memory file. /proc/PID/maps and /proc/PID/fd show it as `memfd:baton-kv`."""
 KEY_BYTES = 16
 TURN_BYTES = 2**19
-"""Number of bytes that one call may copy before it yields to the event loop's other calls."""
+"""Number of bytes that a call may copy before it yields to other tasks of the event loop."""
 MAX_MAPPED_BYTES = 2**30
-"""Maximum number of bytes that a receiver maps for one push. It limits the memory that a sender can make the receiver
-page in."""
+"""Maximum number of bytes that a receiver maps for one push. Limits the memory that a sender can make the receiver's
+process use."""
 _FIRST_CELL = mmap.PAGESIZE
-"""Offset of the first cell. The first page holds only the key."""
+"""Offset of the first cell, in bytes. The first page holds only the random key that identifies the file."""
 _MODE = 0o600
 
 
 class SharedCells:
-    """Newly allocated shared memory, divided into cells of equal size. A cell is in use from `take` to `give_back`.
+    """Block of shared memory, divided into cells of equal size. A cell is in use from `take` until `give_back`.
 
-    The cell that was returned last is reused first, because it is likely to be in a CPU cache. So a push with a fast
-    receiver uses few pages. Owned by the sender's route, and used on its loop.
+    The cell that was freed last is reused first, because it is probably still in a CPU cache. A push to a fast receiver
+    therefore uses few pages. Owned by the sender's route, and used on its event loop.
     """
 
     def __init__(self, num_cells: int, cell_bytes: int) -> None:
-        """Allocate the memory. Raises OSError if it cannot be allocated."""
+        """Allocate shared memory for `num_cells` cells of `cell_bytes` bytes each. Raises OSError if it cannot be
+        allocated."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this operating system has no memfd_create")
         key = secrets.token_bytes(KEY_BYTES)
@@ -63,50 +63,50 @@ class SharedCells:
             raise
         self._mapped[:KEY_BYTES] = key
         self.name = kv_pb2.SharedMemory(pid=os.getpid(), descriptor=self._descriptor, num_bytes=num_bytes, key=key)
-        """Message from which the receiver finds this memory."""
+        """Protobuf message from which the receiver finds this memory: process id, file descriptor, size and key."""
         self.cell_bytes = cell_bytes
         self._all = [_FIRST_CELL + number * cell_bytes for number in reversed(range(num_cells))]
         self._free = list(self._all)
 
     def take(self) -> int | None:
-        """Mark a free cell as in use and return its offset; None when all cells are in use."""
+        """Mark a free cell as in use and return its offset in bytes. Return None if all cells are in use."""
         return self._free.pop() if self._free else None
 
     def give_back(self, offset: int) -> None:
-        """Mark a cell as free, once the receiver has read its payloads."""
+        """Mark the cell at byte `offset` as free. Call when the receiver has read the cell's payloads."""
         self._free.append(offset)
 
     def write(self, offset: int, payload: memoryview) -> None:
-        """Copy a payload to `offset`, which must be in a cell in use."""
+        """Copy a payload into the memory at byte `offset`. The offset must be within a cell that is in use."""
         self._mapped[offset : offset + payload.nbytes] = payload
 
     def reset(self) -> None:
-        """Mark all cells as free, once no receiver reads them any more. They are then used in the same order as in new
-        memory."""
+        """Mark all cells as free. Call only when no receiver reads them any more. The cells are then used in the same
+        order as in new memory."""
         self._free = list(self._all)
 
     def close(self) -> None:
-        """Release the memory. A receiver that has mapped it may still read it. Call once."""
+        """Release the memory. A receiver that has mapped it can still read it. Must be called only once."""
         self._mapped.close()
         os.close(self._descriptor)
 
 
 class CellPool:
-    """Shared memory of one sender for pushes of one KV layout. Later pushes reuse it, which avoids page faults in new
-    memory.
+    """Pool of shared memory of one sender, for pushes of one KV layout. Pushes reuse the memory of earlier pushes,
+    which avoids page faults in new memory.
 
-    Owned by the process's servicer; used on its loop.
+    Owned by the process's servicer; used on its event loop.
     """
 
     def __init__(self, num_cells: int, cell_bytes: int, most_kept: int = 2) -> None:
-        """`num_cells` and `cell_bytes` are the number and size of the cells of each SharedCells. `most_kept` is the
-        maximum number of SharedCells that are kept while no push uses them."""
+        """Create an empty pool. Each SharedCells object of the pool has `num_cells` cells of `cell_bytes` bytes. The
+        pool keeps at most `most_kept` SharedCells objects that no push uses."""
         self._num_cells, self._cell_bytes, self._most_kept = num_cells, cell_bytes, most_kept
         self._kept: list[SharedCells] = []
 
     def take(self) -> SharedCells | None:
-        """Return shared memory that no push uses. Return None, and log the reason, if it cannot be allocated. The
-        caller passes the memory to `give_back`, or closes it."""
+        """Return shared memory that no push uses, from the pool or newly allocated. Return None, and log the reason, if
+        memory cannot be allocated. The caller must pass the memory to `give_back`, or close it."""
         if self._kept:
             return self._kept.pop()
         try:
@@ -116,28 +116,31 @@ class CellPool:
             return None
 
     def give_back(self, cells: SharedCells) -> None:
-        """Keep the memory for a later push. Its receiver must not read it any more."""
+        """Return memory to the pool for a later push. The caller must ensure that no receiver still reads it."""
         cells.reset()
         self._kept.append(cells)
         while len(self._kept) > self._most_kept:
             self._kept.pop(0).close()
 
     def close(self) -> None:
-        """Release all memory in the pool. Memory that is returned later is released immediately. Idempotent."""
+        """Release all memory in the pool. Memory that is passed to `give_back` after this call is released immediately.
+        Idempotent."""
         self._most_kept = 0
         while self._kept:
             self._kept.pop().close()
 
 
 class Turns:
-    """Yields to the event loop's other calls while one call copies the payloads of a long message."""
+    """Counter of copied bytes that yields to other tasks of the event loop at regular intervals, while one call copies
+    the payloads of a long message."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        """Number of bytes that were copied since the last yield."""
+        """Number of bytes copied since the last yield."""
 
     async def take(self, num_bytes: int) -> None:
-        """Count copied bytes. Yield to other calls after every TURN_BYTES bytes."""
+        """Add `num_bytes` to the number of copied bytes. Yields to other tasks each time TURN_BYTES bytes have been
+        copied."""
         self._num_bytes += num_bytes
         if self._num_bytes >= TURN_BYTES:
             self._num_bytes = 0
@@ -145,11 +148,11 @@ class Turns:
 
 
 def map_memory(name: kv_pb2.SharedMemory) -> mmap.mmap | None:
-    """Map a sender's memory for reading. It stays mapped until the last view of it is freed. Return None if `name` does
-    not identify such memory.
+    """Map a sender's shared memory for reading, and return the mapping. Return None if `name` does not identify valid
+    shared memory. The memory stays mapped until the last view of it is freed.
 
-    The message is not trusted. A file is mapped only if it belongs to this process's user, is not accessible to other
-    users, has no name, has a sealed size, and begins with the key.
+    The message `name` is not trusted. A file is mapped only if it belongs to this process's user, is not accessible to
+    other users, is anonymous, has a sealed size, and begins with the expected key.
     """
     path = Path("/proc", str(name.pid), "fd", str(name.descriptor))
     try:
@@ -169,8 +172,8 @@ def map_memory(name: kv_pb2.SharedMemory) -> mmap.mmap | None:
 
 
 def payload_at(memory: mmap.mmap, piece: kv_pb2.SharedPiece) -> memoryview:
-    """Return a view of a piece's payload. Raises InvalidArgumentError for a payload that is not within the memory, or
-    is larger than a message of a stream may be."""
+    """Return a view of a piece's payload in the mapped memory. Raises InvalidArgumentError if the payload is not within
+    the memory, or is larger than the maximum size of a stream's message."""
     if piece.num_bytes > MAX_MESSAGE_BYTES:
         raise InvalidArgumentError(
             f"num_bytes = {piece.num_bytes} is out of range: a payload has {MAX_MESSAGE_BYTES} bytes at most"

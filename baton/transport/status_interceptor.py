@@ -1,9 +1,9 @@
-"""Transfers errors over gRPC between asyncio servers and callers. `baton.rpc_status` has the table of errors and
-statuses.
+"""Conversion of errors to gRPC statuses in asyncio servers, and back to errors in their callers. `baton.rpc_status` has
+the table of errors and statuses.
 
 Servers made by `baton.transport.channel.make_server` use StatusInterceptor, so a servicer's method can simply raise an
 error. Callers wrap a call in `translate_rpc_errors`, and catch the same class of error that the method raised. Used on
-the asyncio loop.
+the asyncio event loop.
 """
 
 import asyncio
@@ -27,24 +27,26 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Check = Callable[[str, Iterable[tuple[str, str | bytes]]], None]
-"""Function of a call's full method name and metadata. It raises an error to refuse the call."""
+"""Function that checks a call before the server accepts it. Its arguments are the call's full method name and metadata.
+It raises an error to refuse the call."""
 
 logger = logging.getLogger(__name__)
 
 
 _ABORT_S = 5.0
-"""Seconds for which a handler waits until its status is sent. A caller that does not read its messages delays the
-status."""
+"""Maximum time in seconds that a handler waits until its status is sent. A caller that does not read its messages
+delays the status."""
 FAILED_WRITE = "Internal error from Core"
-"""Details of the status that grpc.aio sets for a failed write."""
+"""Details text of the status that grpc.aio sets when a write fails."""
 
 
 class SentStatus:
-    """Keeps the status that the server sent to a call with a request stream. Create it before the first write of the
+    """Status that the server sent to a call with a request stream. Create this object before the first write of the
     call.
 
-    A write that fails because the call is ending makes grpc.aio set INTERNAL, before or after the status that was sent,
-    and grpc.aio raises the one that was set last (grpc issue 36066). This object keeps the one that was set first.
+    When a write fails because the call is ending, grpc.aio sets the status INTERNAL, before or after it sets the
+    server's status. It then raises the status that was set last (grpc issue 36066). This object keeps the status that
+    was set first.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -52,7 +54,8 @@ class SentStatus:
         call.add_done_callback(lambda _: self._keep(call))
 
     def of(self, raised: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """Return the server's status of a call that raised the error `raised`. The status code may be OK."""
+        """Return the status that the server sent, for a call that raised the error `raised`. The code of the returned
+        status may be OK."""
         return raised if self._first is None or self._first.details() == FAILED_WRITE else self._first
 
     def _keep(self, call: grpc.aio.Call) -> None:
@@ -77,16 +80,16 @@ VERSIONED = (
     "/baton.v1.Orchestrator/GetClusterState",
     "/baton.v1.Orchestrator/GetRequests",
 )
-"""Prefixes of methods whose messages may change with a version. Callers of these methods must run a compatible version.
-"""
+"""Prefixes of the gRPC methods whose messages may change between versions. Callers of these methods must run a
+compatible version."""
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses callers that fail the check or have an incompatible version, before their messages are read, and turns
-    exceptions of a servicer's asynchronous methods into gRPC statuses.
+    """Server interceptor that refuses invalid calls and converts exceptions to gRPC statuses.
 
-    A BatonError gets its status from the table of `baton.rpc_status`; any other exception becomes INTERNAL, with its
-    traceback in the server's log.
+    A call is refused before its messages are read if the caller fails the check or has an incompatible version. A
+    BatonError raised by a servicer's asynchronous method gets its status from the table of `baton.rpc_status`. Any
+    other exception becomes INTERNAL, and its traceback is logged by the server.
     """
 
     def __init__(self, check: Check | None = None) -> None:
@@ -95,8 +98,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the handler of one call: the servicer's method with exceptions converted to statuses, or a handler
-        that refuses the call."""
+        """Return the handler of one call. The handler either runs the servicer's method and converts its exceptions to
+        statuses, or refuses the call."""
         handler = await continuation(details)
         if handler is None:
             return None  # the method does not exist: grpc answers UNIMPLEMENTED

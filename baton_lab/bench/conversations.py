@@ -1,4 +1,4 @@
-"""Makes the conversations of a load: the text of each turn, and the length of its answer. Pure."""
+"""Generator of a load's conversations: the text of each user message, and the length of its answer. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,13 @@ from baton_lab.bench.passages import Passages
 from baton_lab.traffic.traces.trace import Trace
 
 _ROOM = 0.9
-"""Fraction of a model's context that prompts and answers may fill, because the token counts of texts are estimates."""
+"""Fraction of a model's context length that prompts and answers may fill. The margin is needed because token counts are
+estimated from the text."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a user, and the limit of its answer."""
+    """One message of a user, and the maximum length of its answer."""
 
     text: str
     max_tokens: int
@@ -27,7 +28,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of one user. Each turn is sent with all earlier messages of the conversation."""
+    """Conversation of one user with the model. Each turn is sent together with all earlier messages of the
+    conversation."""
 
     number: int
     system: str
@@ -45,20 +47,20 @@ class Shape:
     think_s: float = 0.0
     """Mean seconds between an answer and the next turn, exponentially distributed."""
     num_prompts: int = 0
-    """Number of distinct conversations, which then repeat. 0: all conversations differ."""
+    """Number of distinct conversations. After the last one, the conversations repeat. 0: all conversations differ."""
     context_tokens: int | None = None
-    """Maximum number of prompt and output tokens together that the model accepts; None: unknown."""
+    """Maximum number of tokens that the model accepts, prompt and output together; None if unknown."""
 
     @property
     def room_tokens(self) -> float:
-        """Return the maximum number of tokens of a conversation, with a margin because token counts of texts are
-        estimates."""
+        """Return the maximum number of tokens of a conversation. It is less than the model's context length, because
+        token counts are estimated from the text."""
         return float("inf") if self.context_tokens is None else max(self.context_tokens * _ROOM, 2.0)
 
 
 def conversations(passages: Passages, shape: Shape, seed: int) -> Iterator[Conversation]:
-    """Yield an endless sequence of conversations, determined by the seed and the passages. Raises ConfigError when the
-    text has no unused passage left."""
+    """Yield an endless sequence of conversations. The passages and the seed determine them. Raises ConfigError if all
+    passages of the text have been used."""
     generator = np.random.default_rng(seed)
     system = passages.take(shape.system_tokens) if shape.system_tokens else ""
     made: list[Conversation] = []
@@ -73,9 +75,12 @@ def conversations(passages: Passages, shape: Shape, seed: int) -> Iterator[Conve
 
 
 def replayed(passages: Passages, trace: Trace, shape: Shape, load: int) -> Iterator[Conversation]:
-    """Yield each request of a trace, in order, as a conversation of one turn. If the trace names blocks, equal blocks
-    within a load have equal texts, so that prompts share prefixes as in the trace. Requests longer than the model's
-    context are shortened."""
+    """Yield each request of a trace, in order, as a conversation of one turn.
+
+    If the trace names blocks, equal blocks within a load get equal texts, so prompts share prefixes as they do in the
+    trace. `load` is the load's index; different loads get different texts. Requests longer than the model's context
+    length are shortened.
+    """
     system = passages.take(shape.system_tokens) if shape.system_tokens else ""
     for number, (num_tokens, max_tokens) in enumerate(zip(trace.prompt_tokens, trace.output_tokens, strict=True)):
         blocks = trace.blocks[number] if trace.blocks else ()

@@ -25,8 +25,8 @@ class GrpcServer:
     @classmethod
     @contextlib.asynccontextmanager
     async def connected(cls, target: str, api_key: str | None, style: Style) -> AsyncIterator["GrpcServer"]:
-        """Connect to the server, read its model, and yield the server. The client does not reconnect, so that failures
-        stay visible. Raises UnavailableError when the server does not answer."""
+        """Connect to the server, read which model it serves, and yield the server. The client does not reconnect, so
+        that the benchmark sees failures. Raises UnavailableError if the server does not answer."""
         async with AsyncClient(target, api_key=api_key, reconnect=Reconnect(num_connects=1, num_resumes=0)) as client:
             try:
                 model = await client.model(_ANSWER_S)
@@ -35,8 +35,11 @@ class GrpcServer:
             yield cls(client, About(model.name, model.max_tokens), style)
 
     async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
-        """Send one request and read its answer to the end. A step with accepted drafts sends one event per token. These
-        events are recorded as one message, at the arrival time of the last one, whose `drafts` gives their number."""
+        """Send one request, and read its answer until it ends.
+
+        A step with accepted drafts sends one event per token. These events are recorded as one message with the arrival
+        time of the last event. The `drafts` field of the last event gives their number.
+        """
         try:
             async with asyncio.timeout(self._style.timeout_s), self._stream(messages, max_tokens) as stream:
                 async for event in stream:

@@ -8,24 +8,25 @@ from types import MappingProxyType
 import numpy as np
 
 _NORMAL_P90 = 1.2815515655446004
-"""Standard deviations between the median and the 90th percentile of a normal distribution."""
+"""Distance between the median and the 90th percentile of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Lognormal distribution of a number of tokens, at least 1. With sigma 0, every value is the median."""
+    """Lognormal distribution of a number of tokens. Every value is at least 1. With `sigma` 0, every value equals the
+    median."""
 
     median: float
     sigma: float = 0.0
-    """Standard deviation of the logarithm."""
+    """Standard deviation of the natural logarithm of the number of tokens."""
 
     @classmethod
     def fitted(cls, median: float, p90: float) -> "Spread":
-        """Return the lognormal distribution with this median and this 90th percentile."""
+        """Return the lognormal distribution with the given median and 90th percentile, in tokens."""
         return cls(median, math.log(p90 / median) / _NORMAL_P90)
 
     def draw(self, generator: np.random.Generator) -> int:
-        """Draw one number of tokens."""
+        """Draw one random number of tokens from the distribution."""
         return max(1, round(self.median * math.exp(self.sigma * generator.standard_normal())))
 
 
@@ -37,7 +38,8 @@ class Mix:
     output: Spread
 
     def around(self, prompt: int | None, output: int | None) -> "Mix":
-        """Return the mix with other medians and the same sigmas. None keeps a median."""
+        """Return a copy of the mix with other median lengths in tokens and the same sigmas. None keeps the mix's
+        median."""
         return Mix(
             self.prompt if prompt is None else replace(self.prompt, median=prompt),
             self.output if output is None else replace(self.output, median=output),
@@ -53,4 +55,4 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
         "long": Mix(Spread.fitted(7059, 12985), Spread.fitted(208, 371)),
     }
 )
-"""Length mixes by their name in --lengths."""
+"""Predefined length mixes by the name that `--lengths` accepts."""

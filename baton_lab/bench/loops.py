@@ -16,12 +16,13 @@ from baton_lab.bench.records import MessageLog, Record, RequestFailedError
 from baton_lab.bench.server import Message, Server
 
 _AFTER_FAILURE_S = 1.0
-"""Seconds that a user of a closed loop waits after a failure, so that an unavailable server is not flooded."""
+"""Seconds that a closed-loop user waits after a failed request. The pause avoids flooding an unavailable server with
+requests."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Open loop: the start time of each conversation."""
+    """Open-loop load: the start time of each conversation."""
 
     name: str
     rate: float
@@ -32,14 +33,14 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Users:
-    """Closed loop: the number of users, and the limits of the load."""
+    """Closed-loop load: the number of simulated users, and the limits of the load."""
 
     name: str
     num_users: int
     num_conversations: int | None = None
     """Maximum number of conversations of all users together. None: only `seconds` limits the load."""
     seconds: float = float("inf")
-    """Seconds after which no new conversation begins."""
+    """Duration in seconds after which no new conversation begins."""
 
 
 Load = Arrivals | Users
@@ -47,7 +48,7 @@ Load = Arrivals | Users
 
 @dataclass
 class Run:
-    """Records of one load. Only the event loop's thread accesses them until the load has ended."""
+    """Records of one load. Only the event loop's thread may access them until the load has ended."""
 
     load: Load
     records: list[Record] = field(default_factory=list)
@@ -56,21 +57,22 @@ class Run:
     seconds: float = 0.0
     """Seconds from the start of the load to the end of the last answer."""
     used_s: float = 0.0
-    """Processor seconds that this process used during the load."""
+    """CPU seconds that this process used during the load."""
 
 
 class Generator:
-    """Sends loads to one server, one after the other."""
+    """Load generator that sends loads to one server, one after the other."""
 
     def __init__(self, server: Server, clock: Clock, ended: Callable[[Record], None] = lambda record: None) -> None:
-        """`ended`: callback that receives each record on the event loop; it must return quickly."""
+        """Create a generator for one server. `ended` is called on the event loop with the record of each finished
+        request; it must return quickly."""
         self._server = server
         self._clock = clock
         self._ended = ended
 
     async def run(self, load: Load, conversations: Iterator[Conversation]) -> Run:
-        """Send a load made from the next `conversations`, and return when all answers have ended. Raises the exceptions
-        of `conversations`."""
+        """Send one load and return its records when all answers have ended. The load takes its conversations from the
+        iterator `conversations`. Raises the exceptions of this iterator."""
         # Made in advance, so that no arrival waits for its prompt.
         ready = [next(conversations) for _ in load.at_s] if isinstance(load, Arrivals) else []
         run, start_s, used_s = Run(load), self._clock.now_s(), process_time()
@@ -148,7 +150,8 @@ class Generator:
 
 @dataclass(frozen=True)
 class _Place:
-    """Fields of a request's record that are known before the request is sent."""
+    """Fields of a request's record that are known before the request is sent: the indexes of its conversation and turn,
+    and the scheduled time."""
 
     conversation: int
     turn: int

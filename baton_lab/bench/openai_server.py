@@ -1,5 +1,5 @@
-"""Sends completions or chats to an OpenAI-compatible HTTP server that streams server-sent events. Runs on the event
-loop."""
+"""Sends requests to an HTTP server with OpenAI's API, as completions or as chats. The server streams its answers as
+server-sent events. Runs on the event loop."""
 
 import contextlib
 import json
@@ -13,15 +13,16 @@ from baton_lab.bench.records import MessageLog, RequestFailedError, TokenCounts
 from baton_lab.bench.server import About, Message, Style, as_text
 
 _KEPT_S = 2.0
-"""Seconds for which an idle connection may be reused: less than the keep-alive timeout of common servers."""
+"""Maximum idle time in seconds of a connection that may be reused. Shorter than the keep-alive timeout of common
+servers."""
 _CONNECT_S = 30.0
 _SHOWN = 200
-"""Maximum number of characters of a server's message that an error quotes."""
+"""Maximum number of characters of a server's error message that this client quotes."""
 _DATA, _DONE = b"data:", b"[DONE]"
 
 
 class OpenAiServer:
-    """Server with OpenAI's API. Create with `connected`. Implements `baton_lab.bench.server.Server`."""
+    """Server with OpenAI's HTTP API. Create with `connected`. Implements `baton_lab.bench.server.Server`."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str, about: About, style: Style) -> None:
         self.about = about
@@ -34,9 +35,12 @@ class OpenAiServer:
     async def connected(
         cls, url: str, model: str | None, api_key: str | None, style: Style
     ) -> AsyncIterator["OpenAiServer"]:
-        """Read the list of models, check `model` against it or use its first one, and yield the server. Raises
-        UnavailableError when the server does not answer, ConfigError when it does not serve the model or does not list
-        its models."""
+        """Connect to the server and yield it. Reads the server's list of models; uses `model` if the list contains it,
+        or the first listed model if `model` is None.
+
+        Raises UnavailableError if the server does not answer, and ConfigError if it does not serve `model` or does not
+        list its models.
+        """
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         base = url.rstrip("/") if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S)
@@ -45,7 +49,8 @@ class OpenAiServer:
             yield cls(session, base, await _about(session, base, model), style)
 
     async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
-        """Send one request, and record its answer in `log` until it ends."""
+        """Send one request, record each message of its answer in `log`, and return when the answer has ended. Return
+        the token counts that the server reports, or None if it does not report them."""
         body = self._body(messages, max_tokens)
         try:
             async with self._session.post(self._url, json=body) as answer:

@@ -7,7 +7,7 @@ from pathlib import Path
 MAX_REQUESTS = 10_000_000
 MAX_USERS = 100_000
 SECONDS = 60.0
-"""Default duration of a load in seconds, if options limit neither its time nor its number of requests."""
+"""Default duration of a load in seconds. Applies if no option limits the load's duration or its number of requests."""
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:

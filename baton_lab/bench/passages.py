@@ -1,4 +1,5 @@
-"""Prompts taken from a text. Each begins with different words, and its length follows the server's token count."""
+"""Prompts taken from passages of a text. Each prompt begins with different words. Prompt lengths are adjusted to the
+server's tokenizer."""
 
 import gzip
 from collections.abc import Iterator, Sequence
@@ -11,12 +12,13 @@ from baton.errors import ConfigError, InvalidArgumentError
 NOVEL = Path(__file__).with_name("novel.txt.gz")
 """Default text of prompts: Jane Austen's Emma, which is in the public domain."""
 TOKENS_PER_WORD = 1.33
-"""Mean tokens per English word with common tokenizers, for servers that do not report token counts."""
+"""Mean number of tokens per English word with common tokenizers. Used if the server does not report token counts."""
 _BEGINNING = 8
-"""Number of words at the beginning of a passage that no other passage begins with: fewer than fit in a block of cached
-KV."""
+"""Number of leading words by which any two passages differ. It is smaller than a block of cached KV, so passages do not
+share cached blocks."""
 _LOAD_STRIDE = 7919
-"""Offset, in passages, between the texts of the same block in consecutive loads."""
+"""Offset, in passages, between the texts of the same trace block in consecutive loads. Loads therefore do not share
+cached blocks."""
 _GZIP = b"\x1f\x8b"
 
 
@@ -34,18 +36,20 @@ def read_words(path: Path) -> list[str]:
 
 
 class Passages:
-    """Passages of a text, in a random order set by a seed. The text is cyclic: its first word follows its last."""
+    """Passages of a text, in a random order that a seed determines. The text is treated as cyclic: after its last word
+    comes its first."""
 
     def __init__(self, words: Sequence[str], seed: int) -> None:
         self._words = words
         self._starts = np.random.default_rng(seed).permutation(len(words))
         self._at = self._new_starts()
         self.tokens_per_word = TOKENS_PER_WORD
-        """Mean tokens per word with the server's tokenizer; an estimate until `probe` sets it."""
+        """Mean number of tokens per word with the server's tokenizer. It is an estimate until `probing.probe` measures
+        it."""
 
     def take(self, num_tokens: int) -> str:
-        """Return a passage of about `num_tokens` tokens that begins differently from all earlier passages. Raises
-        ConfigError when the text has no such passage left."""
+        """Return a passage of about `num_tokens` tokens whose first words differ from those of all earlier passages.
+        Raises ConfigError if all passages of the text have been used."""
         start = next(self._at, None)
         if start is None:
             raise ConfigError(
@@ -55,7 +59,8 @@ class Passages:
         return self._passage(start, num_tokens)
 
     def of_block(self, load: int, number: int, num_tokens: int) -> str:
-        """Return the text of a trace's block: equal for equal `load` and `number`, otherwise different."""
+        """Return the text of one block of a trace, with about `num_tokens` tokens. The text is the same for the same
+        `load` and `number`, and differs otherwise."""
         start = int(self._starts[(load * _LOAD_STRIDE + number) % len(self._starts)])
         return f"[{load}.{number}] {self._passage(start, num_tokens)}"
 

@@ -1,4 +1,4 @@
-"""Plots of `baton bench`: the latency distributions of one load, or the summaries of several loads."""
+"""Plots of `baton bench`: the latency distributions of one load, or a summary plot of several loads."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,8 @@ Runs = Sequence[tuple[Run, Summary]]
 
 
 def draw(runs: Runs, targets: Mapping[str, float], title: str, path: Path) -> None:
-    """Draw the runs as a PNG. Needs matplotlib. Raises ConfigError if the path cannot be written to."""
+    """Draw the results of the runs as a PNG file at `path`. Requires matplotlib. Raises ConfigError if the file cannot
+    be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 7.0), layout="constrained")

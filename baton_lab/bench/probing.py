@@ -14,8 +14,12 @@ _ANSWER_TOKENS = 2
 
 
 async def probe(server: Server, passages: Passages, now_s: Callable[[], float]) -> None:
-    """Send a short and a longer passage, and set `passages.tokens_per_word` from the server's prompt token counts. The
-    difference of the two counts excludes the chat template. Raises UnavailableError if one of the requests fails."""
+    """Send a short and a longer passage, and set `passages.tokens_per_word` from the prompt token counts that the
+    server reports.
+
+    The estimate uses the difference of the two counts, so the tokens of the chat template cancel out. Raises
+    UnavailableError if one of the requests fails.
+    """
     most = _MOST_WORDS if server.about.context_tokens is None else server.about.context_tokens // 8
     far = max(min(_MOST_WORDS, most), 2)
     near = max(far // _LEAST_WORDS, 1)

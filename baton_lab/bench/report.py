@@ -28,7 +28,7 @@ _PERCENTILES = ("mean", "p50", "p90", "p99")
 
 
 def lines(summary: Summary, targets: Mapping[str, float]) -> list[str]:
-    """Return the results of a run, except its latencies, as lines of text."""
+    """Return the results of a run as lines of text. The latencies are not included; `latency_table` shows them."""
     answered = f"{summary.num_answered} of {summary.num_requests} requests answered in {summary.seconds:.1f} s"
     tokens = f"{summary.mean_prompt_tokens:.0f} prompt and {summary.mean_output_tokens:.0f} output tokens, in the mean"
     cached = "" if math.isnan(summary.cached_share) else f"; {summary.cached_share:.0%} of the prompts' tokens cached"
@@ -83,14 +83,14 @@ def sweep_table(summaries: Sequence[Summary]) -> Table:
 
 
 def check_json(path: Path) -> None:
-    """Raise ConfigError if the path cannot be written to. Called before the loads are sent."""
+    """Check that the JSON file can be written. Raises ConfigError otherwise. Called before the loads are sent."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(f"--json = {str(path)!r} cannot be written: choose another path")
 
 
 def write_json(path: Path, settings: Mapping[str, Any], runs: Sequence[tuple[Run, Summary]]) -> None:
-    """Write the settings, and the summary and requests of each run, with times in seconds. Raises ConfigError if the
-    path cannot be written to."""
+    """Write the settings, and the summary and request records of each run, as a JSON file. Times are in seconds. Raises
+    ConfigError if the file cannot be written."""
     content = {
         "format": FORMAT,
         "settings": settings,

@@ -1,4 +1,4 @@
-"""Port through which a load sends requests to a server, independent of the server's protocol."""
+"""Interface through which a load sends requests to a server. It does not depend on the server's protocol."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,14 +17,15 @@ class Style:
     """Parameters that all requests of a load share."""
 
     is_chat: bool = False
-    """True: conversations are sent as chats. False: each is sent as one text."""
+    """True: each conversation is sent as chat messages. False: its messages are joined and sent as one text."""
     temperature: float = 0.0
     ignores_eos: bool = True
-    """True: answers run to `max_tokens`, even if the model ends them earlier."""
+    """True: requests have the option to ignore end-of-sequence tokens, so each answer has `max_tokens` tokens. False:
+    the model may end an answer earlier."""
     timeout_s: float = 600.0
     """Seconds after which a request counts as failed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Additional fields in the bodies of HTTP requests."""
+    """Additional fields that are put into the body of each HTTP request."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +34,24 @@ class About:
 
     model: str
     context_tokens: int | None
-    """Maximum number of prompt and output tokens together that the model accepts; None if the server does not report
+    """Maximum number of tokens that the model accepts, prompt and output together. None if the server does not report
     it."""
 
 
 class Server(Protocol):
-    """Server under load. Used on one event loop."""
+    """Interface of a server that receives the load. Used on one event loop."""
 
     about: About
 
     async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
         """Send one request, record each message of its answer in `log`, and return when the answer has ended. Return
-        the token counts that the server reports; None if it reports none.
+        the token counts that the server reports, or None if it does not report them.
 
-        Raises RequestFailedError if the answer is not complete.
+        Raises RequestFailedError if the answer is incomplete.
         """
 
 
 def as_text(messages: list[Message]) -> str:
-    """Return a conversation as one text. The text of a conversation is a prefix of the text of its continuation."""
+    """Return the messages of a conversation joined into one text. When the conversation continues, its new text begins
+    with the old text."""
     return SEPARATOR.join(content for _, content in messages)

@@ -21,19 +21,20 @@ from baton_lab.bench.statistics import Summary, doubts, summarize
 from deploy.options.screen import progress
 
 _REFRESH_S = 0.5
-"""Minimum seconds between two updates of the progress bar, because each update delays the measured requests."""
+"""Minimum time in seconds between two updates of the progress bar. Frequent updates would delay the measured
+requests."""
 _TICKS_A_SECOND = 10
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Parsed options of one command."""
+    """Parsed options of one `baton bench` command."""
 
     style: Style
     shape: Shape
     loads: Loads
     targets: Mapping[str, float]
-    """Targets of a good request in seconds, by metric."""
+    """Latency targets in seconds by metric. A request that meets all of them counts as good."""
     seed: int
 
 
@@ -41,7 +42,7 @@ Runs = list[tuple[Run, Summary]]
 
 
 class Session:
-    """Runs the loads of one command. Results are printed to `out`, everything else to `err`."""
+    """Runs the loads of one command. Prints the results to `out`, and progress and warnings to `err`."""
 
     def __init__(self, asked: Asked, passages: Passages, out: Console, err: Console) -> None:
         self._asked = asked
@@ -51,8 +52,12 @@ class Session:
         self._clock = SystemClock()
 
     async def run(self, server: Server) -> Runs:
-        """Send all loads, print the results of each when it has ended, and return them. Raises UnavailableError if the
-        server does not answer the probes, ConfigError if the text has no unused passage left."""
+        """Send all loads one after the other, and print the results of each load when it has ended. Return the runs of
+        all loads.
+
+        Raises UnavailableError if the server does not answer the requests that are sent before the first load. Raises
+        ConfigError if all passages of the text have been used.
+        """
         await probe(server, self._passages, self._clock.now_s)
         shape, found = within(self._asked.shape, server.about.context_tokens), Runs()
         self._say(f"{server.about.model}: {self._passages.tokens_per_word:.2f} tokens a word, seed {self._asked.seed}")

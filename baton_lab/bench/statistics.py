@@ -11,15 +11,15 @@ from baton_lab.bench.loops import Arrivals, Run
 from baton_lab.bench.records import Record
 
 LATE_S = 0.01
-"""99th percentile of the generator's own lateness, in seconds, above which `doubts` warns."""
+"""Threshold in seconds for the 99th percentile of the load generator's lateness. `doubts` warns above it."""
 BUSY = 0.9
-"""Number of cores used by the generator above which `doubts` warns."""
+"""Threshold for the mean number of cores that the load generator uses. `doubts` warns above it."""
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Mean and percentiles of values in seconds; NaN if there are no values."""
+    """Mean and percentiles of a list of durations in seconds; NaN if the list is empty."""
 
     mean: float
     p50: float
@@ -36,7 +36,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of a run. Latencies are those of answered requests. Rates are relative to the duration of the run."""
+    """Statistics of a run. Latencies include answered requests only. Rates are per second of the run's duration."""
 
     name: str
     offered_rate: float | None
@@ -48,42 +48,45 @@ class Summary:
     num_short: int
     """Number of answers with fewer tokens than requested."""
     num_uncounted: int
-    """Number of answers without token counts from the server. Their messages are counted instead."""
+    """Number of answers for which the server did not report token counts. For them, the number of messages is used as
+    the number of tokens."""
     failures: Mapping[str, int]
     """Number of failed requests by kind."""
     seconds: float
     requests_s: float
-    """Answered requests per second."""
+    """Number of answered requests per second of the run."""
     prompt_tokens_s: float
     output_tokens_s: float
     mean_prompt_tokens: float
     mean_output_tokens: float
     cached_share: float
-    """Fraction of prompt tokens whose KV was cached; NaN if the server does not report it."""
+    """Fraction of all prompt tokens whose KV was found in the server's cache; NaN if the server does not report it."""
     latencies: Mapping[str, Percentiles]
-    """Latencies in seconds. ttft: from the scheduled time to the first message. tpot: mean per later output token. itl:
-    between messages. e2el: from the scheduled time to the end."""
+    """Latencies in seconds by metric. `ttft`: from the scheduled time of the request to the first message. `tpot`: mean
+    per output token after the first message. `itl`: between two messages. `e2el`: from the scheduled time to the end of
+    the answer."""
     lateness: Percentiles
-    """Seconds from the scheduled time of a request to the time at which the generator sent it."""
+    """Percentiles of the generator's lateness: seconds from the scheduled time of a request to the time at which it was
+    sent."""
     used_cores: float
     """Mean number of cores that the generator used."""
     num_good: int | None
-    """Number of requests within all targets; None without targets."""
+    """Number of requests that met all latency targets; None if there are no targets."""
 
     @property
     def goodput(self) -> float | None:
-        """Return the number of good requests per second; None without targets."""
+        """Return the number of requests per second that met all latency targets; None if there are no targets."""
         return None if self.num_good is None else _ratio(self.num_good, self.seconds)
 
     @property
     def good_share(self) -> float | None:
-        """Return the fraction of requests that were good; None without targets. Failed and unsent requests are not
-        good."""
+        """Return the fraction of requests that met all latency targets; None if there are no targets. Requests that
+        failed or were not sent count as not good."""
         return None if self.num_good is None else _ratio(self.num_good, self.num_requests + self.num_unasked)
 
 
 def summarize(run: Run, targets: Mapping[str, float]) -> Summary:
-    """Return the statistics of a run. `targets`: latency targets in seconds, by metric."""
+    """Return the statistics of a run. `targets`: latency targets in seconds by metric, or empty if there are none."""
     answered = [each for each in run.records if each.is_answered]
     num_prompt = [each.counts.num_prompt for each in answered if each.counts is not None]
     num_output = [each.num_output_tokens for each in answered]
@@ -111,7 +114,8 @@ def summarize(run: Run, targets: Mapping[str, float]) -> Summary:
 
 
 def latencies(answered: Sequence[Record]) -> Mapping[str, list[float]]:
-    """Return the latencies in seconds, by metric: one value per request, or one value per gap for itl."""
+    """Return the latencies in seconds by metric. There is one value per request; for `itl` (inter-token latency), one
+    value per gap between messages."""
     return {
         "ttft": [each.ttft_s for each in answered],
         "tpot": [tpot_s for each in answered if (tpot_s := each.tpot_s) is not None],
@@ -121,8 +125,8 @@ def latencies(answered: Sequence[Record]) -> Mapping[str, list[float]]:
 
 
 def is_good(record: Record, targets: Mapping[str, float]) -> bool:
-    """Return whether a request was answered within all targets. An answer of one token has no tpot, and meets any
-    target for it."""
+    """Return True if the request was answered within all latency targets. An answer of one token has no time per output
+    token (`tpot`), and meets any target for this metric."""
     if not record.is_answered:
         return False
     took = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
@@ -130,9 +134,9 @@ def is_good(record: Record, targets: Mapping[str, float]) -> bool:
 
 
 def doubts(summary: Summary, *, may_end_early: bool) -> list[str]:
-    """Return the reasons, one per line, why a run's numbers may not describe the server under the intended load.
+    """Return warnings, one text each, if the results may not show how the server performs under the intended load.
 
-    `may_end_early`: short answers are expected, and are not reported.
+    `may_end_early`: True if answers may be shorter than requested; short answers then cause no warning.
     """
     found = []
     if summary.lateness.p99 > LATE_S:

@@ -1,4 +1,4 @@
-"""Latency targets of a good request, parsed from options such as `ttft=500ms`. Pure."""
+"""Latency targets that a good request meets, parsed from options such as `ttft=500ms`. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from baton.errors import InvalidArgumentError
 
 METRICS = ("ttft", "tpot", "e2el")
-"""Metrics that a target may bound: time to first token, time per output token, end-to-end latency."""
+"""Metrics that can have a target: time to first token, time per output token, end-to-end latency."""
 _UNITS_S = {"ms": 1e-3, "s": 1.0}
 
 
 def parse_targets(texts: Sequence[str]) -> Mapping[str, float]:
-    """Return the targets in seconds, by metric. Each text holds one target, or several separated by commas. Raises
-    InvalidArgumentError for an unknown metric, a time without a unit, or a repeated metric."""
+    """Parse latency targets and return them in seconds, by metric. Each text holds one target, or several separated by
+    commas.
+
+    Raises InvalidArgumentError for an unknown metric, a time without a unit, or a metric that occurs twice.
+    """
     targets: dict[str, float] = {}
     for text in (part for each in texts for part in each.split(",")):
         metric, _, value = (part.strip() for part in text.partition("="))
@@ -27,7 +30,7 @@ def parse_targets(texts: Sequence[str]) -> Mapping[str, float]:
 
 
 def target_words(targets: Mapping[str, float]) -> str:
-    """Return the targets as readable text."""
+    """Return the targets as text for people, for example in a table's heading."""
     return ", ".join(f"{metric} <= {seconds * 1e3:g} ms" for metric, seconds in targets.items())
 
 

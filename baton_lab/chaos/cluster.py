@@ -1,6 +1,6 @@
-"""Cluster that a chaos run tests: supervised groups and an orchestrator in a child process, each worker and the
-orchestrator behind a faulty network. Runs on the owner's event loop. Closing it ends all its processes and
-connections."""
+"""Cluster that a chaos run tests. It consists of supervised worker groups and an orchestrator in a child process. A
+proxy that injects network faults is in front of each worker and of the orchestrator. Runs on the owner's event loop.
+Closing the cluster ends all its processes and connections."""
 
 import asyncio
 import os
@@ -31,7 +31,8 @@ from orchestrator.membership.view import ClusterView
 _STATUS_S = 2.0
 _START_S = 60.0
 _BACKOFF = Backoff(0.2, 0.5)
-"""Short delays before a restart, because injected faults often end workers that have no defect."""
+"""Delays in seconds before a worker is restarted. They are short, because in a chaos run workers end mostly from
+injected faults."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,15 @@ class ChaosPlan:
     """Components and settings of the chaos cluster."""
 
     spawner: Spawner
-    """Spawner of the workers, without the faulty networks."""
+    """Spawner that starts the workers. The chaos cluster adds the faulty networks itself."""
     chain: Sequence[WorkerConfig]
-    """Configurations of the ranks of the only prefill group."""
+    """Configurations of the ranks of the cluster's single prefill group."""
     engines: Sequence[WorkerConfig]
-    """Configurations of the engines. Each engine is one generation group."""
+    """Configurations of the generation engines. Each engine is a generation group of its own."""
     orchestrator: Callable[[str], OrchestratorPlan]
-    """Function that makes the orchestrator's plan from the workers' KvLayout.fingerprint."""
+    """Function that creates the orchestrator's plan. Its argument is the fingerprint of the workers' KvLayout."""
     faults: SeededPlan
-    """Plan of the faults of all calls by workers and clients."""
+    """Plan that selects the faults of calls, both between workers and from clients."""
     heartbeat: Heartbeat
     num_slots: int
     """Number of slots of each engine."""
@@ -56,10 +57,12 @@ class ChaosPlan:
 
 
 class ChaosCluster:
-    """Running chaos cluster: an async context manager that is used once. Clients may connect after it is entered."""
+    """Running chaos cluster. It is an async context manager that can be entered once. Clients can connect after it is
+    entered."""
 
     def __init__(self, plan: ChaosPlan, clock: Clock, report: Callable[[str], None]) -> None:
-        """Make a cluster from the plan. `report` receives one line of text for the user about each event."""
+        """Create a cluster from a plan. `report` is called with one line of text for each event, to show to the
+        user."""
         self.faults = plan.faults
         self.heartbeat = plan.heartbeat
         self._plan = plan
@@ -75,12 +78,12 @@ class ChaosCluster:
 
     @property
     def endpoint(self) -> str:
-        """Address for clients, host:port."""
+        """Return the address (`host:port`) that clients connect to."""
         return self._front.endpoint
 
     @property
     def victims(self) -> tuple[str, ...]:
-        """Names of the processes that process faults may hit."""
+        """Return the names of the processes that can be killed or stopped."""
         return (*(config.name for config in (*self._plan.chain, *self._plan.engines)), ORCHESTRATOR)
 
     @property
@@ -89,7 +92,7 @@ class ChaosCluster:
         return tuple(config.name for config in self._plan.engines)
 
     def worker(self, name: str) -> NetworkedWorker:
-        """Return the current incarnation of this worker."""
+        """Return the worker `name`. After a restart, this is the new process."""
         return self._spawner.workers[name]
 
     async def __aenter__(self) -> "ChaosCluster":
@@ -106,8 +109,8 @@ class ChaosCluster:
         await self._close()
 
     def strike(self, blow: Blow) -> bool:
-        """Kill or stop the process `blow.victim`. Return whether it was running; a process that has ended is left
-        alone."""
+        """Kill or stop the process `blow.victim`. Return True if the process was running. If it has already ended, do
+        nothing and return False."""
         if blow.victim == ORCHESTRATOR:
             return self._strike_orchestrator(signal.SIGKILL if blow.act is Act.KILL else signal.SIGSTOP)
         worker = self.worker(blow.victim)
@@ -120,13 +123,13 @@ class ChaosCluster:
         return True
 
     async def until_ready(self, timeout_s: float) -> None:
-        """Wait until all workers serve and the chain's links are connected. Raises UnavailableError after `timeout_s`
-        seconds."""
+        """Wait until all workers serve and the prefill ranks are connected to each other. Raises UnavailableError if
+        this takes more than `timeout_s` seconds."""
         await self._cluster.until_ready(timeout_s)
 
     async def engine_status(self, name: str, timeout_s: float) -> generate_pb2.GenerationStatus | None:
-        """Return the status that this engine reports, bypassing its faulty network. None: no answer within `timeout_s`
-        seconds."""
+        """Query the status of the engine `name` directly, without its faulty network. Return None if the engine does
+        not answer within `timeout_s` seconds."""
         worker = Worker(self.worker(name).inner)
         try:
             status = await worker.status(timeout_s)
@@ -138,7 +141,7 @@ class ChaosCluster:
         return status
 
     async def num_jobs(self) -> int:
-        """Return the total number of jobs in flight on the prefill ranks. Raises UnavailableError if a rank does not
+        """Return the number of jobs in flight on all prefill ranks together. Raises UnavailableError if a rank does not
         answer."""
         workers = [worker for group in self._cluster.prefill for worker in group.workers.values()]
         try:

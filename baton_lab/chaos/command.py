@@ -30,7 +30,7 @@ examples:
 
 _SECTIONS = "generate", "device"
 _FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
-"""Configuration fields that `baton chaos` sets itself."""
+"""Configuration fields that `baton chaos` sets itself, so the user cannot set them."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

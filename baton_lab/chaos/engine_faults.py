@@ -1,8 +1,9 @@
-"""Two faults of a generation engine that its supervisor must distinguish: a hung thread and a slow process.
+"""Two faults of a generation engine that its supervisor must distinguish: an engine whose thread hangs, and an engine
+whose process is slow.
 
-A hung engine must be killed within its limit and replaced. An engine limited to a fifth of a core must not be killed,
-and must make steps. Both faults are injected from outside the worker's process (`held_thread`, `slow_process`). Runs on
-the cluster's event loop.
+An engine that hangs must be killed within the hang limit and replaced. An engine limited to a fifth of a core must not
+be killed, and must continue to make steps. Both faults are injected from outside the worker's process (`held_thread`,
+`slow_process`). Runs on the cluster's event loop.
 """
 
 import asyncio
@@ -18,14 +19,14 @@ from baton_lab.chaos.slow_process import slow_down
 from generate_workers.config import EngineConfig
 
 THREAD = "generate-engine"
-"""Name of the engine's thread in the operating system."""
+"""Name of the engine's thread as the operating system shows it."""
 SHARE = 0.2
 """Fraction of a core that a slow engine gets."""
 SLOW_S = 30.0
-"""Seconds for which an engine is slow: three times the limit after which a hung engine is killed."""
+"""Duration of the slowdown in seconds. It is three times the limit after which an engine that hangs is killed."""
 _ANSWER_S = 0.5
-"""Seconds to wait for an answer of an engine whose thread is held. Without an answer, the thread is resumed for the
-same time before it is held again, so that heartbeats are answered."""
+"""Timeout in seconds for a status query to an engine whose thread is held. If the engine does not answer, its thread is
+resumed for the same time before it is held again, so that the engine can answer heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,24 @@ class Trial:
 
     happened: bool
     note: str
-    """Readable description of the fault and of the engine's reaction."""
+    """Text for people that describes the fault and the reaction of the cluster."""
     holds: bool = True
-    """False: the cluster did not react as required."""
+    """True if the cluster reacted as required."""
 
 
 class EngineTrials:
-    """Injects faults into the engines of a cluster, one at a time per engine, and judges the outcomes."""
+    """Injects faults into the engines of a cluster and checks how the cluster reacts. Each engine has at most one fault
+    at a time."""
 
     def __init__(self, cluster: ChaosCluster, clock: Clock, *, late_s: float, start_s: float) -> None:
-        """`late_s`: seconds of delay allowed for a busy machine. `start_s`: seconds within which a worker must
-        serve."""
+        """Prepare trials on a cluster. `late_s`: extra seconds that are allowed because the machine is busy. `start_s`:
+        maximum seconds until a started worker serves."""
         self._cluster, self._clock = cluster, clock
         self._late_s, self._start_s = late_s, start_s
 
     async def hang(self, name: str) -> Trial:
-        """Stop the engine's thread while the engine has sequences, until the worker is killed, and wait for its
-        replacement."""
+        """Stop the thread of the engine `name` while it has sequences. Wait until its supervisor has killed the worker
+        and the replacement serves. Return the outcome."""
         try:
             async with asyncio.timeout(self._start_s):
                 worker, held, step_s = await self._hold(name)
@@ -76,8 +78,8 @@ class EngineTrials:
         return Trial(True, f"{name} hung: killed after {killed_s:.1f} s, served again {again_s:.1f} s later")
 
     async def slow(self, name: str) -> Trial:
-        """Limit the engine's process to the fraction SHARE of a core for SLOW_S seconds. It must survive and make
-        steps."""
+        """Limit the process of the engine `name` to the fraction SHARE of a core for SLOW_S seconds. Return the
+        outcome; the cluster passes if the process survives and makes steps."""
         worker = self._cluster.worker(name)
         before = await self._cluster.engine_status(name, self._start_s)
         share = await slow_down(worker, SHARE, SLOW_S, self._clock)

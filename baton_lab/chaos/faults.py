@@ -1,5 +1,5 @@
-"""Faults of calls, and plans that select them. A wrapper of a port queries its plan at each call for a fault to inject.
-Plans count the selected faults. Pure."""
+"""Faults of calls, and plans that decide which calls get a fault. Code that wraps an interface queries its plan at each
+call for a fault to inject. Plans count the faults they selected. Pure."""
 
 import enum
 import random
@@ -10,43 +10,44 @@ from typing import Protocol
 
 
 class Fault(enum.Enum):
-    """A fault that can hit one call."""
+    """Kind of fault that can be injected into a call."""
 
     SLOW = "slow"
     """The call is delayed."""
     REFUSE = "refuse"
     """The call does not reach the server; the caller gets an error at once."""
     LOSE = "lose"
-    """The server executes the call, at least in part; the caller gets an error instead of the answer."""
+    """The server executes the call, at least in part. The caller gets an error instead of the answer."""
     DROP = "drop"
-    """No data passes any more, and the connection fails after a delay."""
+    """The connection stops passing data, and fails after a delay."""
     TWICE = "twice"
     """The call is delivered to the server twice."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """Fault of one call, with its severity."""
+    """Fault selected for one call, and its severity."""
 
     fault: Fault
     amount: float
-    """Severity in [0, 1): scales the delay of the call, or the number of replies before the fault."""
+    """Severity in [0, 1). It scales the delay of the call, or the number of replies that pass before the fault."""
 
 
 class FaultPlan(Protocol):
-    """Selects the fault, if any, of each call of a port. Thread-safe."""
+    """Interface that decides which fault, if any, each call gets. Thread-safe."""
 
     struck: Counter[tuple[str, Fault]]
-    """Number of selected faults, by the call's name and the fault."""
+    """Number of faults selected so far, by the name of the call and the fault."""
 
     def next(self, name: str, possible: Collection[Fault]) -> Strike | None:
-        """Return the fault of the next call of method `name`, one of `possible`; None for no fault."""
+        """Return the fault to inject into the next call of the method `name`; None for no fault. The fault is one of
+        `possible`."""
         ...
 
 
 class SeededPlan:
-    """Selects faults for random calls between `begin` and `end`, determined by the seed and each call's name and
-    number. Implements FaultPlan."""
+    """Plan that selects faults for random calls between `begin` and `end`. The seed, the name of the call, and the
+    number of the call among those of its name determine the fault. Implements FaultPlan."""
 
     def __init__(self) -> None:
         self.struck: Counter[tuple[str, Fault]] = Counter()
@@ -55,16 +56,18 @@ class SeededPlan:
         self._calls: Counter[str] = Counter()
 
     def begin(self, seed: int, rate: float) -> None:
-        """Start to select faults, for the fraction `rate` of all calls. Resets the counts."""
+        """Start selecting faults for the fraction `rate` of all calls, in [0, 1]. Resets the counts of selected
+        faults."""
         self.struck, self._calls = Counter(), Counter()
         self._seed, self._rate = seed, rate
 
     def end(self) -> None:
-        """Stop selecting faults for later calls."""
+        """Stop selecting faults. Later calls get none."""
         self._rate = 0.0
 
     def next(self, name: str, possible: Collection[Fault]) -> Strike | None:
-        """Return the fault of the next call of method `name`, one of `possible`; None for no fault."""
+        """Return the fault to inject into the next call of the method `name`; None for no fault. The fault is one of
+        `possible`."""
         if not self._rate:
             return None
         self._calls[name] += 1

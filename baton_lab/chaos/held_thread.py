@@ -1,8 +1,9 @@
-"""Stops one thread of a child process at any point: in a step, in sampling, in a copy.
+"""Stops one thread of a child process at an arbitrary point, for example in the middle of a step, of sampling, or of a
+copy.
 
-On Linux, signals stop whole processes; only a tracer (ptrace) can stop a single thread. The tracer is a thread of this
-process. When the tracer ends, the kernel resumes the held thread. When a held thread is killed, its process does not
-end until the tracer has waited for the thread, so the tracer polls.
+On Linux, signals stop whole processes. Only a tracer (ptrace) can stop a single thread. The tracer is a thread of this
+process. When the tracer thread ends, the kernel resumes the stopped thread. If the stopped thread is killed, its
+process does not end until the tracer has waited for the thread. The tracer therefore polls.
 
 A process may trace its children, unless `kernel.yama.ptrace_scope` is 2 or more, or a sandbox forbids the call.
 """
@@ -16,14 +17,14 @@ from pathlib import Path
 
 _SEIZE, _INTERRUPT = 0x4206, 0x4207
 _WALL = 0x40000000
-"""Option of waitpid for threads of other processes."""
+"""Flag `__WALL` of waitpid, which is needed to wait for a traced thread of another process."""
 _LOOK_S = 0.02
-"""Seconds between two checks whether the thread has stopped or was killed."""
+"""Seconds between two checks of the thread's state: running, stopped or killed."""
 
 
 def thread_of(pid: int, name: str) -> int:
-    """Return the system's id of the thread `name` of process `pid`. Raises ProcessLookupError if the thread does not
-    exist."""
+    """Return the operating system's id of the thread `name` in process `pid`. Raises ProcessLookupError if the thread
+    does not exist."""
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
             if (task / "comm").read_text().strip() == name:
@@ -34,8 +35,8 @@ def thread_of(pid: int, name: str) -> int:
 
 
 class HeldThread:
-    """Holds a thread of a child process, given by its id, until `release` is called or the thread is killed. Used
-    once."""
+    """Thread of a child process that is stopped from outside, until `release` is called or the thread is killed. The
+    thread is given by its id. Each object can be used once."""
 
     def __init__(self, thread_id: int) -> None:
         self._thread_id = thread_id
@@ -45,12 +46,12 @@ class HeldThread:
         self._tracer.start()
 
     async def until_held(self) -> None:
-        """Wait until the thread has stopped or was killed. Raises ProcessLookupError if it had ended before, another
-        OSError if tracing is not permitted."""
+        """Wait until the thread is stopped or has been killed. Raises ProcessLookupError if the thread had already
+        ended, and another OSError if tracing is not permitted."""
         await asyncio.wrap_future(self._held)
 
     def release(self) -> None:
-        """Resume the thread unless it was killed, and wait until the tracer has ended. Idempotent."""
+        """Resume the thread unless it was killed, and wait until the tracer thread has ended. Idempotent."""
         self._released.set()
         self._tracer.join()
 

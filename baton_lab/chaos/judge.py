@@ -1,9 +1,9 @@
-"""Compares a stream's tokens with those of an undisturbed run of the same schedule.
+"""Compares the tokens of a stream with those of a run of the same schedule without faults (the undisturbed run).
 
-Forward passes with different batch shapes round differently. So a token may differ if the decision in the undisturbed
-run was close: the scores of the two tokens, computed from their logprobs and the seed's noise, differ by less than
-MARGIN. After that token, the two streams have different histories and are no longer compared. These exceptions are
-counted. Pure.
+Forward passes with different batch shapes round differently. A token may therefore differ if the two candidates were
+almost equal in the undisturbed run. The sampler's scores of both tokens are computed from their logprobs and the seed's
+noise, and must differ by less than MARGIN. Such a difference counts as an exception. After it, the two streams have
+different histories, so their later tokens are not compared. Pure.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,17 @@ from baton_lab.chaos.report import Answer, Outcome
 from baton_lab.chaos.schedule import Ask
 
 MARGIN = 1e-3
-"""Maximum difference of scores (logits divided by the temperature, fp32) that is attributed to rounding."""
+"""Maximum difference of two tokens' scores that is attributed to rounding. A score is a logit divided by the
+temperature, in fp32."""
 _EXCEPTIONS_PER_TOKEN = 1e-3
-"""Allowed number of exceptions per token; one exception is always allowed."""
+"""Allowed number of differing tokens, as a fraction of all compared tokens. One differing token is always allowed."""
 
 
 class CalmJudge:
-    """Compares streams with the undisturbed run of one schedule. Implements Judge."""
+    """Compares streams with the run of the same schedule without faults. Implements Judge."""
 
     def __init__(self, calm: Sequence[Answer]) -> None:
-        """`calm`: answers of the undisturbed run, all of them complete."""
+        """Create a judge from the answers of the run without faults. All of these answers must be complete."""
         assert all(answer.outcome is Outcome.ANSWERED for answer in calm)
         self.num_exceptions = 0
         self.num_tokens = 0
@@ -33,7 +34,7 @@ class CalmJudge:
 
     @property
     def has_too_many_exceptions(self) -> bool:
-        """Return whether more tokens differ than rounding can explain."""
+        """Return True if more tokens differ from the undisturbed run than rounding can explain."""
         return self.num_exceptions > max(1, _EXCEPTIONS_PER_TOKEN * self.num_tokens)
 
     def __call__(self, ask: Ask, choice: int, tokens: Sequence[SampledToken]) -> str:
@@ -53,8 +54,9 @@ class CalmJudge:
 
 
 def margin_of(params: SamplingParams, position: int, due: SampledToken, found: SampledToken) -> float:
-    """Return the sampler's score of `due`, the undisturbed run's token, minus that of `found`, as if no token were
-    excluded from sampling. Both tokens have logprobs after the same history."""
+    """Return how much better the sampler scored the token of the undisturbed run (`due`) than the token that was
+    received (`found`). The score is computed as if no token were excluded from sampling. Both tokens need logprobs
+    after the same history."""
     assert due.logprob is not None and found.logprob is not None
     if not params.temperature:
         return due.logprob - found.logprob

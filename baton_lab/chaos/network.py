@@ -1,10 +1,13 @@
-"""A faulty network in front of one server, and a spawner that puts one in front of each worker.
+"""Proxy that injects network faults in front of one server (a faulty network), and a spawner that puts one in front of
+each worker.
 
-The network is a gRPC server that forwards every call, unchanged or with a fault from a plan. It forwards messages as
-bytes with the caller's metadata, so the server gets the cluster's secret only if the caller has it. It parses one
-message, the lease, and replaces its endpoint by its own, so that pushes also pass through the network. While it is
-frozen, it forwards nothing in either direction, as if the worker's process were stopped. Connections stay open, so a
-dropped call fails after `DEAD_S` seconds, which stands for the keepalive timeout. Runs on the event loop.
+The proxy is a gRPC server that forwards every call, unchanged or with a fault that a plan selects. It forwards messages
+as bytes with the caller's metadata. The server therefore gets the cluster's secret only if the caller has it. The proxy
+parses one message, the lease, and replaces the lease's endpoint by its own, so that KV pushes also pass through the
+proxy.
+
+A frozen proxy forwards nothing in either direction, as if the worker's process were stopped. Connections stay open, so
+a dropped call fails after `DEAD_S` seconds, which stands for the keepalive timeout. Runs on the event loop.
 """
 
 import asyncio
@@ -30,16 +33,16 @@ DEAD_S = 0.7
 SLOW_S = 0.2
 """Maximum delay of a slow call in seconds."""
 _MOST_REPLIES = 8
-"""Maximum number of replies that pass before a stream is cut."""
+"""Maximum number of replies that are forwarded before a stream is cut."""
 
 _ALWAYS = frozenset((Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP))
 _REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"))
-"""Calls that may be delivered twice. Clients repeat other calls under a new number, so the network never repeats them.
-A push is repeated as a whole; only its sender repeats pieces of it."""
+"""Methods whose calls the proxy may deliver twice. It does not repeat other methods, because clients repeat them under
+a new number. A Push call is repeated as a whole."""
 _STREAMS = frozenset(("Streams", "Generate", "PushShared"))
-"""Streaming calls that may be cut between two replies."""
+"""Streaming methods that the proxy may cut between two replies."""
 _OF_CONNECTION = ("grpc-", "user-agent")
-"""Prefixes of metadata keys that belong to the connection and are not forwarded."""
+"""Prefixes of metadata keys that belong to one connection. The proxy does not forward these keys."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -47,30 +50,32 @@ Replies = AsyncGenerator[bytes, None]
 
 
 class FaultyNetwork(grpc.GenericRpcHandler):
-    """gRPC proxy on its own port, in front of the server given to `open`. Create and open it on the event loop."""
+    """gRPC proxy on a port of its own that injects network faults. It forwards calls to the server that is given to
+    `open`. Create it and call `open` on the event loop."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self.endpoint = ""
-        """Address of the proxy, host:port, which the rest of the cluster uses."""
+        """Address (`host:port`) of the proxy. The rest of the cluster uses it as the server's address. Empty before
+        `open`."""
         self.plan = plan
         """Plan that selects the faults."""
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._closing = False
         self._inside: set[asyncio.Task[Any]] = set()
-        """Forwarded calls that have not ended."""
+        """Tasks of the forwarded calls that have not ended."""
         self._server = make_server()
         self._channel: grpc.aio.Channel | None = None
 
     async def open(self, target: str) -> None:
-        """Start forwarding calls to the server at `target`, host:port."""
+        """Start forwarding calls to the server at `target` (`host:port`)."""
         self._channel = make_channel(target)
         self.endpoint = f"{HOST}:{bind(self._server, HOST)}"
         self._server.add_generic_rpc_handlers((self,))
         await self._server.start()
 
     async def close(self) -> None:
-        """Abort all calls, as a dying process does. Idempotent."""
+        """Abort all forwarded calls, like a process that dies. Idempotent."""
         self._closing = True
         self._thawed.set()
         await self._server.stop(0)
@@ -80,11 +85,11 @@ class FaultyNetwork(grpc.GenericRpcHandler):
             await self._channel.close()
 
     def freeze(self) -> None:
-        """Stop forwarding in both directions until `close`."""
+        """Stop forwarding data in both directions until `close` is called."""
         self._thawed.clear()
 
     def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
-        """Return a handler that forwards any method."""
+        """Return a handler that forwards the call to the server. All methods are accepted."""
         method = details.method
 
         async def forward(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
@@ -150,41 +155,41 @@ class FaultyNetwork(grpc.GenericRpcHandler):
 
 
 class NetworkedWorker:
-    """Worker behind a faulty network. Implements WorkerHandle."""
+    """Worker behind a proxy that injects network faults. Implements WorkerHandle."""
 
     def __init__(self, inner: WorkerHandle, network: FaultyNetwork) -> None:
         self.inner = inner
         self.endpoint = network.endpoint
         self.replaced = asyncio.Event()
-        """Set once the next incarnation of this worker serves."""
+        """Event that is set when the replacement of this worker serves."""
         self._network = network
         self._cutting = asyncio.create_task(self._cut())
 
     @property
     def config(self) -> WorkerConfig:
-        """Configuration that the worker was started with."""
+        """Configuration with which the worker was started."""
         return self.inner.config
 
     @property
     def pid(self) -> int:
-        """Process id of the worker; 0 for a worker that is a server in this process."""
+        """Process id of the worker; 0 if the worker is a server in this process."""
         return self.inner.pid
 
     @property
     def ended(self) -> bool:
-        """Return whether the worker's process has ended."""
+        """Return True if the worker's process has ended."""
         return self.inner.ended
 
     def stop(self) -> None:
-        """Stop the worker with SIGSTOP, or freeze its network if it is a server in this process. Its calls are neither
-        answered nor ended."""
+        """Stop the worker with SIGSTOP. If the worker is a server in this process, freeze its network instead. Its
+        calls then get no answer and do not end."""
         if self.pid:
             os.kill(self.pid, signal.SIGSTOP)
         else:
             self._network.freeze()
 
     async def serve_as(self, config: WorkerConfig) -> None:
-        """Make the worker serve with this configuration, behind a new faulty network."""
+        """Give the worker a configuration to serve with, and put a new faulty network in front of it."""
         await self._network.close()
         await self.inner.serve_as(config)
         self._network = FaultyNetwork(self._network.plan)
@@ -192,13 +197,14 @@ class NetworkedWorker:
         self.endpoint = self._network.endpoint
 
     async def wait(self) -> str:
-        """Wait until the worker and its calls have ended; return how the worker ended."""
+        """Wait until the worker has ended and its forwarded calls have ended. Return a description of how the worker
+        ended."""
         how = await self.inner.wait()
         await asyncio.shield(self._cutting)
         return how
 
     async def crash(self) -> Crash | None:
-        """Return how the worker crashed; None when it did not."""
+        """Return how the worker crashed; None if it did not crash."""
         return await self.inner.crash()
 
     def kill(self) -> None:
@@ -206,7 +212,7 @@ class NetworkedWorker:
         self.inner.kill()
 
     async def close(self) -> None:
-        """End the worker and wait until its calls have ended."""
+        """End the worker, and wait until the calls that the proxy forwards to it have ended."""
         await self.inner.close()
         await asyncio.shield(self._cutting)
 
@@ -216,16 +222,16 @@ class NetworkedWorker:
 
 
 class NetworkedSpawner:
-    """Puts a faulty network in front of every worker that it starts. Implements Spawner."""
+    """Spawner that puts a proxy with network faults in front of every worker that it starts. Implements Spawner."""
 
     def __init__(self, inner: Spawner, plan: FaultPlan) -> None:
         self.workers: dict[str, NetworkedWorker] = {}
-        """Current incarnation of each worker, by name."""
+        """Workers by name. A replacement takes the entry of the worker that it replaces."""
         self._inner = inner
         self._plan = plan
 
     async def start(self, config: WorkerConfig) -> NetworkedWorker:
-        """Start a worker and the network in front of it."""
+        """Start a worker and the faulty network in front of it."""
         inner = await self._inner.start(config)
         network = FaultyNetwork(self._plan)
         await network.open(inner.endpoint)

@@ -18,7 +18,7 @@ class Outcome(enum.StrEnum):
     LATE = "late"
     """The request's deadline passed."""
     REFUSED = "refused"
-    """The request was refused because its deadline was too near."""
+    """The request was refused because it could not be answered before its deadline."""
     FAILED = "failed"
     """The request ended with a retryable error."""
     WRONG = "wrong"
@@ -26,7 +26,7 @@ class Outcome(enum.StrEnum):
 
 
 def outcome_of(error: BatonError, ask: Ask) -> Outcome:
-    """Return the outcome of a request that ended with `error`."""
+    """Return the outcome of the request `ask`, which ended with `error`."""
     if ask.leave is not None and isinstance(error, RequestCancelledError):
         return Outcome.LEFT
     if ask.deadline_s is not None and isinstance(error, DeadlineExceededError):
@@ -45,9 +45,9 @@ class Answer:
     output: Completion
     """All output that the client received."""
     error: str
-    """Error that the request ended with; empty if it was answered."""
+    """Message of the error that the request ended with; empty if it was answered."""
     complaints: tuple[str, ...]
-    """Conditions that this request violated."""
+    """Descriptions of the conditions that this request violated."""
 
 
 @dataclass
@@ -57,16 +57,16 @@ class Report:
     schedule: Schedule
     answers: list[Answer] = field(default_factory=list)
     blows: list[tuple[Blow, bool]] = field(default_factory=list)
-    """Process faults that were due, and whether each one's victim was running."""
+    """Process faults whose time was reached. The bool of each is True if the target process was running."""
     notes: list[str] = field(default_factory=list)
-    """Readable outcome of each engine fault."""
+    """One line of text for each engine fault, which describes its outcome."""
     num_calls_struck: int = 0
     num_exceptions: int = 0
-    """Number of tokens that differ from the undisturbed run at a close decision."""
+    """Number of tokens that differ from the run without faults, but only where two candidates were almost equal."""
     complaints: list[str] = field(default_factory=list)
-    """Violated conditions; empty when all conditions held."""
+    """Descriptions of the violated conditions; empty if all conditions were met."""
     settled_s: float = 0.0
-    """Seconds from the end of the last request until no resource was held."""
+    """Seconds from the end of the last request until the cluster held no slot, byte or job any more."""
     took_s: float = 0.0
 
     @property
@@ -81,13 +81,14 @@ class Report:
 
     @property
     def num_by_chains(self) -> int:
-        """Number of requests that a chain of prefill ranks prefilled in their last attempt."""
+        """Number of requests whose last attempt was prefilled by a chain of prefill ranks."""
         timings = [answer.output.timings for answer in self.answers]
         return sum(each is not None and bool(each.prefill.ranks) for each in timings)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens that were cached instead of computed, in the last attempt of each request."""
+        """Number of prompt tokens that were found in a prefix cache instead of computed. For each request, the last
+        attempt counts."""
         return sum(usage.num_cached_tokens for usage in self._usages)
 
     @property
@@ -97,17 +98,17 @@ class Report:
 
     @property
     def num_resumed(self) -> int:
-        """Number of requests whose client resumed the stream."""
+        """Number of requests whose client reconnected and resumed the stream."""
         return sum(answer.output.num_resumes > 0 for answer in self.answers)
 
     @property
     def num_hit(self) -> int:
-        """Number of process faults that hit a running process."""
+        """Number of process faults whose target process was running."""
         return sum(hit for _, hit in self.blows)
 
     @property
     def outcomes_text(self) -> str:
-        """Readable number of requests for each outcome."""
+        """Text with the number of requests for each outcome."""
         return ", ".join(f"{self.outcomes[each]} {each.value}" for each in Outcome if self.outcomes[each])
 
     @property

@@ -1,7 +1,7 @@
 """Runs a chaos schedule against a cluster through the client library, and reports violated conditions.
 
-Every request must end exactly once, within its time limit, with the tokens of a run without faults. Afterwards no slot,
-byte or job may be held. Runs on the cluster's event loop.
+Every request must end exactly once, within its time limit, and with the same tokens as in a run without faults. After
+the last request, the cluster may hold no slot, byte or job. Runs on the cluster's event loop.
 """
 
 import asyncio
@@ -22,36 +22,38 @@ from baton_lab.chaos.report import Answer, Outcome, Report, outcome_of
 from baton_lab.chaos.schedule import Act, Ask, Blow, Schedule
 
 _RECONNECT = Reconnect(num_connects=120, num_resumes=120, max_delay_s=0.5)
-"""Reconnects for 45 s in total: longer than an orchestrator takes to start on a busy machine, and shorter than
-`Bounds.request_s`."""
+"""Reconnection settings of the clients. They retry for 45 s in total. This is longer than an orchestrator takes to
+start on a busy machine, and shorter than `Bounds.request_s`."""
 _LOOK_S = 0.05
-"""Seconds between two checks of held resources."""
+"""Seconds between two checks for slots, bytes and jobs that the cluster still holds."""
 _STATE_S = 2.0
-"""Timeout in seconds for a query of held resources."""
+"""Timeout in seconds for a query of the cluster's state."""
 _WATCH_S = 0.25
-"""Seconds between two checks that slot and byte counts balance."""
+"""Seconds between two checks that each group's slot and byte counts add up."""
 _FAILED_PART = 0.25
 """Maximum fraction of requests that may end with a retryable error."""
 
 Judge = Callable[[Ask, int, Sequence[SampledToken]], str]
-"""Function that checks the tokens of a choice, which may be incomplete. Returns a description of the first error, or an
-empty string."""
+"""Function that checks the tokens of a choice, which may be incomplete. It returns a description of the first wrong
+token, or an empty string if all are right. Its arguments are the request, the index of the choice, and the tokens."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits in seconds on how long requests and the cluster may take."""
+    """Time limits in seconds for requests and for the recovery of the cluster."""
 
     request_s: float = 60.0
-    """Seconds within which a request without a deadline must end, and the replacement of a hung worker must serve."""
+    """Maximum duration of a request without a deadline, in seconds. Also the maximum time until the replacement of a
+    hung worker serves."""
     late_s: float = 5.0
-    """Seconds after its deadline within which a request must end; above 0 because the machine is busy."""
+    """Maximum time in seconds from a request's deadline to its end. It is above 0 because the machine is busy."""
     settle_s: float = 10.0
-    """Seconds after the end of the last request within which all workers must serve and no resource may be held."""
+    """Maximum time in seconds from the end of the last request until all workers serve and the cluster holds no slot,
+    byte or job."""
 
 
 class ChaosRun:
-    """One run of one schedule. `run` may be called once."""
+    """One run of one schedule. `run` may be called only once."""
 
     def __init__(
         self,
@@ -62,19 +64,19 @@ class ChaosRun:
         bounds: Bounds = Bounds(),
         on_end: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
-        """`on_end`: callback that receives the answer of each request of the schedule when the request ends."""
+        """Prepare one run of a schedule. `on_end` is called with the answer of each request when the request ends."""
         self._cluster, self._schedule, self._clock = cluster, schedule, clock
         self._bounds, self._on_end = bounds, on_end
         self._due = list(schedule.blows)
         self._trials = EngineTrials(cluster, clock, late_s=bounds.late_s, start_s=bounds.request_s)
         self._trying: set[asyncio.Task[None]] = set()
-        """Running tasks that inject engine faults."""
+        """Running tasks that each inject one engine fault."""
         self._num_tokens = 0
         self._report = Report(schedule)
 
     async def run(self, judge: Judge) -> Report:
-        """Run the schedule until no resource is held, and return the report. Process faults whose token count is not
-        reached are skipped."""
+        """Run the schedule, wait until the cluster holds no resource of its requests, and return the report. A process
+        fault is skipped if the clients never receive the number of tokens at which it is due."""
         began_s, faults = self._clock.now_s(), self._cluster.faults
         async with AsyncClient(self._cluster.endpoint, reconnect=_RECONNECT) as client:
             faults.begin(self._schedule.seed, self._schedule.rate)
@@ -197,8 +199,8 @@ class ChaosRun:
 
 
 class Watch:
-    """Checks the events of one stream: token indices without gaps, and one end per choice. Cancels the stream at the
-    point that the schedule sets."""
+    """Checks the events of one stream. Token indexes must have no gaps, and each choice must end once. Also cancels the
+    stream at the point that the schedule sets."""
 
     def __init__(self, stream: AsyncStream, ask: Ask) -> None:
         self.complaints: list[str] = []
@@ -216,7 +218,7 @@ class Watch:
         return len(self._next) - len(self._ended)
 
     def take(self, event: TokenEvent) -> None:
-        """Check the stream's next event."""
+        """Check the next event of the stream."""
         self._num_events += 1
         if event.choice in self._ended:
             self.complaints.append(f"choice {event.choice}: an event after the last")
@@ -229,7 +231,7 @@ class Watch:
         self._leave_if_due()
 
     def close(self) -> None:
-        """Stop the checks and cancel the stream, which has ended or is no longer read."""
+        """Stop the checks and cancel the stream. Call when the stream has ended or is no longer read."""
         if self._timer is not None:
             self._timer.cancel()
         self._stream.cancel()
@@ -240,7 +242,8 @@ class Watch:
 
 
 def holdings(state: ClusterState) -> str:
-    """Return text about the resources that a cluster holds or that do not balance; empty if there are none."""
+    """Return a text that lists the slots, bytes and jobs that the cluster holds, and the counts that do not add up.
+    Empty if there is nothing to list."""
     counts = {"queued": state.num_queued, "running": state.num_running}
     for group in state.groups:
         held = group.generation or GenerationStatus()
@@ -257,5 +260,5 @@ def holdings(state: ClusterState) -> str:
 
 
 def imbalances(state: ClusterState) -> list[str]:
-    """Return a line for each group whose slots or bytes do not balance."""
+    """Return one line for each group whose slot counts or byte counts do not add up."""
     return [f"{group.name}: {group.imbalance}" for group in state.groups if group.imbalance]

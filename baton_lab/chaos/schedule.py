@@ -1,7 +1,7 @@
-"""Chaos schedules: requests, process faults and their times, and the rate of network faults, all determined by a seed.
+"""Chaos schedules. A seed determines the requests, the process faults with their times, and the rate of network faults.
 
-Process faults are injected after a number of tokens, counted over all streams, and clients cancel after a number of
-events, so that a schedule does not depend on the speed of the machine. Pure.
+A process fault is injected when all clients together have received a given number of tokens. A client cancels after a
+given number of events of its stream. A schedule therefore does not depend on the speed of the machine. Pure.
 """
 
 import enum
@@ -16,33 +16,33 @@ ORCHESTRATOR = "orchestrator"
 NUM_ENGINES = 2
 """Number of generation engines in the cluster of `baton chaos`."""
 _PAUSE_S = 0.4
-"""Maximum seconds between the event at which a client decides to cancel and the cancellation, so that clients cancel in
-any phase of a request."""
+"""Maximum seconds between a client's decision to cancel and the cancellation. The pause is random, so that
+cancellations hit requests in all phases."""
 _NUM_STEMS = 4
-"""Number of different prompt prefixes."""
+"""Number of different prefixes that prompts begin with."""
 
 
 class Act(enum.StrEnum):
     """Kind of a process fault."""
 
     KILL = "kill"
-    """The process is killed at once."""
+    """The process is killed immediately."""
     STOP = "stop"
-    """The process is stopped and answers nothing, until it is killed."""
+    """The process is stopped. It answers nothing until it is killed."""
     HANG = "hang"
-    """The engine's thread is stopped while its process still answers, until the process is killed."""
+    """The engine's thread is stopped until the process is killed. Other threads of the process still answer."""
     SLOW = "slow down"
-    """The engine's process gets a fifth of a core for half a minute."""
+    """The engine's process is limited to a fifth of a core for half a minute."""
 
 
 @dataclass(frozen=True)
 class Blow:
-    """One process fault, and when to inject it."""
+    """One process fault, with its target and its time."""
 
     after_tokens: int
-    """Total number of tokens received by all clients at which the fault is injected."""
+    """Number of tokens after which the fault is injected. Tokens received by all clients count together."""
     victim: str
-    """Name of a worker, or ORCHESTRATOR."""
+    """Name of the process to hit: a worker's name, or ORCHESTRATOR."""
     act: Act
 
     def __str__(self) -> str:
@@ -51,13 +51,13 @@ class Blow:
 
 @dataclass(frozen=True)
 class Leave:
-    """The point at which a client cancels its request."""
+    """Point in a request at which the client cancels it."""
 
     after_events: int
-    """Number of events of the stream after which the client decides to cancel; 0: right after it has sent the
+    """Number of events of the stream after which the client decides to cancel. 0: immediately after it has sent the
     request."""
     pause_s: float
-    """Seconds between the decision to cancel and the cancellation."""
+    """Seconds from the client's decision to cancel to the cancellation."""
 
 
 @dataclass(frozen=True)
@@ -66,57 +66,59 @@ class Ask:
 
     number: int
     stem: int
-    """Index of the prefix that the prompt shares with other prompts."""
+    """Index of the common prefix that the prompt begins with. Prompts with the same index share it."""
     num_prompt_tokens: int
     vocab_size: int
-    """Size of the vocabulary. Token ids of the prompt are below it."""
+    """Size of the vocabulary. The prompt uses token ids in [0, vocab_size)."""
     params: SamplingParams
     deadline_s: float | None = None
     leave: Leave | None = None
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Token ids of the prompt. Of two prompts with the same stem, the shorter is a prefix of the longer."""
+        """Token ids of the prompt. If two prompts have the same `stem`, the shorter prompt is a prefix of the
+        longer."""
         rng = random.Random(self.stem)
         return tuple(rng.randrange(self.vocab_size) for _ in range(self.num_prompt_tokens))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Limits of a schedule, and the processes that its faults may hit."""
+    """Numbers and limits from which a schedule is generated, and the processes that its faults may hit."""
 
     victims: Sequence[str]
     """Names of the processes that may be killed or stopped."""
     vocab_size: int
-    """Size of the vocabulary. Token ids of prompts are below it."""
+    """Size of the vocabulary. Prompts use token ids in [0, vocab_size)."""
     num_asks: int = 40
     max_prompt_tokens: int = 150
     max_output_tokens: int = 40
     num_blows: int = 4
-    """Number of times that a process is killed or stopped."""
+    """Number of process faults: each kills or stops one process."""
     engines: Sequence[str] = ()
-    """Names of the engines that may hang or be slow."""
+    """Names of the engines that may get an engine fault (a hung thread or a slow process)."""
     num_hung: int = 0
     num_slow: int = 0
-    """Number of slow engines. `num_hung` and `num_slow` together must not exceed the number of engines."""
+    """Number of engines that are slowed down. `num_hung` plus `num_slow` must not exceed the number of engines."""
     max_rate: float = 0.05
-    """Maximum fraction of calls with a network fault."""
+    """Maximum fraction of calls that get a network fault."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Requests, process faults and rate of network faults, determined by one seed."""
+    """Requests, process faults, and rate of network faults for one chaos run. One seed determines all of them."""
 
     seed: int
     asks: tuple[Ask, ...]
     """Requests, all sent at the same time."""
     blows: tuple[Blow, ...]
     rate: float
-    """Fraction of calls with a network fault (baton_lab.chaos.faults.SeededPlan, with the same seed)."""
+    """Fraction of calls that get a network fault. The faults are selected by `baton_lab.chaos.faults.SeededPlan` with
+    the same seed."""
 
     @classmethod
     def of(cls, seed: int, shape: Shape) -> Self:
-        """Return the schedule of this seed and shape."""
+        """Return the schedule that the seed and the shape determine."""
         rng = random.Random(f"chaos {seed}")
         asks = tuple(_ask(number, shape, rng) for number in range(shape.num_asks))
         num_tokens = sum(ask.params.max_tokens for ask in asks if ask.leave is None)
@@ -129,7 +131,7 @@ class Schedule:
 
     @property
     def calm(self) -> Self:
-        """The same schedule without deadlines, cancellations, process faults and network faults."""
+        """Return the same schedule without deadlines, cancellations, process faults and network faults."""
         asks = tuple(replace(ask, deadline_s=None, leave=None) for ask in self.asks)
         return replace(self, asks=asks, blows=(), rate=0.0)
 

@@ -1,7 +1,8 @@
-"""Session of `baton chaos`: starts a cluster of child processes, and runs each seed's schedule without and with faults.
+"""Session of `baton chaos`. It starts a cluster of child processes, and runs the schedule of each seed first without
+faults and then with faults.
 
-Progress is written to standard error, the table to standard output, and the processes' logs to a file. Runs on the
-launcher's event loop.
+Progress is written to standard error, the table of results to standard output, and the processes' logs to a file. Runs
+on the launcher's event loop.
 """
 
 import argparse
@@ -51,8 +52,8 @@ _NUM_RANKS = 2
 _NUM_SLOTS = 6
 _MAX_TOKENS = 512
 _HEARTBEAT = Heartbeat(interval_s=1.0, dead_after_s=10.0)
-"""Long heartbeat timeout: an engine limited to a fifth of a core answers late, especially on a busy machine, and must
-not count as dead."""
+"""Heartbeat settings with a long timeout. An engine limited to a fifth of a core answers late, especially on a busy
+machine, and must not be declared dead."""
 _LIMITS = OrchestratorConfig(
     avoid_s=0.5,
     prefill_wait_s=20.0,
@@ -63,11 +64,12 @@ _LIMITS = OrchestratorConfig(
     disaggregation="always",  # prompts are short, and chains are what faults should hit
 )
 _BOUNDS = Bounds(request_s=180.0, settle_s=60.0)
-"""Generous limits, because a worker takes seconds to load its model, and several may load at the same time."""
+"""Time limits for requests and recovery. They are long because a worker takes seconds to load its model, and several
+workers may load at the same time."""
 
 
 def run_session(args: argparse.Namespace) -> int:
-    """Run the schedules that the options of `baton chaos` select; return the exit status."""
+    """Run the schedules that the options of `baton chaos` select. Return the exit status."""
     console = Console(stderr=True)
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)

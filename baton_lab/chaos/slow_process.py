@@ -1,6 +1,7 @@
-"""Limits a child process to a fraction of a core by signals: stops it while it is above its share, then resumes it.
+"""Limits a child process to a fraction of a core by signals. The process is stopped while it has used more than its
+fraction, and resumed afterwards.
 
-A quota of the kernel (cgroup cpu.max) would do the same, but few users may set one.
+A CPU quota of the kernel (cgroup `cpu.max`) would have the same effect, but usually requires privileges.
 """
 
 import asyncio
@@ -13,16 +14,17 @@ from baton.process.clock import Clock
 from deploy.groups.spawner import WorkerHandle
 
 _TICK_S = 0.005
-"""Seconds between two checks of the processor time that the process has used."""
+"""Seconds between two checks of the CPU time that the process has used."""
 _PERIOD_S = 0.1
-"""Maximum unused share that the process may save and then use at once, in seconds of the limit."""
+"""Maximum unused CPU time that the process may save and use later, given as the number of seconds in which the limit
+grants it."""
 _MOST_S = 0.5
-"""Maximum seconds for which the process is stopped at once, even after late checks."""
+"""Maximum time in seconds for which the process is stopped without interruption, even if a check was late."""
 
 
 async def slow_down(worker: WorkerHandle, share: float, for_s: float, clock: Clock) -> float:
-    """Limit a worker that is a child process to the fraction `share` of a core, for `for_s` seconds or until it has
-    ended. Return the fraction that it used."""
+    """Limit a worker's process to the fraction `share` of a core, for `for_s` seconds or until the process has ended.
+    The worker must be a child process. Return the fraction of a core that the process used."""
     clock_id = ~worker.pid << 3 | 2  # as clock_getcpuclockid makes it
     began_s = looked_s = clock.now_s()
     used_s = credit_s = 0.0

@@ -1,2 +1,2 @@
-"""Residency policies and draft views to compare Baton's own with, behind the same ports. A server's configuration
-cannot select them."""
+"""Residency policies and draft views from the literature, for comparison with Baton's own. They implement the same
+interfaces. A server's configuration cannot select them."""

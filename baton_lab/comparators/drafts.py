@@ -1,4 +1,5 @@
-"""Makes speculators for benchmarks: those of the product, and those that draft with the comparators' views."""
+"""Factory of speculators for benchmarks: Baton's own speculators, and those that draft with the comparators' draft
+views."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -17,15 +18,20 @@ _VIEWS: Mapping[str, MakeChoosing] = {
     "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),
 }
 CHOOSING: Mapping[str, MakeChoosing] = {**making.CHOOSING, **_VIEWS}
-"""Makers of the draft views that select keys, by the name of the speculation."""
+"""Functions that create the draft views that select keys, by the name of the speculation."""
 
 
 def configured(name: str) -> SpeculationName:
-    """Return the speculation name for the engine's configuration, so that its memory is sized for drafts of `name`."""
+    """Return the speculation name to put into the engine's configuration. With it, the engine reserves enough memory
+    for drafts of the speculation `name`."""
     return "snapkv" if name in _VIEWS else cast(SpeculationName, name)
 
 
 def make_speculation(name: str, model: ServedModel, slots: SlotTable, config: EngineConfig) -> Speculator | None:
-    """Make the speculation of that name, as `generate_workers.speculation.making.make_speculation` does. `config` has
-    the speculation that `configured` returns for it. Raises what that raises."""
+    """Create the speculator with the given name, like `generate_workers.speculation.making.make_speculation`, but also
+    accept the names of comparators. Return None if `name` means no speculation.
+
+    `config` must contain the speculation that `configured(name)` returns. Raises the errors of
+    `making.make_speculation`.
+    """
     return making.make_speculation(model, slots, config, name=name, choosing=CHOOSING)

@@ -1,14 +1,16 @@
-"""Residency `h2o` on a device with separate memory: the device holds the kept keys only.
+"""Residency `h2o` on a device with separate memory. The device holds only the kept keys (and their values).
 
-A Residency for `engine.step_runner` that weighs and drops keys as `h2o` does. In each selective layer, a sequence has P
-entries of device memory: for each kv head, one entry per kept key, and one for the new token of a step. After the
-layer's attention, the new token moves to the entry of the key that was dropped. A prompt is weighed layer by layer, in
-memory for one layer of the longest sequence, which all sequences share. Then its kept keys are copied to the entries.
+This is a Residency for `engine.step_runner` that weighs and drops keys as `h2o` does. In each selective layer, a
+sequence has P entries of device memory. For each kv head, there is one entry for each kept key, and one for the new
+token of a step. After the layer's attention, the new token moves to the entry of the key that was dropped.
 
-    host    all layers' KV except the first two, dropped keys included: sequences that share a prefix need it
-    device  the first two layers' KV, the entries, positions and sums of kept keys, memory for one layer of one
-            sequence, and one piece for long spans
-    link    new tokens' KV; of prompts, all KV that they attend to, and once more the KV that their queries weigh
+A prompt is weighed layer by layer, in device memory for one layer of the longest sequence, which all sequences share.
+Then its kept keys are copied to the entries.
+
+    host    KV of all layers except the first two, including dropped keys, which sequences with the same prefix need
+    device  KV of the first two layers, the entries, positions and sums of the kept keys, memory for one layer of
+            one sequence, and one piece of tokens for long spans
+    link    KV of new tokens. For prompts: all KV that they attend to, and again the KV that their queries weigh
 
 B sequences with one new token, T tokens, N heads, G kv heads, H head dim, K kept keys, S tokens of a sequence, P
 entries of device memory (`places`).
@@ -42,54 +44,58 @@ from generate_workers.residency.row_parts import MakeMemory, PagedKv
 from generate_workers.residency.sparse.selective import SplitSpan
 
 _KEY_BYTES = 12
-"""Bytes of a kept key's position, sum and entry index."""
+"""Number of bytes of a kept key's metadata: its position, its sum of attention weights, and its entry index."""
 
 
 class PlacedHitters(HeavyHitters):
-    """HeavyHitters that know the device entry of each kept key, once the prompt is complete."""
+    """HeavyHitters that also record the device entry of each kept key. The entries are known once the prompt is
+    complete."""
 
     def __init__(self, num_kv_heads: int) -> None:
-        """Begin with no keys."""
+        """Create a state without keys for one layer of one sequence."""
         super().__init__(num_kv_heads)
         self.places_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
-        """Indices of the kept keys' entries, in the order of the keys' positions."""
+        """Device entry index of each kept key, in the order of the keys' positions. Empty until the prompt is
+        complete."""
         self.free_G = torch.zeros(num_kv_heads, dtype=torch.int64)
-        """Index of the entry that the latest key moves to after its layer's attention. If that key was dropped, its own
-        entry."""
+        """For each kv head, index of the entry that the new token moves to after attention. If the new token's own key
+        was dropped, this is the index of its current entry."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of positions, sums and entry indices."""
+        """Return the number of bytes of the kept keys' positions, sums and entry indexes."""
         return super().num_bytes + self.places_GK.nbytes
 
     def forget_places(self) -> None:
-        """Mark all keys as not stored in entries, until `settle`."""
+        """Forget the device entries of all keys. They have none until `settle` is called."""
         self.places_GK = self.places_GK[:, :0]
 
     def settle(self, kv_S2GH: Tensor, places_P2GH: Tensor) -> None:
-        """Copy the kept keys and values of a whole sequence to the first entries."""
+        """Copy the kept keys and values from the whole sequence's KV to the first device entries, and record these
+        entries."""
         num_kv_heads, num_kept = self.positions_GK.shape
         kept_GK2H = kv_S2GH[self.positions_GK.long(), :, torch.arange(num_kv_heads).unsqueeze(1)]
         places_P2GH[:num_kept] = kept_GK2H.permute(1, 2, 0, 3)
         self.places_GK = torch.arange(num_kept, dtype=torch.int32).repeat(num_kv_heads, 1)
 
     def add_own(self, own_place: int) -> Tensor:
-        """Add the entry of a step's new token. Return the entry indices of all keys, `[G, K]`."""
+        """Append the entry `own_place` of a step's new token to each kv head's entries. Return the entry indexes of all
+        keys, `[G, K]`."""
         own_G1 = torch.full((len(self.places_GK), 1), own_place, dtype=torch.int32)
         self.free_G = torch.full((len(self.places_GK),), self.places_GK.shape[1])
         self.places_GK = torch.cat((self.places_GK, own_G1), dim=1)
         return self.places_GK
 
     def move_own(self, own_place: int, places_P2GH: Tensor) -> None:
-        """For the kv heads that keep the latest token, move its key and value from entry `own_place` to the free
-        entry."""
+        """Move the new token's key and value from the entry `own_place` to the entry of the key that was dropped. A kv
+        head whose dropped key is the new token itself does not move it."""
         (heads_J,) = (self.free_G != own_place).nonzero(as_tuple=True)
         places_P2GH[self.free_G[heads_J], :, heads_J] = places_P2GH[own_place].transpose(0, 1)[heads_J]
         if self.places_GK.shape[1]:
             self.places_GK[heads_J, -1] = self.free_G[heads_J].int()
 
     def copy_from(self, other: HeavyHitters) -> None:
-        """Copy the state of another sequence's layer."""
+        """Copy the state of the same layer of another sequence."""
         super().copy_from(other)
         assert isinstance(other, PlacedHitters)
         self.places_GK = other.places_GK.clone()
@@ -102,71 +108,73 @@ class PlacedHitters(HeavyHitters):
 
 
 class KeptKeys:
-    """Device entries of one sequence: one per kept key, and the last one for a step's new token. Implements Part."""
+    """Device entries of one sequence: one for each kept key, and a last one for a step's new token. Implements Part."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
-        """Raises the errors of `make_memory`."""
+        """Reserve address space for the entries of the longest sequence. Raises the errors of `make_memory`."""
         self._budget = budget
         self._most_places = self.num_places(shape.max_slot_tokens)
         self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
         self.own_place = 0
-        """Index of the entry of a step's new token."""
+        """Index of the entry that holds a step's new token during attention."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes that are committed now."""
+        """Return the number of bytes of device memory that are committed now."""
         return self._kv.num_bytes
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the entries of the current claim as a KvBuffer, one token per entry."""
+        """Return the entries of the current sequence as a KvBuffer. Each entry is one token of the buffer."""
         return self._kv.buffer
 
     def num_places(self, num_prompt: int) -> int:
-        """Return the number of entries after a prompt of `num_prompt` tokens."""
+        """Return the number of entries that a sequence needs after a prompt of `num_prompt` tokens."""
         return sum(self._budget.of(num_prompt))
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes after a prompt of `num_tokens` tokens. The result never decreases with
-        `num_tokens`."""
+        """Return the number of bytes of the entries after a prompt of `num_tokens` tokens; 0 for 0 tokens. A longer
+        prompt never needs fewer bytes."""
         return self._kv.bytes_for(self.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim for a prompt of `num_tokens` tokens."""
+        """Start to use the slot for a sequence with a prompt of `num_tokens` tokens."""
         self.own_place = self.num_places(num_tokens) - 1
         self._kv.open(self.own_place + 1, self._most_places)
 
     def commit(self) -> None:
-        """Commit memory for all entries."""
+        """Commit device memory for all entries of the current sequence."""
         self._kv.memory.commit(TokenRange(0, self.own_place + 1))
 
     def copy_from(self, other: "KeptKeys", num_tokens: int) -> None:
-        """Copy another sequence's entries."""
+        """Copy the entries of another sequence. `num_tokens` is not used: all entries are copied."""
         self.own_place = other.own_place
         self._kv.copy_from(other._kv, self.own_place + 1)
 
     def release(self) -> None:
-        """End the claim, if there is one."""
+        """Release the slot's memory, if the slot is in use."""
         self._kv.release()
 
 
 class LayerMemory:
-    """Device memory for one layer of one sequence. Sequences use it one after another to weigh prompts. Used on the
-    engine's thread."""
+    """Device memory for the KV of one layer of one sequence. All sequences share it, one at a time, to weigh their
+    prompts. Used on the engine's thread."""
 
     def __init__(self, shape: KvShape, device: Device) -> None:
-        """Raises the errors in OUT_OF_MEMORY."""
+        """Allocate memory for the longest sequence that a slot can hold. Raises an error in OUT_OF_MEMORY if it cannot
+        be allocated."""
         self.num_bytes = 0
-        """Number of bytes fetched so far."""
+        """Number of bytes fetched from host memory so far."""
         tokens = TokenRange(0, shape.max_slot_tokens)
         self._buffer = device.buffer(replace(shape.layout, num_layers=1), tokens)
         self._link = device.link
         self._held: tuple[KvBuffer, int, int] | None = None
-        """(host buffer, layer, end of the fetched tokens) of the data in the memory; None before the first fetch."""
+        """Source of the data in this memory: the host buffer, the layer, and the number of leading tokens that were
+        fetched. None before the first fetch."""
 
     def bring(self, home: KvBuffer, layer: int, tokens: TokenRange) -> Tensor:
-        """Fetch a sequence's KV up to `tokens.end` from its host buffer `home`, except what was fetched before. Return
-        a view of the KV of `tokens`, `[T, 2, G, H]`."""
+        """Fetch a sequence's KV up to `tokens.end` from its host buffer `home`, except the tokens that are already in
+        this memory. Return a view of the KV of `tokens`, `[T, 2, G, H]`."""
         held = self._held
         num_held = held[2] if held is not None and held[0] is home and held[1] == layer else 0
         missing = TokenRange(min(num_held, tokens.end), tokens.end)
@@ -179,29 +187,30 @@ class LayerMemory:
 
 
 class KeptRow(AwayRow, WeighedRow):
-    """WeighedRow whose kept keys are in device memory."""
+    """KV storage of one sequence, whose kept keys are in device memory."""
 
     def __init__(
         self, shape: KvShape, device: Device, budget: HeavyBudget, pieces: Pieces, weighing: LayerMemory
     ) -> None:
-        """`weighing`: memory in which prompts are weighed. Raises the errors in OUT_OF_MEMORY when the slot's address
-        space cannot be allocated."""
+        """Create the storage for one slot. `weighing`: shared device memory in which prompts are weighed. Raises an
+        error in OUT_OF_MEMORY if the slot's address space cannot be allocated."""
         self.index = HitterIndex(shape.layout, budget, PlacedHitters, _KEY_BYTES)
         self.kept = KeptKeys(shape, device.row_memory, budget)
         self._weighing = weighing
         super().__init__(shape, device, [self.kept, self.index], pieces)
 
     def chooses(self, tokens: TokenRange) -> bool:
-        """Return whether the step has one token and is after the prompt, so that the kept keys are in entries."""
+        """Return True if the step has one token and comes after the prompt. The kept keys are then in device
+        entries."""
         return len(tokens) == 1 and tokens.start >= self.index.num_prompt
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and device memory for the entries."""
+        """Commit host memory for `tokens`, and device memory for all entries of the sequence."""
         super().commit(tokens)
         self.kept.commit()
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span of a step over device memory."""
+        """Return the span through which the step's attention reads and writes the KV of `tokens`."""
         if not self.chooses(tokens):
             return self.long_span(tokens)
         own_place = self.kept.own_place
@@ -209,14 +218,19 @@ class KeptRow(AwayRow, WeighedRow):
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
 
     def read(self, layer: int, tokens: TokenRange) -> Tensor:
-        """Return the KV of `tokens` on the device. It is fetched from host memory, except in the first two layers."""
+        """Return the KV of `tokens` in one layer, in device memory. In the first two layers it is already on the
+        device; in the others it is fetched from host memory."""
         if layer < NUM_WHOLE_LAYERS:
             return self.kv(layer, tokens)
         return self._weighing.bring(self.others.buffer, layer - NUM_WHOLE_LAYERS, tokens)
 
     def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
         """Add the attention weights of the queries of `tokens` to the sums of all kept keys. Return the weighed keys,
-        `[G, K]`: entry indices in a step after the prompt, positions otherwise."""
+        `[G, K]`.
+
+        In a step with one token after the prompt, the returned keys are device entry indexes. Otherwise they are
+        positions.
+        """
         hitters, places_P2GH = self.placed(layer)
         if not self.chooses(tokens):
             hitters.forget_places()
@@ -231,14 +245,14 @@ class KeptRow(AwayRow, WeighedRow):
         return places_GK
 
     def placed(self, layer: int) -> tuple[PlacedHitters, Tensor]:
-        """Return the heavy hitters of a selective layer, and a view of its entries, `[P, 2, G, H]`."""
+        """Return the heavy hitters of a selective layer, and a view of the layer's device entries, `[P, 2, G, H]`."""
         hitters = self.index.hitters[layer]
         assert isinstance(hitters, PlacedHitters)
         return hitters, self.kept.buffer.data[layer - NUM_WHOLE_LAYERS]
 
 
 class FetchedH2oStep(H2oStep[KeptRow]):
-    """Step whose new tokens move to the entries of dropped keys and are stored in host memory."""
+    """Step that moves each new token to the device entry of the dropped key, and stores its KV in host memory."""
 
     def __init__(
         self,
@@ -246,15 +260,17 @@ class FetchedH2oStep(H2oStep[KeptRow]):
         decoder: Decoder,
         passing: tuple[Pieces, LayerMemory],
     ) -> None:
-        """`passing`: the pieces that long spans read, and the memory in which prompts are weighed."""
+        """Create a step over the sequences `rows`, each with its new tokens. `passing`: the device memory that fetched
+        data passes through. It consists of the pieces that long spans read and of the memory in which prompts are
+        weighed."""
         super().__init__(rows, decoder)
         self._stores = HomeStores(link_of(decoder.device))
         self._passing = passing
         self._num_before = sum(each.num_bytes for each in passing)
 
     def end(self, layer: int) -> None:
-        """Start storing the new tokens' KV in host memory, weigh the longer spans, and move new tokens to their
-        entries."""
+        """Finish a layer: start to store the new tokens' KV in host memory, weigh the keys by the queries of longer
+        spans, and move the new tokens of the other sequences to their entries."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -270,23 +286,26 @@ class FetchedH2oStep(H2oStep[KeptRow]):
             hitters.move_own(row.kept.own_place, places_P2GH)
 
     def settle(self) -> None:
-        """Record how many tokens' queries have weighed the keys, and wait until all new KV is in host memory."""
+        """Record how many tokens' queries have weighed the keys, and wait until all new KV is in host memory. Called
+        after the last layer."""
         super().settle()
         self._stores.settle()
 
     def leave(self) -> None:
-        """Wait until no copy is running."""
+        """Wait until all copies between host and device have ended. Called at the end of the step, also after an
+        error."""
         self._stores.wait()
         num_passed = sum(each.num_bytes for each in self._passing) - self._num_before
         self.num_link_bytes += self._stores.num_bytes + num_passed
 
 
 class FetchedH2oResidency(WeighingResidency[KeptRow]):
-    """Residency that attends to heavy hitters and the latest keys, and stores all other keys in host memory."""
+    """Residency that attends to heavy hitters (keys with much attention so far) and the latest keys. It stores all
+    other keys in host memory."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, budget: HeavyBudget) -> None:
-        """Raises ConfigError for models whose pushed prompts cannot be rerun, and the errors in OUT_OF_MEMORY, or
-        OSError, when the slots' address space cannot be allocated."""
+        """Create the residency for all slots. Raises ConfigError if the model's pushed prompts cannot be rerun. Raises
+        OSError or an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
         assert native.load()  # stores new KV
         device, row_bytes = decoder.device, shape.layout.row_bytes
         pieces, self._weighing = Pieces(shape.layout, device), LayerMemory(shape, device)
@@ -298,7 +317,7 @@ class FetchedH2oResidency(WeighingResidency[KeptRow]):
         self._link = device.link
 
     def close(self) -> None:
-        """Stop the link's threads."""
+        """Stop the threads that copy between host and device."""
         self._link.rest()
 
     def _weigh_pushed(self, row: KeptRow, num_tokens: int) -> None:

@@ -1,8 +1,10 @@
-"""Residency `infinigen_int4` on a device with its own memory: selected keys and values (picks) are fetched in 4 bits. A
-Residency for `engine.model_runner`. Keys are selected one layer early, as by `fetched.infinigen`, and fetched packed
-while the previous layer computes. The device unpacks them into a slot's area for one layer, as `int4.int4_infinigen`
-does, and packs new tokens, which are stored packed. No pick stays on the device between steps, because fetching it
-again needs only about a quarter of the bytes.
+"""Residency `infinigen_int4` on a device with its own memory. KV is stored in host memory in 4 bits, and selected keys
+and values (picks) are fetched in 4 bits.
+
+A Residency for `engine.model_runner`. Keys are selected one layer early, as by `fetched.infinigen`, and are fetched in
+packed form while the previous layer computes. The device unpacks them into a slot's area, which holds one layer, as
+`int4.int4_infinigen` does. The device also packs the KV of new tokens before it is stored. No selected key stays on the
+device between steps, because fetching it again needs only about a quarter of the bytes.
 
     engine:  begin l: guess l + 1, ask for it | layer l | end l: pack, store | begin l + 1 ... picks: wait, unpack
     link in:                         fetch l + 1 ------->|
@@ -41,15 +43,16 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 
 _NUM_AREAS = 2
-"""Number of layers whose packed KV is on the device: a double buffer."""
+"""Number of layers whose packed KV is on the device at the same time. The two layers are a double buffer."""
 
 
 class FetchedInt4Row(ScoredInt4Row):
-    """ScoredInt4Row whose packed layers are in host memory. Steps read the fetched codes from an area."""
+    """ScoredInt4Row (memory of one slot, with packed KV and partial keys) whose packed layers are in host memory. Steps
+    unpack KV from an area on the device into which packed KV was fetched."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pieces: Pieces) -> None:
-        """`pieces`: memory for pushed keys, from which partial keys are made. Raises an error of OUT_OF_MEMORY, or
-        OSError, when the slot's address space cannot be reserved."""
+        """`pieces` is device memory through which pushed keys are fetched, to compute partial keys. Raises an error of
+        OUT_OF_MEMORY, or OSError, when the slot's address space cannot be reserved."""
         codes = Int4Format(shape.layout).packed(_NUM_AREAS)
         self._fetched = Area(codes, device.row_memory, shape.max_slot_tokens)
         self._pushed = pieces
@@ -58,11 +61,12 @@ class FetchedInt4Row(ScoredInt4Row):
 
     @property
     def codes(self) -> Area:
-        """Return the area for packed KV of two layers, in which each token has its own place."""
+        """Return the device memory for packed KV of two layers. Each token is stored at its own index."""
         return self._fetched
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and memory for all tokens up to them in the areas."""
+        """Commit host memory for `tokens`. In the areas on the device, commit memory for `tokens` and all tokens before
+        them."""
         super().commit(tokens)
         self._fetched.commit(tokens)
 
@@ -72,7 +76,7 @@ class FetchedInt4Row(ScoredInt4Row):
 
 
 class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
-    """Step that fetches a layer's picks while the previous layer runs."""
+    """Step that fetches the packed keys and values that a layer selects while the previous layer runs."""
 
     def __init__(
         self,
@@ -86,11 +90,11 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
         self._link = link_of(decoder.device)
         self._stores = HomeStores(self._link)
         self._coming: dict[int, Transfer] = {}
-        """Fetches of picks, by layer."""
+        """Fetch of each layer's selected keys, by layer."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Select the next layer's keys, and begin to fetch them. Fetch and unpack this layer's earlier tokens for
-        longer spans."""
+        """Select the keys of layer `layer` + 1, and begin to fetch them. For spans of several new tokens, also fetch
+        and unpack all earlier tokens of `layer`."""
         if layer in self._layers and self.longer:
             at = layer - NUM_WHOLE_LAYERS
             old = [(row, TokenRange(0, span.tokens.start)) for _, row, span in self.longer]
@@ -103,12 +107,14 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
             self._ask(layer + 1, picks)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Wait for the picks, and unpack them into the areas. Return their packed bytes."""
+        """Wait for the fetch of `picks`, the keys that `layer` selects, and unpack their keys and values into the
+        slots' areas. Return the number of packed bytes."""
         self._coming[layer].join()
         return super().fetch(layer, picks, num_bytes)
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys, pack their KV, and begin to store it in host memory."""
+        """Make the new tokens' partial keys for `layer`, pack the new tokens' KV, and begin to copy it to host
+        memory."""
         if layer not in self._layers:
             return
         for _, row, span in self.longer:
@@ -151,7 +157,8 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
 
 
 class FetchedInt4Residency(RowResidency[FetchedInt4Row]):
-    """Residency that selects keys by partial scores, stores KV in host memory in 4 bits, and fetches selected KV."""
+    """Residency that stores KV in host memory in 4 bits, selects keys by partial scores, and fetches the selected keys
+    and values."""
 
     traits = POLICIES["infinigen_int4"]
 

@@ -1,14 +1,15 @@
-"""Residency `window` on a device with separate memory: the device holds the first and the latest keys.
+"""Residency `window` on a device with separate memory. The device holds only the first and the latest keys (and their
+values).
 
-A Residency for `engine.step_runner` that selects the same keys as `window`. A key that has left the window never
-returns. So a step fetches nothing: it writes its new token after the latest keys, and stores it in host memory. Host
-memory has all KV, for long spans (local prefill) and for sequences that share a prefix. After either, the window is
-fetched once.
+This is a Residency for `engine.step_runner` that selects the same keys as `window`. A key that has left the window is
+never selected again, so a step with one new token fetches nothing. It writes its new token behind the latest keys and
+stores the token in host memory. Host memory holds all KV. It is needed by long spans (local prefill) and by sequences
+that share a prefix. After a long span or a copied prefix, the next step fetches the window once.
 
-    host    all layers' KV except the first two
-    device  the first two layers' KV. Of the other layers: the first keys, the latest keys, and spare entries, along
-            which the window moves. One piece for long spans
-    link    new tokens' KV; after long spans the window, and for long spans all tokens before them
+    host    KV of all layers except the first two
+    device  KV of the first two layers. For the other layers: the first keys, the latest keys, and spare entries, along
+            which the window moves. One piece of tokens for long spans
+    link    KV of new tokens. For a long span: all tokens before it, and after it the window
 
 B sequences with one new token, T tokens, G kv heads, H head dim, K maximum number of selected keys. An entry (`place`)
 is the device memory of one token.
@@ -45,60 +46,64 @@ from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
 from generate_workers.residency.steps import RowResidency
 
 _MORE_LATEST = 32
-"""Number of spare entries after the window. The window moves back to the first entries after this many steps."""
+"""Number of spare device entries behind the window. When they are used up, after this many steps, the window is copied
+back to the first entries."""
 
 
 class WindowKeys:
-    """First and latest keys and values of one sequence, in the selective layers. Implements Part."""
+    """Device memory for the first and the latest keys and values of one sequence, in the selective layers. Implements
+    Part."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Raises the errors of `make_memory`."""
+        """Reserve address space for the entries of the longest sequence. Raises the errors of `make_memory`."""
         self._selection = selection
         self._most_places = self.num_places(shape.max_slot_tokens)
         self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
         self.start = selection.num_first
-        """Position of the first of the latest tokens that are on the device."""
+        """Position of the earliest of the latest tokens that the device holds. It is in the entry after the first keys'
+        entries."""
         self._end = 0
-        """Position after the last token that is on the device."""
+        """Position after the last token that the device holds; 0 if it holds none."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes that are committed now."""
+        """Return the number of bytes of device memory that are committed now."""
         return self._kv.num_bytes
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the entries of the current claim as a KvBuffer, one token per entry."""
+        """Return the entries of the current sequence as a KvBuffer. Each entry is one token of the buffer."""
         return self._kv.buffer
 
     def num_places(self, num_tokens: int) -> int:
-        """Return the number of entries of a sequence of `num_tokens` tokens."""
+        """Return the number of device entries that a sequence of `num_tokens` tokens needs."""
         window = self._selection.num_first + num_latest(num_tokens, self._selection)
         return min(num_tokens, window + _MORE_LATEST)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of a sequence of `num_tokens` tokens."""
+        """Return the number of bytes of device memory that a sequence of `num_tokens` tokens needs."""
         return self._kv.bytes_for(self.num_places(num_tokens))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim without keys."""
+        """Start to use the slot for a new sequence. The device holds no keys of it yet."""
         self._kv.open(self.num_places(num_tokens), self._most_places)
         self.start, self._end = self._selection.num_first, 0
 
     def commit(self, num_tokens: int) -> None:
-        """Commit memory for a sequence of `num_tokens` tokens."""
+        """Commit device memory for the window of a sequence of `num_tokens` tokens."""
         self._kv.memory.commit(TokenRange(0, self.num_places(num_tokens)))
 
     def copy_from(self, other: "WindowKeys", num_tokens: int) -> None:
-        """Do nothing: the window is fetched when a step needs it."""
+        """Do nothing. The window is fetched from host memory when a step needs it."""
 
     def release(self) -> None:
-        """End the claim, if there is one."""
+        """Release the slot's memory, if the slot is in use."""
         self._kv.release()
 
     def follow(self, home: KvBuffer, num_tokens: int) -> Copies:
-        """Make room for the token at position `num_tokens`. Return the copies that the step needs: its window, if
-        tokens were written to `home` only; otherwise none."""
+        """Provide a device entry for the new token at position `num_tokens`. Return the copies from the host buffer
+        `home` that the step needs. These are the whole window if other tokens were written only to host memory since
+        the last call, otherwise none."""
         first = self._selection.num_first
         start = max(num_tokens + 1 - num_latest(num_tokens + 1, self._selection), first)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -115,7 +120,8 @@ class WindowKeys:
         return copies
 
     def place(self, position: int) -> int:
-        """Return the entry index of a position among the first or the latest tokens."""
+        """Return the index of the device entry for the token at `position`. The token must be one of the first or the
+        latest tokens."""
         first = self._selection.num_first
         return position if position < first else first + position - self.start
 
@@ -125,21 +131,22 @@ class WindowKeys:
 
 
 class WindowRow(AwayRow):
-    """AwayRow with a window in device memory."""
+    """KV storage of one sequence in host memory, with a window of its keys in device memory."""
 
     def __init__(self, shape: KvShape, device: Device, selection: Selection, pieces: Pieces) -> None:
-        """Raises the errors in OUT_OF_MEMORY when the slot's address space cannot be allocated."""
+        """Create the storage for one slot. Raises an error in OUT_OF_MEMORY if the slot's address space cannot be
+        allocated."""
         self.window = WindowKeys(shape, device.row_memory, selection)
         super().__init__(shape, device, [self.window], pieces)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and device memory for the window of a sequence that ends at `tokens.end`."""
+        """Commit host memory for `tokens`, and device memory for the window of a sequence of `tokens.end` tokens."""
         super().commit(tokens)
         self.window.commit(tokens.end)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span of a step over device memory. The entry of a single new token must have been made by
-        `follow`."""
+        """Return the span through which the step's attention reads and writes the KV of `tokens`. If `tokens` is a
+        single token, `WindowKeys.follow` must have been called for it."""
         if len(tokens) != 1:
             return self.long_span(tokens)
         window = self.window
@@ -148,7 +155,7 @@ class WindowRow(AwayRow):
 
 
 class FetchedWindowStep(SelectiveStep[WindowRow]):
-    """Step that selects the same keys in all layers and stores its new tokens in host memory."""
+    """Step that selects the same keys in all layers, and stores its new tokens' KV in host memory."""
 
     def __init__(
         self,
@@ -158,7 +165,8 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         link: HeadLink,
         pieces: Pieces,
     ) -> None:
-        """`pieces`: pieces that long spans read."""
+        """Create a step over the sequences `rows`, each with its new tokens, and start to fetch the windows that are
+        not on the device. `pieces`: device memory through which long spans read KV from host memory."""
         single = [(row, tokens.start) for row, tokens in rows if len(tokens) == 1]
         copies = [copy for row, start in single for copy in row.window.follow(row.others.buffer, start)]
         super().__init__(layout, rows)
@@ -175,12 +183,13 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         return self._picks
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Wait for the windows, whose fetches began before the first layer."""
+        """Wait until the window of each sequence is on the device. The copies were started before the first layer.
+        Return 0: they are counted elsewhere."""
         self._fetch.join()
         return 0
 
     def end(self, layer: int) -> None:
-        """Start storing the new tokens' KV in host memory."""
+        """Start storing the layer's new KV in host memory."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -191,11 +200,12 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
             self._stores.store(row.others.buffer.span(at, span.tokens), span.own(layer))
 
     def settle(self) -> None:
-        """Wait until all new KV is in host memory."""
+        """Wait until all new KV of the step is in host memory."""
         self._stores.settle()
 
     def leave(self) -> None:
-        """Wait until no copy is running."""
+        """Wait until all copies between host and device have ended. Called at the end of the step, also after an
+        error."""
         self._fetch.wait()
         self._stores.wait()
         self.num_link_bytes += self._num_fetched + self._pieces.num_bytes + self._stores.num_bytes
@@ -207,7 +217,8 @@ class FetchedWindowResidency(RowResidency[WindowRow]):
     traits = WINDOW
 
     def __init__(self, shape: KvShape, device: Device, selection: Selection) -> None:
-        """Raises the errors in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
+        """Create the residency for all slots. Raises an error in OUT_OF_MEMORY if the slots' address space cannot be
+        allocated."""
         assert native.load()  # stores new KV
         pieces = Pieces(shape.layout, device)
         self.scratch_bytes = shape.long_span_bytes + PIECE_TOKENS * shape.layout.row_bytes
@@ -217,7 +228,7 @@ class FetchedWindowResidency(RowResidency[WindowRow]):
         super().__init__(rows, lambda rows: FetchedWindowStep(rows, *args))
 
     def close(self) -> None:
-        """Stop the link's threads."""
+        """Stop the threads that copy between host and device."""
         self._link.rest()
 
 

@@ -1,17 +1,20 @@
-"""Residency `h2o`: attends to the keys with the largest attention so far, and to the latest keys (Zhang et al., 2023).
+"""Residency `h2o`: attends to the keys that received the most attention so far and to the latest keys (H2O; Zhang et
+al., 2023).
 
-A Residency for `engine.step_runner`, to compare InfiniGen with. A key that H2O drops is never used again, even if a
-later query would need it. Layers 0 and 1 attend to all keys, as in InfiniGen's comparisons.
+This is a Residency for `engine.step_runner`, made to compare InfiniGen with. A key that H2O drops is never used again,
+even if a later query would need it. Layers 0 and 1 attend to all keys, as in InfiniGen's comparisons.
 
-As in the paper, sums include all queries. The queries of a prompt that is prefilled here are projected again from each
-layer's input. A prompt that was pushed, or came from a prefix store, is rerun to get its queries, which costs a prefill
-and needs only its KV (`pushed_prompts`). A prompt attends to all its keys; at its end they are reduced to the budget. A
-step attends to the kept keys, including its own. Then the kept key with the smallest sum is dropped, but never one of
-the latest keys. The softmax of a step covers the kept keys only.
+As in the paper, a key's sum of attention weights includes all queries. For a prompt that is prefilled by this process,
+the queries are projected again from each layer's input. A prompt that was pushed, or that came from a prefix store, is
+rerun to get its queries (`pushed_prompts`). The rerun costs as much as a prefill.
+
+The tokens of a prompt attend to all its keys. At the end of the prompt, the keys are reduced to the budget. A step
+attends to the kept keys, including its own. Then the kept key with the smallest sum is dropped, but never one of the
+latest keys. The softmax of a step covers the kept keys only.
 
 Unlike in the paper, a dropped key stays in host memory until its sequence ends, because it shares pages with keys of
 other kv heads. It is not read, and a device with separate memory does not hold it (`fetched_h2o`). A long span after
-the prompt, if it occurred, would attend to all keys.
+the prompt would attend to all keys; normal serving has none.
 
 B sequences with one new token, T tokens of all sequences, N heads, G kv heads, H head dim, K kept keys.
 """
@@ -38,7 +41,7 @@ from generate_workers.residency.steps import RowResidency
 
 
 class HitterIndex:
-    """Heavy hitters of one sequence in each selective layer. Implements Part."""
+    """Heavy hitters (keys with much attention so far) of one sequence, in each selective layer. Implements Part."""
 
     def __init__(
         self,
@@ -47,35 +50,36 @@ class HitterIndex:
         make: Callable[[int], HeavyHitters] = HeavyHitters,
         key_bytes: int = 8,
     ) -> None:
-        """`make`: function that makes the heavy hitters of one layer, which use `key_bytes` bytes per key and kv
-        head."""
+        """Create an empty index. `make`: function that creates the HeavyHitters of one layer, given the number of kv
+        heads. `key_bytes`: number of bytes that they use for each key and kv head."""
         self.hitters: dict[int, HeavyHitters] = {}
-        """Heavy hitters by layer, while the slot is claimed."""
+        """Heavy hitters by layer; empty while the slot is not in use."""
         self.num_weighed = 0
-        """Number of leading tokens whose queries have weighed the keys."""
+        """Number of leading tokens of the sequence whose queries have been used to weigh keys."""
         self.num_prompt = 0
-        """Number of tokens of the prompt."""
+        """Number of tokens of the sequence's prompt."""
         self._budget, self._make, self._key_bytes = budget, make, key_bytes
         self._num_kv_heads = layout.num_kv_heads
         self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of the data about the kept keys."""
+        """Return the number of bytes of the kept keys' positions and sums now."""
         return sum(each.num_bytes for each in self.hitters.values())
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of the data about all keys, which is stored while the prompt is incomplete."""
+        """Return the number of bytes of the positions and sums of `num_tokens` keys in all selective layers. All keys
+        have them until the prompt is complete."""
         return len(self._layers) * self._num_kv_heads * num_tokens * self._key_bytes
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim for a prompt of `num_tokens` tokens."""
+        """Start to use the slot for a sequence with a prompt of `num_tokens` tokens."""
         self.num_prompt = num_tokens
         self.hitters = {layer: self._make(self._num_kv_heads) for layer in self._layers}
 
     def weigh(self, layer: int, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
-        """Add the attention weights of the last T tokens' queries to the sums of all kept keys. Once the prompt is
-        complete, drop the keys that exceed the next step's budget. Return the positions of the weighed keys, `[G,
+        """Add the attention weights of the last T tokens' queries to the sums of all kept keys. If the prompt is
+        complete, then drop the keys that exceed the next step's budget. Return the positions of the weighed keys, `[G,
         K]`."""
         positions_GK = self.hitters[layer].take(q_TNH, k_SGH)
         if len(k_SGH) >= self.num_prompt:
@@ -83,35 +87,36 @@ class HitterIndex:
         return positions_GK
 
     def drop(self, layer: int) -> None:
-        """Drop the keys that exceed the next step's budget. The prompt must be complete."""
+        """Drop the keys that exceed the budget of the next step in one layer. The prompt must be complete."""
         num_heavy, num_recent = self._budget.of(self.num_prompt)
         self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
 
     def copy_from(self, other: "HitterIndex", num_tokens: int) -> None:
-        """Copy another sequence's heavy hitters, which must cover `num_tokens` tokens."""
+        """Copy the heavy hitters of another sequence. They must cover `num_tokens` tokens."""
         self.num_weighed, self.num_prompt = other.num_weighed, other.num_prompt
         for layer, hitters in self.hitters.items():
             hitters.copy_from(other.hitters[layer])
 
     def release(self) -> None:
-        """End the claim, if there is one."""
+        """Delete the sequence's heavy hitters."""
         self.num_weighed = 0
         self.hitters = {}
 
 
 class WeighedRow(StoredRow):
-    """StoredRow whose keys are weighed by queries."""
+    """KV storage of one sequence whose keys are weighed by the attention that they get from queries."""
 
     index: HitterIndex
-    """Heavy hitters of each selective layer."""
+    """Heavy hitters of each selective layer: the kept keys and their sums of attention weights."""
 
     def read(self, layer: int, tokens: TokenRange) -> Tensor:
-        """Return the stored KV of `tokens` in memory that can be computed with. Valid until the next call."""
+        """Return the stored KV of `tokens` in one layer, in memory that the model can compute with. Valid until the
+        next call."""
         return self.kv(layer, tokens)
 
     def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
-        """Weigh all kept keys by the queries of `tokens`, whose keys must be stored (see HitterIndex.weigh). Return the
-        weighed keys, `[G, K]`, as indices for Picks."""
+        """Add the attention weights of the queries of `tokens` to the sums of all kept keys. The KV of `tokens` must be
+        stored. Return the weighed keys, `[G, K]`, as indexes for Picks."""
         return self.index.weigh(layer, q_TNH, self.read(layer, TokenRange(0, tokens.end))[:, 0])
 
 
@@ -119,29 +124,32 @@ W = TypeVar("W", bound=WeighedRow)
 
 
 class H2oRow(SelectiveRow, WeighedRow):
-    """WeighedRow that keeps all KV."""
+    """KV storage of one sequence that weighs keys and keeps all KV."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
-        """Raises the errors in OUT_OF_MEMORY when the slot's address space cannot be allocated."""
+        """Create the storage for one slot. Raises an error in OUT_OF_MEMORY if the slot's address space cannot be
+        allocated."""
         self.index = HitterIndex(shape.layout, budget)
         super().__init__(shape, make_memory, self.index)
 
 
 class H2oStep(SelectiveStep[W]):
-    """Step in which sequences with one new token weigh keys when they select them. Queries of longer spans are
-    projected again."""
+    """Step in which queries weigh keys. A sequence with one new token weighs its kept keys when it selects them. For
+    sequences with several new tokens (longer spans), the queries are projected again and weigh the keys at the end of
+    each layer."""
 
     def __init__(self, rows: Sequence[tuple[W, TokenRange]], decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
         self._decoder = decoder
         ranges = [torch.arange(span.tokens.start, span.tokens.end) for *_, span in self.longer]
         self._steps = [Step(decoder.weights.positions.lookup(each), spans=()) for each in ranges]
-        """Steps that project the queries of the longer spans."""
+        """Position data of each longer span, with which its queries are projected."""
         self._queries: list[Tensor] = []
-        """Queries of the longer spans in the current layer; empty in the first two layers."""
+        """Queries of the longer spans in the current layer. Empty in the first two layers, which do not weigh keys."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Project the queries of the longer spans. Their keys are not stored until the end of the layer."""
+        """Project the queries of the longer spans from the layer's input. They are used in `end`, because the spans'
+        keys are stored only at the end of the layer."""
         self._queries = [
             self._decoder.project(layer, hidden_TD[at : at + len(span.tokens)], step)
             for (at, _, span), step in zip(self.longer, self._steps, strict=True)
@@ -149,7 +157,8 @@ class H2oStep(SelectiveStep[W]):
         ]
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """Return the keys that each sequence has kept, and its new token."""
+        """Weigh the kept keys by the new tokens' queries, and return the keys that each sequence attends to: its kept
+        keys and its new token."""
         lists = [
             row.weigh(layer, q_NH.unsqueeze(0), tokens)
             for (row, tokens), q_NH in zip(self.choosing, q_BNH, strict=True)
@@ -160,32 +169,35 @@ class H2oStep(SelectiveStep[W]):
         return Picks(keys_BKG.transpose(1, 2).contiguous(), num_BG)
 
     def end(self, layer: int) -> None:
-        """Weigh all keys by the queries of the longer spans."""
+        """Weigh the keys of each longer span's sequence by the span's queries. Called at the end of a layer."""
         for (_, row, span), q_TNH in zip(self.longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
             row.weigh(layer, q_TNH, span.tokens)
 
     def settle(self) -> None:
-        """Record how many tokens' queries have weighed the keys, after all layers."""
+        """Record for each sequence how many tokens' queries have weighed its keys. Called after all layers."""
         for row, tokens in self.rows:
             row.index.num_weighed = tokens.end
 
 
 class WeighingResidency(RowResidency[W]):
-    """Residency of WeighedRows, which weighs a pushed prompt before the first step of its sequence."""
+    """Base class of residencies that weigh keys by attention. Before the first step of a sequence whose prompt was
+    pushed, it weighs the prompt's keys."""
 
     traits = H2O
 
     def __init__(
         self, rows: list[W], decoder: Decoder, make_step: Callable[[Sequence[tuple[W, TokenRange]]], H2oStep[W]]
     ) -> None:
-        """`rows`, `make_step`: see RowResidency. Raises ConfigError for models whose pushed prompts cannot be rerun."""
+        """Create the residency. `rows`: storage of each slot. `make_step`: function that creates a step over sequences.
+        Raises ConfigError if the model's pushed prompts cannot be rerun."""
         self._pushed = PushedPrompts(decoder)
         self._make_weighed = make_step
         super().__init__(rows, self._begin)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy tokens in host memory. A pushed prompt is weighed first. Raises ModelError for KV that does not belong
-        to a token of the model."""
+        """Copy the first `num_tokens` tokens' KV and key weights from one slot to another. If the source's prompt was
+        pushed and is not weighed yet, weigh it first. Raises ModelError if the pushed KV does not belong to tokens of
+        the model."""
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 
@@ -214,10 +226,11 @@ class WeighingResidency(RowResidency[W]):
 
 
 class H2oResidency(WeighingResidency[H2oRow]):
-    """Residency that attends to heavy hitters and the latest keys, and keeps all KV."""
+    """Residency that attends to heavy hitters (keys with much attention so far) and the latest keys. It keeps all KV in
+    memory."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget) -> None:
-        """Raises ConfigError for models whose pushed prompts cannot be rerun, and the errors in OUT_OF_MEMORY, or
-        OSError, when the slots' address space cannot be allocated."""
+        """Create the residency for all slots. Raises ConfigError if the model's pushed prompts cannot be rerun. Raises
+        OSError or an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
         rows = [H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)]
         super().__init__(rows, decoder, lambda rows: H2oStep(rows, decoder))

@@ -1,10 +1,11 @@
-"""Heavy hitters (H2O; Zhang et al., 2023): the keys that a sequence keeps in one layer, by their attention so far.
+"""Heavy hitters (H2O; Zhang et al., 2023): the keys that a sequence keeps in one layer because they received the most
+attention so far.
 
-Residency `h2o` uses them, on the engine's thread. A key's sum adds the softmax weights that it gets from all queries of
-the prompt and of every step. Each kv head has its own sums for each sequence, over the query heads that share it. (The
-published code sums over the batch, and does not support shared kv heads.) A sequence keeps the keys with the largest
-sums and the latest keys. All other keys are dropped for good. Early keys were weighed by more queries. This bias is
-known from H2O, and is kept.
+Used by residency `h2o`, on the engine's thread. The sum of a key adds up the softmax weights that it got from all
+queries of the prompt and of every step. Each kv head of each sequence has its own sums, over the query heads that share
+the kv head. (The published code sums over the batch, and does not support shared kv heads.) A sequence keeps the keys
+with the largest sums and the latest keys. All other keys are dropped permanently. Early keys have larger sums because
+more queries weighed them. This bias of H2O is known and is not corrected here.
 
 G kv heads, J query heads per kv head, H head dim, K kept keys, T tokens.
 """
@@ -18,18 +19,19 @@ from baton.errors import ConfigError
 from baton.types import TokenRange
 
 _BLOCK = 64
-"""Number of queries whose weights are in memory at once."""
+"""Number of queries whose attention weights are computed at once. Limits the memory for the weights."""
 
 
 @dataclass(frozen=True)
 class HeavyBudget:
-    """Number of keys that a step attends to, as fractions of the prompt. As in the published code, it does not grow
-    with the output. Raises ConfigError when a field is out of range."""
+    """Number of keys that a step attends to, given as fractions of the prompt's length. As in the published code, the
+    number does not grow with the output. Raises ConfigError if a field is out of range."""
 
     heavy_share: float
-    """Fraction for the keys with the largest sums."""
+    """Number of keys with the largest sums that are kept, as a fraction of the prompt's length, in [0, 1]."""
     recent_share: float
-    """Fraction for the latest keys, including the new token's own key; at least that key."""
+    """Number of latest keys that are kept, as a fraction of the prompt's length, in (0, 1]. It includes the new token's
+    own key, and is at least 1 key."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.heavy_share <= 1:
@@ -39,37 +41,40 @@ class HeavyBudget:
 
     @classmethod
     def halved(cls, share: float) -> "HeavyBudget":
-        """Return a budget of the fraction `share` of the prompt, half of it heavy and half recent, as in the paper."""
+        """Return a budget of the fraction `share` of the prompt's length. Half of it is for heavy hitters and half for
+        the latest keys, as in the paper."""
         return cls(share / 2, share / 2)
 
     def of(self, num_prompt: int) -> tuple[int, int]:
-        """Return the numbers of keys (heavy, recent) in steps after a prompt of `num_prompt` tokens."""
+        """Return the number of heavy hitters and the number of latest keys that steps attend to after a prompt of
+        `num_prompt` tokens."""
         return int(self.heavy_share * num_prompt), max(int(self.recent_share * num_prompt), 1)
 
 
 class HeavyHitters:
-    """Keys that one layer of one sequence keeps, by kv head."""
+    """Keys that one sequence keeps in one layer. Each kv head keeps its own keys."""
 
     def __init__(self, num_kv_heads: int) -> None:
-        """Begin with no keys."""
+        """Create a state without keys for `num_kv_heads` kv heads."""
         self.positions_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
-        """Positions of the kept keys, ascending."""
+        """Positions of the kept keys in the sequence, ascending, for each kv head."""
         self.sums_GK = torch.zeros((num_kv_heads, 0))
-        """Sum of the softmax weights of each key, fp32."""
+        """For each kept key, the sum of the softmax weights that it got so far, fp32."""
 
     @property
     def num_bytes(self) -> int:
         return self.positions_GK.nbytes + self.sums_GK.nbytes
 
     def take(self, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
-        """Add the last T keys of `k_SGH`, which are new, and weigh all kept keys by their queries `q_TNH`. Return the
-        positions of the weighed keys, `[G, K]`."""
+        """Add the last T keys of `k_SGH` to the kept keys, and add the attention weights of the same tokens' queries
+        `q_TNH` to the sums of all kept keys. Return the positions of the weighed keys, `[G, K]`."""
         first = len(k_SGH) - len(q_TNH)
         self._add(TokenRange(first, len(k_SGH)))
         return self._weigh(q_TNH, self._kept(k_SGH))
 
     def take_kept(self, q_TNH: Tensor, first: int, k_GKH: Tensor) -> Tensor:
-        """Like `take`, given only the kept keys `k_GKH`. Keys from position `first` on are new."""
+        """Weigh keys as `take` does, but read only the kept keys `k_GKH`. Keys at position `first` and later are new.
+        Return the positions of the weighed keys, `[G, K]`."""
         self._add(TokenRange(first, first + len(q_TNH)))
         return self._weigh(q_TNH, k_GKH.float())
 
@@ -88,8 +93,8 @@ class HeavyHitters:
         return self.positions_GK
 
     def drop(self, num_heavy: int, num_recent: int) -> None:
-        """Keep the latest `num_recent` keys and, of the others, the `num_heavy` with the largest sums. Drop all other
-        keys for good. Of keys with equal sums, the earlier are dropped."""
+        """Keep the latest `num_recent` keys, and the `num_heavy` keys with the largest sums among the others. Drop the
+        rest permanently. If sums are equal, earlier keys are dropped first."""
         num_kept = self.positions_GK.shape[1]
         num_dropped = num_kept - num_recent - num_heavy
         if num_dropped <= 0:
@@ -106,7 +111,7 @@ class HeavyHitters:
         self.sums_GK = self.sums_GK[stay_GK].view(shape)
 
     def copy_from(self, other: "HeavyHitters") -> None:
-        """Copy the state of another sequence's layer."""
+        """Copy the state of the same layer of another sequence."""
         self.positions_GK, self.sums_GK = other.positions_GK.clone(), other.sums_GK.clone()
 
     def _kept(self, k_SGH: Tensor) -> Tensor:

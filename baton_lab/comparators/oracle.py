@@ -1,8 +1,8 @@
-"""Residency `oracle`: reads all keys of a sequence, and attends to those with the largest true scores.
+"""Residency `oracle`: scores all keys of a sequence, and attends only to the keys with the largest true scores.
 
-A Residency for `engine.step_runner`, to compare InfiniGen with; it saves no time. It shows the best quality that a
-selection of its size could reach with perfect predictions. Its scores are fp32, from the queries of attention and the
-stored keys.
+This is a Residency for `engine.step_runner`, made to compare InfiniGen with. It saves no time, because it reads all
+keys. It shows the best quality that a selection of the same size could reach with perfect predictions. Scores are
+computed in fp32 from the attention's own queries and the stored keys.
 
 B sequences with one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a sequence, K maximum number of
 selected keys.
@@ -24,7 +24,7 @@ from generate_workers.residency.steps import RowResidency
 
 
 class OracleStep(SelectiveStep[SelectiveRow]):
-    """Step that scores all keys before it selects some."""
+    """Step that scores all keys of a sequence before it selects some."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[SelectiveRow, TokenRange]], selection: Selection) -> None:
         super().__init__(layout, rows)
@@ -45,30 +45,30 @@ class OracleStep(SelectiveStep[SelectiveRow]):
         return Picks(keys_BGK, num_BG)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Return the number of bytes of all keys and values of the selecting sequences, if scoring reads them from host
-        memory."""
+        """Return the number of bytes of all keys and values of the sequences that select keys, because scoring reads
+        all of them. 0 if they are not read from host memory."""
         num_all = sum(tokens.end for _, tokens in self.choosing) * self.layout.row_bytes
         return super().fetch(layer, picks, num_all)
 
 
 class OracleResidency(RowResidency[SelectiveRow]):
-    """Residency that attends to the keys with the largest true scores."""
+    """Residency that scores all keys and attends to those with the largest true scores."""
 
     traits = ORACLE
 
     def __init__(
         self, shape: KvShape, make_memory: MakeMemory, selection: Selection, *, reads_home: bool = True
     ) -> None:
-        """`reads_home`: False if `make_memory` allocates memory of a device with separate memory, which then holds all
-        KV, since all keys are scored. Raises the errors in OUT_OF_MEMORY when the slots' address space cannot be
-        allocated."""
+        """Create the residency for all slots. `reads_home`: False if `make_memory` allocates device memory that is
+        separate from host memory. All KV is then in device memory, because all keys are scored. Raises an error in
+        OUT_OF_MEMORY if the slots' address space cannot be allocated."""
         rows = [SelectiveRow(shape, make_memory, reads_home=reads_home) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: OracleStep(shape.layout, rows, selection))
 
 
 def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
-    """Return each key's score minus the best score of its query head, `[G, S]`, at most 0. Of the query heads that
-    share a kv head, the largest value counts."""
+    """Return each key's score relative to the best key, `[G, S]`, at most 0. The score is computed for each query head,
+    minus the head's best score. Each kv head gets the largest value over its query heads."""
     num_kv_heads, head_dim = k_SGH.shape[1:]
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     scores_GJS = q_GJH @ k_SGH.float().permute(1, 2, 0)
@@ -77,8 +77,8 @@ def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
 
 
 def best_keys(scores_GS: Tensor, selection: Selection) -> list[Tensor]:
-    """Return each kv head's selected keys, ascending: the keys with the best scores (of equal scores, the earlier), the
-    first keys and the last keys."""
+    """Return the positions of each kv head's selected keys, ascending. Selected are the keys with the best scores, the
+    first keys and the last keys. If scores are equal, the earlier key is selected."""
     num_keys = scores_GS.shape[-1]
     mean = (scores_GS > -selection.alpha).sum(-1).double().mean()
     num_picks = max(min(math.ceil(mean), selection.most_by_score(num_keys)), 1)

@@ -1,11 +1,12 @@
-"""Recovers the queries of a prompt whose KV was pushed. Queries are never pushed, so the prompt is rerun.
+"""Recovers the queries of a prompt whose KV was pushed. Only KV is pushed, so the prompt is rerun to compute the
+queries.
 
-Residency `h2o` uses it, on the engine's thread, under torch.inference_mode(). Rerunning a prompt needs its token ids,
-which residency policies do not receive. But in layer 0 a token's value depends on the token alone, since RoPE rotates
-keys only: it is the projection of the normed embedding. So each token id is found by comparing the pushed value with
-the values of the whole vocabulary. Tokens with equal values cannot be distinguished; one of them is used. If no token
-is close enough, ModelError is raised. Models with learned positions add these to the input of layer 0, and are not
-supported.
+Used by residency `h2o`, on the engine's thread, under torch.inference_mode(). Rerunning a prompt needs its token ids,
+which residency policies do not receive. They are recovered from layer 0. A token's value there depends on the token
+alone, because it is the projection of the normed embedding, and RoPE rotates only queries and keys. Each token id is
+found by comparing the pushed value with the values of the whole vocabulary. Tokens with equal values cannot be
+distinguished; one of them is used. If no token is close enough, ModelError is raised. Models with learned positions are
+not supported, because they add the positions to the input of layer 0.
 
 The rerun attends to the pushed KV, not to KV of its own, and writes none. It costs as much as a local prefill.
 
@@ -24,31 +25,34 @@ from baton.modeling.kv.buffers import KvRows
 from baton.types import TokenRange
 
 UseQueries = Callable[[int, Tensor, TokenRange], None]
-"""Function that takes a layer, its queries `[T, N, H]` as attention uses them, and the range of their tokens."""
+"""Function that receives the queries of some tokens. Its arguments are the layer, the queries `[T, N, H]` as attention
+uses them, and the range of the tokens."""
 
 ReadKv = Callable[[int, TokenRange], Tensor]
-"""Function that returns the KV of a range of tokens in a layer, `[T, 2, G, H]`."""
+"""Function that returns the KV `[T, 2, G, H]` of a token range in a layer."""
 
 _CHUNK_TOKENS = 512
 _FARTHEST = 0.1
-"""Maximum distance between a pushed value and the vocabulary's, relative to its norm: about 0.01 is usual in bf16."""
+"""Maximum distance between a pushed value and the closest value of the vocabulary, as a fraction of the pushed value's
+norm. About 0.01 is usual in bf16."""
 
 
 class PushedPrompts:
-    """Reruns pushed prompts to get their queries."""
+    """Recovers the queries of prompts whose KV was pushed, by running the prompts again."""
 
     def __init__(self, decoder: Decoder) -> None:
-        """Raises ConfigError for models with learned positions."""
+        """Prepare to rerun prompts with `decoder`. Raises ConfigError for models with learned positions."""
         if isinstance(decoder.weights.positions, LearnedTable):
             remedy = "use residency device or host"
             raise ConfigError(f"residency h2o is not supported for models with learned positions: {remedy}")
         self._decoder = decoder
         self._vocabulary_VC: Tensor | None = None
-        """Values of all tokens in layer 0, computed at the first pushed prompt."""
+        """Values in layer 0 of all tokens of the vocabulary. None until the first pushed prompt is rerun."""
 
     def run(self, read: ReadKv, tokens: TokenRange, use: UseQueries) -> None:
-        """Pass the queries of `tokens` to `use`, chunk by chunk, and layer by layer within a chunk. `read`: returns the
-        KV of any tokens up to `tokens.end`. Raises ModelError when the KV does not belong to tokens of this model."""
+        """Compute the queries of `tokens` and pass them to `use`, chunk by chunk, and layer by layer within a chunk.
+        `read` returns the KV of tokens before `tokens.end`. Raises ModelError if the KV does not belong to tokens of
+        this model."""
         decoder = self._decoder
         for part in tokens.split(_CHUNK_TOKENS):
             token_ids = self.token_ids(read, part)
@@ -63,8 +67,8 @@ class PushedPrompts:
                 hidden_TD = decoder.complete(layer, hidden_TD, attention.result())
 
     def token_ids(self, read: ReadKv, tokens: TokenRange) -> list[int]:
-        """Return the ids of `tokens`, found by their values in layer 0. Raises ModelError when a value belongs to no
-        token."""
+        """Return the ids of `tokens`, recovered from their values in layer 0. Raises ModelError if a value is not close
+        to that of any token."""
         if self._vocabulary_VC is None:
             self._vocabulary_VC = self._values()
         v_TC = read(0, tokens)[:, 1].flatten(1).float()

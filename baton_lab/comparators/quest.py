@@ -1,17 +1,19 @@
-"""Draft view of the pages of keys with the highest possible scores, selected in each step (Quest; Tang et al., 2024).
+"""Draft view that attends to the pages of keys with the highest possible scores, selected in each step (Quest; Tang et
+al., 2024).
 
-A comparator, in plain torch. A page is 16 keys. For each channel c of a page, the smallest value least[c] and the
-largest value largest[c] of its keys are stored. The score of any key of the page with a query q is at most
+This is a comparator, written in plain torch. A page is 16 consecutive keys. For each channel c of a page, the view
+stores the smallest value least[c] and the largest value largest[c] of the page's keys. With a query q, the score of
+every key of the page is at most this bound:
 
     sum over c of max(q[c] * least[c], q[c] * largest[c])
 
 The first two layers attend to all keys. In each other layer, a kv head selects the pages with the largest bounds,
-summed over the query heads that share it; of equal bounds, the earlier page. The latest keys, which do not fill a page
-or belong to drafts, are always selected. Together they are at most `num_keys`, except that at least one page is
-selected.
+summed over the query heads that share the kv head. If bounds are equal, the earlier page is selected. The latest keys,
+which do not fill a page or belong to drafts, are always selected. All selected keys together are at most `num_keys`,
+except that at least one page is selected.
 
-The pages' values are kept from round to round. They use a sixteenth of the bytes of their KV, which are not counted as
-the view's memory, because the view serves only for comparison.
+The smallest and largest values are kept from round to round. They take a sixteenth of the bytes of their KV. These
+bytes are not counted as memory of the view, because the view serves only for comparison.
 
 Used on the engine's thread. L layers, B sequences with one new token, N heads, G kv heads, H head dim, P pages, I = 16
 keys of a page.
@@ -38,19 +40,21 @@ PAGE_KEYS = 16
 
 
 class Pages:
-    """Smallest and largest values of one sequence's pages, in the selective layers."""
+    """Smallest and largest key values of each page of one sequence, in the selective layers."""
 
     def __init__(self, layout: KvLayout, max_tokens: int) -> None:
-        """Allocate room for the pages of a sequence of `max_tokens` tokens."""
+        """Allocate memory for the pages of a sequence of at most `max_tokens` tokens."""
         num_layers = max(layout.num_layers - NUM_WHOLE_LAYERS, 0)
         shape = (num_layers, max_tokens // PAGE_KEYS, 2, layout.num_kv_heads, layout.head_dim)
         self.num = 0
-        """Number of filled pages."""
+        """Number of pages that are stored."""
         self.data_LP2GH = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
-        """Smallest values at index 0 and largest values at index 1 of dimension 2."""
+        """Values of the pages. The dimension of size 2 has the smallest values at index 0 and the largest values at
+        index 1."""
 
     def follow(self, residency: DeviceResidency, slot: SlotId, num_tokens: int) -> None:
-        """Add the pages filled by the sequence's first `num_tokens` tokens, except those added before."""
+        """Store the pages that the first `num_tokens` tokens of the sequence fill. Pages that are already stored are
+        skipped."""
         pages = slice(self.num, num_tokens // PAGE_KEYS)
         if pages.start == pages.stop:
             return
@@ -63,19 +67,20 @@ class Pages:
 
 
 class QuestView:
-    """DraftView of the pages with the highest possible scores, in the sequences' own KV."""
+    """Draft view of the pages with the highest possible scores. It reads the KV that the sequences already have.
+    Implements DraftView."""
 
     def __init__(self, residency: DeviceResidency, layout: KvLayout, num_keys: int) -> None:
-        """`num_keys`: number of keys per kv head, including the latest."""
+        """Create a view. `num_keys`: number of keys that each kv head attends to, including the latest keys."""
         self._residency = residency
         self._layout = layout
         self._num_keys = num_keys
         self._pages: dict[Row, Pages] = {}
         self._pages_of: dict[SlotId, Pages] = {}
-        """Pages of the sequences of the round, by slot."""
+        """Stored pages of the sequences in the current round, by slot."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Add the new pages of the sequences."""
+        """Begin a round of drafts for the sequences `rows`: store the pages that were filled since their last round."""
         for row in rows:
             if row not in self._pages:
                 self._pages[row] = Pages(self._layout, row.capacity_tokens)
@@ -84,7 +89,7 @@ class QuestView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward pass that selects keys in each layer except the first two."""
+        """Prepare a forward pass over `rows` that selects keys in each layer except the first two."""
 
         def choose(layer: int, q_BNH: Tensor) -> Picks | None:
             if layer < NUM_WHOLE_LAYERS:
@@ -95,7 +100,7 @@ class QuestView:
             yield DraftStep(step.spans, ChoosingTurns(choose))
 
     def forget(self, row: Row) -> None:
-        """Delete the pages of the sequence."""
+        """Delete the stored pages of a sequence."""
         self._pages.pop(row, None)
 
     def _best(self, layer: int, q_NH: Tensor, slot: SlotId, tokens: TokenRange) -> Tensor:
@@ -109,9 +114,12 @@ class QuestView:
 
 
 def page_scores(q_NH: Tensor, pages_P2GH: Tensor) -> Tensor:
-    """Return the bound of each page, summed over query heads, fp32 `[G, P]`. For a channel, the larger product is with
-    the largest value if the query is positive, else with the smallest. So the positive and the negative parts of the
-    queries are each summed over heads before they are multiplied."""
+    """Return the bound of each page's scores, summed over the query heads of each kv head, fp32 `[G, P]`.
+
+    In each channel, a positive query gives its larger product with the channel's largest value, and a negative query
+    with its smallest value. The positive and the negative parts of the queries are therefore summed over heads first,
+    and then multiplied by the largest and the smallest values.
+    """
     least_GHP, largest_GHP = pages_P2GH.float().permute(1, 2, 3, 0)
     q_GJH = by_kv_head(q_NH.unsqueeze(0), len(least_GHP)).squeeze(2)
     below_G1H, above_G1H = (part.sum(1, keepdim=True) for part in (q_GJH.clamp(max=0), q_GJH.clamp(min=0)))

@@ -1,4 +1,4 @@
-"""Selections in which sequences attend to different numbers of keys.
+"""Key selections for batches whose sequences attend to different numbers of keys.
 
 B sequences with one new token, G kv heads, K maximum number of selected keys.
 """
@@ -12,8 +12,8 @@ from baton.modeling.forward.selection import Picks
 
 
 def picks_of(rows: Sequence[Tensor]) -> Picks:
-    """Return one Picks for several sequences. `rows`: the selected keys of each sequence, int32 `[G, K]`; K may
-    differ."""
+    """Combine the selected keys of several sequences into one Picks. `rows`: the selected keys of each sequence, int32
+    `[G, K]`. K may differ between sequences."""
     num_heads, most = len(rows[0]), max(keys_GK.shape[1] for keys_GK in rows)
     keys_BGK = torch.zeros(len(rows), num_heads, most, dtype=torch.int32)
     for row, keys_GK in enumerate(rows):

@@ -1,6 +1,6 @@
-"""Makes residency policies by name for studies: the product's and the comparators'.
+"""Factory of residency policies by name, for studies. It knows Baton's own policies and the comparators.
 
-`baton_lab.quality` and benchmarks make their policies here.
+`baton_lab.quality` and the benchmarks create their policies here.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from generate_workers.residency.port import KvShape, Residency
 
 @dataclass(frozen=True)
 class BudgetSource(SelectionSource):
-    """SelectionSource with its own budget, so that `h2o` needs no prepared selection."""
+    """Selection source that can state the budget itself. With it, `h2o` does not need a prepared selection."""
 
     budget: float | None = None
-    """Fraction of a sequence's keys to attend to. None: the prepared selection's largest fraction."""
+    """Fraction of a sequence's keys to attend to. None: use the largest fraction of the prepared selection."""
 
 
 def _window(shape: KvShape, source: SelectionSource) -> Residency:
@@ -64,10 +64,10 @@ MAKERS: Mapping[str, Make] = {
     "h2o": selecting("h2o", _h2o),
     "infinigen_int4": selecting("infinigen_int4", _infinigen_int4),
 }
-"""Makers of the policies in `traits.POLICIES`, by name."""
+"""Functions that create the policies in `traits.POLICIES`, by the policy's name."""
 
 
 def make_residency(name: str, shape: KvShape, device: Device, source: SelectionSource | None = None) -> Residency:
-    """Make the policy of that name, as `generate_workers.residency.policies.make_residency` does. Raises what that
-    raises."""
+    """Create the policy with the given name, like `generate_workers.residency.policies.make_residency`, but also accept
+    the names of comparators. Raises the same errors as that function."""
     return product.make_residency(name, shape, device, source, MAKERS)

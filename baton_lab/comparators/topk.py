@@ -1,8 +1,10 @@
-"""Draft view of the keys with the largest true attention, selected in each step: a comparator that saves no time.
+"""Draft view that attends to the keys with the largest true attention, selected in each step. It is a comparator that
+saves no time.
 
-It shows the limit that other views could reach with perfect predictions. Each draft step scores all keys of its
-sequences, so it reads all keys (half of the KV) in addition to the KV that it attends to. A kv head selects the keys
-with the largest softmax weights, summed over the query heads that share it, and always the new token's own key.
+It shows the acceptance that other views could reach with perfect predictions. Each draft step scores all keys of its
+sequences. It therefore reads all keys (half of the KV), in addition to the KV that it attends to. A kv head selects the
+keys with the largest softmax weights, summed over the query heads that share the kv head. The new token's own key is
+always selected.
 
 Used on the engine's thread. B sequences with one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a
 sequence.
@@ -25,19 +27,20 @@ from generate_workers.speculation.self_drafts import DraftStep
 
 
 class TopKeysView:
-    """DraftView of the keys with the largest true attention, in the sequences' own KV."""
+    """Draft view of the keys with the largest true attention. It reads the KV that the sequences already have.
+    Implements DraftView."""
 
     def __init__(self, residency: DeviceResidency, num_keys: int) -> None:
-        """`num_keys`: number of keys per kv head, including the new token's own key."""
+        """Create a view. `num_keys`: number of keys that each kv head attends to, including the new token's own key."""
         self._residency = residency
         self._num_keys = num_keys
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Do nothing: keys are read from the sequences' own KV."""
+        """Do nothing. Keys are read from the sequences' own KV when a step selects them."""
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward pass that selects keys in each layer."""
+        """Prepare a forward pass over `rows` that selects keys in each layer."""
 
         def choose(layer: int, q_BNH: Tensor) -> Picks:
             return picks_of([self._best(layer, q_NH, *row) for q_NH, row in zip(q_BNH, rows, strict=True)])
@@ -46,7 +49,7 @@ class TopKeysView:
             yield DraftStep(step.spans, ChoosingTurns(choose))
 
     def forget(self, row: Row) -> None:
-        """Do nothing: the view stores nothing."""
+        """Do nothing, because the view stores no data about sequences."""
 
     def _best(self, layer: int, q_NH: Tensor, slot: SlotId, tokens: TokenRange) -> Tensor:
         """Return the keys that a sequence selects in a layer, int32 `[G, K]`."""
@@ -57,7 +60,8 @@ class TopKeysView:
 
 
 def attention_weights(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
-    """Return one token's softmax weights, summed over the query heads of each kv head: fp32 `[G, S]`."""
+    """Return the softmax weights of one token's queries over all keys, summed over the query heads of each kv head:
+    fp32 `[G, S]`."""
     q_GJH = by_kv_head(q_NH.unsqueeze(0), k_SGH.shape[1]).squeeze(2)
     weights_GJS = (q_GJH @ k_SGH.float().permute(1, 2, 0)).softmax(-1)
     return weights_GJS.sum(1)

@@ -1,6 +1,7 @@
-"""Traits of all residency policies that a study can name: the product's and the comparators'.
+"""Traits of all residency policies that a study can name: Baton's own and the comparators.
 
-Needs no torch, like `generate_workers.residency.traits`. `residencies` makes the policies.
+Does not import torch, like `generate_workers.residency.traits`. `baton_lab.comparators.residencies` creates the
+policies.
 """
 
 from collections.abc import Mapping

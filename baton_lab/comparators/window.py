@@ -1,9 +1,9 @@
 """Residency `window`: attends to the first and the latest keys (StreamingLLM; Xiao et al., 2024).
 
-A Residency for `engine.step_runner`, to compare InfiniGen with: it never reads the keys outside its window. The
-prepared selection sets its size: the number of latest keys equals the number that other policies select by score, and
-the first keys are added. Keys keep their positions in the text, because all keys are still stored. The paper's cache
-renumbers them.
+This is a Residency for `engine.step_runner`, made to compare InfiniGen with. It never reads keys outside its window.
+The prepared selection sets the size of the window: the number of latest keys equals the number of keys that other
+policies select by score, and the first keys are added. Keys keep their positions in the text, because all keys are
+still stored. (The paper's cache renumbers them.)
 
 B sequences with one new token, N heads, G kv heads, H head dim, K maximum number of selected keys.
 """
@@ -23,7 +23,7 @@ from generate_workers.residency.steps import RowResidency
 
 
 class WindowStep(SelectiveStep[SelectiveRow]):
-    """Step that selects the same keys in all layers."""
+    """Step that selects the first and the latest keys of each sequence. The selection is the same in all layers."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[SelectiveRow, TokenRange]], selection: Selection) -> None:
         super().__init__(layout, rows)
@@ -40,20 +40,21 @@ class WindowResidency(RowResidency[SelectiveRow]):
     traits = WINDOW
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Raises the errors in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
+        """Create the residency for all slots. Raises an error in OUT_OF_MEMORY if the slots' address space cannot be
+        allocated."""
         rows = [SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: WindowStep(shape.layout, rows, selection))
 
 
 def num_latest(num_tokens: int, selection: Selection) -> int:
-    """Return the number of latest keys that a sequence of `num_tokens` tokens attends to. It may exceed
-    `num_tokens`."""
+    """Return the number of latest keys in the window of a sequence of `num_tokens` tokens. The result may be larger
+    than `num_tokens`; the caller limits it."""
     return max(selection.most_by_score(num_tokens), selection.num_last)
 
 
 def first_and_last(lengths_B: Tensor, selection: Selection, num_kv_heads: int) -> Picks:
-    """Return each sequence's first and latest keys, the same for all kv heads. `lengths_B`: lengths of the sequences,
-    int32."""
+    """Return the positions of each sequence's first and latest keys. They are the same for all kv heads. `lengths_B`:
+    number of tokens of each sequence, int32."""
     latest_B = torch.tensor([num_latest(length, selection) for length in lengths_B.tolist()], dtype=torch.int32)
     num_B = (latest_B + selection.num_first).minimum(lengths_B)
     at_K = torch.arange(int(num_B.max()), dtype=torch.int32)

@@ -27,8 +27,8 @@ QUESTIONS = (
     "What does a dentist do? Answer in one sentence.",
     "Why is water important? Answer in two sentences.",
 )
-"""Questions that are sent at the same time. A small model gives sensible answers to them, even in bf16, where logits
-have errors of up to 0.3."""
+"""Questions that the demo sends at the same time. A small model gives sensible answers to them, even in bf16, where
+logits have errors of up to 0.3."""
 _CHAT = (
     "One question to a small model. Its answer appears as it is made; the line below it says how long the request took "
     "and how much of that went by before the first token."
@@ -47,25 +47,25 @@ _PASSAGE_TOKENS = 64
 _SHORT_TOKENS = 48
 _DEADLINE_S = 120.0
 _SHOWN_OF_PASSAGE = 240
-"""Number of characters from the end of the passage that are shown before its continuation."""
+"""Number of characters of the passage's end that are shown before the model's continuation."""
 _IDLE_LOOKS = 30
-"""Number of checks after which a cluster that is still not idle is shown as it is."""
+"""Maximum number of checks until the cluster is idle. After them, its state is shown even if it is not idle."""
 _LOOK_S = 0.5
-"""Seconds between two checks."""
+"""Seconds between two checks of the cluster's state."""
 _REFRESHES_A_SECOND = 8
 _TAIL = 60
-"""Number of characters from the end of a running text that are shown."""
+"""Number of characters at the end of a running request's text that the table shows."""
 
 
 class DemoRequest:
-    """A running request of the demo. One task reads its stream; any thread may display it."""
+    """Request that the demo has sent. One task reads its stream; any thread may display it."""
 
     def __init__(self, asked: str, stream: AsyncStream) -> None:
         self.asked = asked
         self.text = ""
         self._stream = stream
         self.token_ns: list[int] = []
-        """Time at which each token was made, by the server's clock, in unix nanoseconds."""
+        """Time at which each token was sampled, by the server's clock, in nanoseconds since the Unix epoch."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,13 +74,13 @@ class DemoRequest:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until the first token, by the server's clock; 0 until the request has ended."""
+        """Time to first token in seconds, measured by the server; 0 until the request has ended."""
         timings = self._stream.timings
         return (timings.time_to_first_token_s or 0.0) if timings is not None else 0.0
 
     @property
     def pace(self) -> str:
-        """Readable number of tokens, and the rate of the tokens after the first."""
+        """Text with the number of tokens received so far, and with the tokens per second after the first token."""
         num_after_first = len(self.token_ns) - 1
         if num_after_first < 1:
             return f"{self.num_tokens} tokens"
@@ -89,7 +89,7 @@ class DemoRequest:
         )
 
     async def follow(self) -> AsyncIterator[str]:
-        """Yield the text in pieces, as it arrives."""
+        """Yield the answer's text in pieces, as it arrives."""
         async for event in self._stream:
             if event.token is not None:
                 self.token_ns.append(event.unix_ns)
@@ -97,19 +97,19 @@ class DemoRequest:
             yield event.text
 
     async def finish(self) -> None:
-        """Read the stream to its end."""
+        """Read the stream until the request has ended."""
         async for _ in self.follow():
             pass
 
     async def show(self, console: Console) -> None:
-        """Print the text as it arrives, then the request's timings."""
+        """Print the answer's text as it arrives, and then the request's timings."""
         async for text in self.follow():
             console.print(text, end="", markup=False, soft_wrap=True)
         console.print()
         console.print(describe(self._stream.output), style="dim")
 
     def draw_timeline(self, console: Console) -> None:
-        """Draw the timeline of the request, which must have ended."""
+        """Draw the timeline of the request. The request must have ended."""
         output = self._stream.output
         assert output.finish is not None and output.usage is not None and output.timings is not None
         draw_timeline(output.timings, output.usage, (output.finish,), self.token_ns, console)
@@ -131,7 +131,8 @@ async def show_chat(client: AsyncClient, console: Console) -> None:
 
 
 async def show_passage(client: AsyncClient, console: Console, passage: str) -> None:
-    """Let the model continue a long passage, which all ranks prefill, and draw the timeline."""
+    """Let the model continue a long passage, and draw the timeline of the request. All prefill ranks prefill the
+    passage."""
     announce(console, "A long passage, prefilled by all ranks, and how the model continues it", _PASSAGE)
     console.print(f"... {passage[-_SHOWN_OF_PASSAGE:].strip()}", style="dim", end="", markup=False, soft_wrap=True)
     stream = client.generate(passage, max_tokens=_PASSAGE_TOKENS, deadline_s=_DEADLINE_S)
@@ -141,7 +142,7 @@ async def show_passage(client: AsyncClient, console: Console, passage: str) -> N
 
 
 async def show_all_at_once(client: AsyncClient, console: Console) -> None:
-    """Send all questions at once, and draw the timeline of the one that waited longest."""
+    """Send all questions at the same time. Draw the timeline of the request that waited longest for its first token."""
     announce(console, f"{len(QUESTIONS)} streams at once, and the timeline of the one that waited longest", _AT_ONCE)
     requests = []
     for question in QUESTIONS:
@@ -153,7 +154,8 @@ async def show_all_at_once(client: AsyncClient, console: Console) -> None:
 
 
 async def show_state(client: AsyncClient, console: Console) -> None:
-    """Show the slots and leaks of the cluster when no request runs. Raises BatonError for leaked slots or jobs."""
+    """Wait until the cluster is idle, and show its slots and leaked resources. Raises BatonError if slots or jobs
+    leaked."""
     announce(console, "What the cluster holds now", _STATE)
     state = await _idle_state(client)
     console.print(_group_table(state))

@@ -1,8 +1,8 @@
-"""`make demo`: starts its own cluster, which streams a chat, a long passage and eight answers at once.
+"""`make demo`: starts a cluster for the demo, and sends it a chat, a long passage and eight questions at the same time.
 
 Each scene begins with an explanation.
 
-Run as `python -m baton_lab.demo.show PASSAGE`. The demo is printed to standard output, which may be a file; the reason
+Run as `python -m baton_lab.demo.show PASSAGE`. The demo is printed to standard output, which may be a file. The reason
 of a failure is printed to standard error, in one line. Ctrl-C ends the demo at any point, with all processes that it
 started. Runs on its own event loop.
 """
@@ -38,7 +38,8 @@ _CLUSTER = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit status: 0, 1 or 2 for a failure, 128 plus the number of a signal."""
+    """Run the demo. Return the exit status: 0 for success, 1 or 2 for a failure, 128 plus the signal's number after a
+    signal."""
     parser = argparse.ArgumentParser(
         prog="python -m baton_lab.demo.show", description="Shows Baton at work on this machine."
     )

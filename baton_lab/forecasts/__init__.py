@@ -1,1 +1,2 @@
-"""Predicts the times of steps and prefills, also for hardware that is not present (`baton plan`, `baton simulate`)."""
+"""Predictions of step and prefill times, also for hardware that this machine does not have (`baton plan`, `baton
+simulate`)."""

@@ -1,8 +1,9 @@
-"""`baton plan --explain`: when disaggregated prefill and generation are faster than the same workers doing both.
+"""`baton plan --explain`: compares disaggregated prefill with the same workers doing both prefill and generation, and
+shows when each is faster.
 
-Uses the terms by which a cluster places requests (`baton.planning.terms`, through `baton_lab.study.break_even`). They
-are computed for a kind of rank from its rates (`baton.planning.hardware`) or, with `--hardware here`, by the planner of
-a cluster on this machine.
+The times are predicted with the same formulas that a cluster's scheduler uses to place requests
+(`baton.planning.terms`, through `baton_lab.study.break_even`). For a named kind of hardware, its rates come from
+`baton.planning.hardware`. With `--hardware here`, the planner of a cluster on this machine is used.
 """
 
 import argparse
@@ -29,39 +30,39 @@ MAX_TOKENS = 2**20
 MAX_WORKERS = 4096
 _DEFAULTS = {"prompt": "4k", "output": "256", "rate": "1", "ranks": "2", "groups": "1", "engines": "1", "slots": "64"}
 _LONGEST = 8
-"""The longest prompt that is looked at, as a multiple of the given one."""
+"""Longest prompt that is compared, as a multiple of the length given by --prompt."""
 _EXPLAINED = {
     "only apart": "only apart (together is full)",
     "only together": "only together (apart is full)",
     "neither": "neither (both are full)",
 }
-"""Text of a span's `better` where a side is full."""
+"""Texts shown for the values of `Span.better` that mean that a side is full (cannot sustain the rate)."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Results that `baton plan --explain` prints. "Apart" is disaggregated prefill, "together" is prefill by the
-    engines."""
+    """Results that `baton plan --explain` prints. "Apart" means disaggregated: prefill groups prefill. "Together" means
+    colocated: the generation engines also prefill."""
 
     title: str
     demand: "Demand"
     pools: "Pools"
     num_together: float
-    """Number of engines if all workers form one pool."""
+    """Number of engines if all workers form one pool. It can be a fraction."""
     prompt_kv_bytes: float
-    """Number of bytes of a prompt's KV, which disaggregated prefill has to transfer."""
+    """Number of bytes of a prompt's KV. Disaggregated prefill must transfer them."""
     apart: "Side | None"
-    """Prediction with prefill by chains; None if it cannot sustain the demand."""
+    """Prediction with disaggregated prefill; None if the workers cannot sustain the demand."""
     together: "Side | None"
-    """Prediction with prefill by the engines; None if it cannot sustain the demand."""
+    """Prediction with prefill by the engines; None if the workers cannot sustain the demand."""
     capacities: tuple[float, float]
-    """Highest sustained rates in requests per second: (apart, together)."""
+    """Highest rates in requests per second that can be sustained: (apart, together)."""
     by_prompt: dict[str, tuple["Span", ...]]
-    """The better side by number of prompt tokens. Keys: "first token" compares times to first token, "whole answer"
-    times to the last token."""
+    """Ranges of prompt lengths in tokens, each with its better side. The key "first token" compares times to the first
+    token, and the key "whole answer" compares times to the last token."""
     by_rate: dict[str, tuple["Span", ...]]
-    """The better side by requests per second. Keys: "first token" compares times to first token, "whole answer" times
-    to the last token."""
+    """Ranges of request rates per second, each with its better side. The key "first token" compares times to the first
+    token, and the key "whole answer" compares times to the last token."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +88,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError for options that need --explain but were given without it, or that exclude it."""
+    """Check the options that belong to --explain. Raises InvalidArgumentError if one was given without --explain, or if
+    --explain was given with an option that excludes it."""
     for name in (*_DEFAULTS, "link_gb_s"):
         if getattr(args, name) is not None and not args.explain:
             option = f"--{name.replace('_', '-')}"
@@ -102,8 +104,8 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def make_explanation(args: argparse.Namespace) -> Explanation:
-    """Make the explanation that the options describe. Blocks while it searches partitions. Raises the errors of
-    `find_model`, and InvalidArgumentError for a number that is out of range."""
+    """Compute the comparison that the options describe. Blocks while it searches partitions of the prompt. Raises the
+    errors of `find_model`, and InvalidArgumentError for a number that is out of range."""
     from baton_lab.study.break_even import BreakEven, Demand
 
     demand = Demand(
@@ -132,7 +134,7 @@ def make_explanation(args: argparse.Namespace) -> Explanation:
 
 
 def show(found: Explanation, console: "Console") -> None:
-    """Print the predictions of both sides, and the ranges in which each is better."""
+    """Print the predictions for both sides, and the ranges in which each side is better."""
     demand, pools = found.demand, found.pools
     console.print(f"[bold]{found.title}[/]", soft_wrap=True)
     console.print(
@@ -158,7 +160,8 @@ def show(found: Explanation, console: "Console") -> None:
 
 
 def describe(spans: "Sequence[Span]", unit: str) -> str:
-    """Return each range and its better side as readable text; numbers are whole, or in the format `unit`."""
+    """Return the ranges, each with its better side, as text. The limits of a range are shown as whole numbers if `unit`
+    is empty, otherwise in the format `unit`, for example ".3g"."""
     if not spans:
         return "both are full at any rate"
 

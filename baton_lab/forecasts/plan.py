@@ -1,7 +1,8 @@
-"""`baton plan`: predicts the time of a generation step, tokens per second, and the batch that fits into memory.
+"""`baton plan`: predicts the duration of a generation step, tokens per second, and the batch that fits into memory.
 
-It needs no cluster and no weights, because it uses the roofline (`baton_lab.study.roofline`). With `--hardware here` it
-first measures this machine (`deploy.machine.probe`). torch is needed only for that, and if MODEL is a folder.
+It needs no cluster and no weights, because it uses the roofline model (`baton_lab.study.roofline`). With `--hardware
+here`, it first measures this machine (`deploy.machine.probe`). torch is needed only for this measurement, and if MODEL
+is a folder.
 """
 
 import argparse
@@ -129,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> StepForecast | SpeculationForecast | explain.Explanation:
-    """Make the plan that the options describe. Blocks while it measures with `--hardware here`. Raises the errors of
-    `find_model`."""
+    """Compute the forecast that the options describe: of steps, of speculation, or the comparison of --explain. With
+    `--hardware here`, blocks while it measures. Raises the errors of `find_model`."""
     speculation.check_options(args)
     explain.check_options(args)
     if args.explain:
@@ -173,7 +174,7 @@ def _cell(model: ServedModel, chip: Chip, num_chips: int, size: tuple[int, int])
 
 
 def summary(plan: StepForecast) -> "Table":
-    """Return a table of the values that do not depend on batch size and context length."""
+    """Return a table of the predicted values that do not depend on batch size and context length."""
     from rich.table import Table
 
     model = plan.model
@@ -190,7 +191,8 @@ def summary(plan: StepForecast) -> "Table":
 
 
 def cells_table(plan: StepForecast, title: str, show: Callable[[StepCell], str]) -> "Table":
-    """Return a table with one line per context length and one column per batch size."""
+    """Return a table with one line per context length and one column per batch size. `show` formats a prediction as the
+    text of its cell."""
     from deploy.options.screen import number_table
 
     batches = dict.fromkeys(str(cell.batch) for cell in plan.cells)

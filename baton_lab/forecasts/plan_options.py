@@ -19,19 +19,19 @@ DEFAULT_CHIP = "h100"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """Model that the options name, with its formats."""
+    """Model that the options name, with the number formats of its weights and KV."""
 
     name: str
     formats: str
-    """Formats of weights and KV, as readable text."""
+    """Number formats of weights and KV, as text for people."""
     model: ServedModel
     shape: ModelShape | None
-    """Shape of the model; None if only its size was given."""
+    """Shape of the model; None if the options give only its size."""
 
 
 def find_model(args: argparse.Namespace) -> NamedModel:
-    """Return the model, which exactly one of the options must name. Raises InvalidArgumentError, ConfigError or
-    ModelError."""
+    """Return the model that the options name. Exactly one option must name it. Raises InvalidArgumentError, ConfigError
+    or ModelError if the options are invalid or the model cannot be read."""
     ways = {"MODEL": args.model, "--shape": args.shape, "--params": args.params}
     given = [name for name, value in ways.items() if value]
     if len(given) != 1:
@@ -45,7 +45,8 @@ def find_model(args: argparse.Namespace) -> NamedModel:
 
 
 def find_chip(args: argparse.Namespace, shape: ModelShape | None) -> tuple[str, Chip]:
-    """Return the name and the rates of the hardware; `here` is measured. Raises InvalidArgumentError or ConfigError."""
+    """Return the name and the rates of the hardware that the options name. With `--hardware here`, measure this
+    machine. Raises InvalidArgumentError or ConfigError if the hardware is unknown or cannot be measured."""
     name = (args.hardware or DEFAULT_CHIP).lower()
     if name == HERE:
         return _measured(args, shape)

@@ -1,4 +1,5 @@
-"""Plots of `baton plan`: predictions of steps or of speculation, over context length and over batch size."""
+"""Plots of `baton plan`. They show predictions for steps or for speculation, over context length and over batch
+size."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ Cell = TypeVar("Cell", StepCell, RoundCell)
 
 
 def draw(plan: StepForecast, path: Path) -> None:
-    """Draw the plan as a PNG. Raises the errors of `require_plots` and `write_plot`."""
+    """Draw the predictions for steps as a PNG file at `path`. Raises the errors of `require_plots` and `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 
@@ -40,7 +41,8 @@ def draw(plan: StepForecast, path: Path) -> None:
 
 
 def draw_speculation(plan: SpeculationForecast, path: Path) -> None:
-    """Draw the predicted gain of speculation as a PNG. Raises the errors of `require_plots` and `write_plot`."""
+    """Draw the predicted speedup by speculation as a PNG file at `path`. Raises the errors of `require_plots` and
+    `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 

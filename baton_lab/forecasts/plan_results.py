@@ -1,4 +1,4 @@
-"""Predictions of `baton plan`, for its tables and its plots."""
+"""Data classes with the predictions of `baton plan`, for its tables and its plots."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from baton_lab.study.roofline import ServedModel
 
 @dataclass(frozen=True)
 class StepCell:
-    """Prediction for one batch size at one context length."""
+    """Prediction of a generation step for one batch size and one context length."""
 
     batch: int
     context: int
@@ -21,9 +21,9 @@ class StepCell:
     linear_s: float
     other_s: float
     bound: str
-    """Name of the largest component of the step's time: kv, weights, compute or calls."""
+    """Name of the component that takes most of the step's time: `kv`, `weights`, `compute` or `calls`."""
     tokens_s: float
-    """Tokens per second of all sequences together."""
+    """Output tokens per second of all sequences of the batch together."""
 
 
 @dataclass(frozen=True)
@@ -36,39 +36,40 @@ class StepForecast:
     num_chips: int
     critical_batch: float
     largest_batch: dict[int, int]
-    """Number of sequences that fit into memory, by context length."""
+    """Maximum number of sequences that fit into memory, by context length in tokens."""
     cells: tuple[StepCell, ...]
 
 
 @dataclass(frozen=True)
 class RoundCell:
-    """Prediction of speculation for one batch size at one context length."""
+    """Prediction of speculative decoding for one batch size and one context length."""
 
     batch: int
     context: int
     fits: bool
-    """True if weights and KV fit into memory, including those of a draft model."""
+    """True if the weights and the KV, including those of a draft model, fit into memory."""
     kv_share: float
-    """Fraction of a plain step's time that is spent on reading KV."""
+    """Fraction of the time of a plain step (without speculation) that is spent on reading KV."""
     num_drafts: int
-    """Number of drafts per sequence; 0: plain steps are best."""
+    """Best number of drafts per sequence and round; 0 if plain steps are fastest."""
     draft_keys: int
     num_tokens: float
-    """Mean number of tokens that a round yields per sequence."""
+    """Mean number of output tokens per sequence of one round. A round is the draft steps and the step that verifies the
+    drafts."""
     plain_s: float
-    """Seconds of a plain step."""
+    """Duration in seconds of a plain step, without speculation."""
     draft_s: float
-    """Seconds of one draft step."""
+    """Duration in seconds of one draft step."""
     verify_s: float
-    """Seconds of the step that verifies the drafts."""
+    """Duration in seconds of the step that verifies the drafts."""
     draft_ratio: float
-    """Time of a draft step divided by the time of a plain step."""
+    """Duration of a draft step divided by the duration of a plain step."""
     verify_ratio: float
-    """Time of the verification step divided by the time of a plain step."""
+    """Duration of the verification step divided by the duration of a plain step."""
     speedup: float
-    """Tokens per second divided by those of plain steps."""
+    """Tokens per second with speculation, divided by the tokens per second of plain steps."""
     tokens_s: float
-    """Tokens per second of all sequences together."""
+    """Output tokens per second of all sequences of the batch together."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,12 @@ class SpeculationForecast:
     title: str
     model: ServedModel
     draft_model: ServedModel | None
-    """Draft model. None: the served model drafts for itself."""
+    """Separate draft model. None: the served model drafts for itself."""
     chip: Chip
     num_chips: int
     acceptances: dict[int, float]
-    """Probability that a draft is accepted, by the number of keys that a draft step attends to."""
+    """Probability that a draft token is accepted, by the number of keys that a draft step attends to."""
     pays_from: dict[int, int | None]
-    """Smallest context length in tokens at which drafts pay, by batch size; None: at no length up to the maximum."""
+    """Smallest context length in tokens from which speculation is faster than plain steps, by batch size. None: it is
+    not faster at any length up to the maximum."""
     cells: tuple[RoundCell, ...]

@@ -1,7 +1,7 @@
-"""`baton simulate`: predicts the time to first token for other numbers of ranks, links or models.
+"""`baton simulate`: predicts the time to first token for any numbers of ranks, links or models.
 
-It needs no cluster, no model and no torch: it uses the cost model (`planning`), which docs/kv_runahead.md explains and
-benchmarks.simulate_paper checks against the KV-Runahead paper.
+It needs no cluster, no model and no torch, because it uses the cost model (`planning`). docs/kv_runahead.md explains
+the cost model, and benchmarks.simulate_paper compares it with the KV-Runahead paper.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
-    """Return a title and the cost model for the model and hardware that the options name."""
+    """Return the cost model for the model and hardware that the options name, and a title that describes them."""
     _refuse_both(args, "calibration", ("model", "shape", "hardware", "linear_tflop_s", "attention_tflop_s"))
     _refuse_both(args, "shape", ("model",))
     name, cost = _calibrated(args.calibration) if args.calibration else _derived(args)
@@ -133,7 +133,8 @@ def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
 
 
 def times_table(title: str, rows: "list[Comparison]") -> "Table":
-    """Return a table with one line per context length; the fastest of the real schemes is highlighted."""
+    """Return a table of the predicted times, with one line per context length and one column per scheme. The fastest
+    scheme of each line is highlighted, not counting the lower bounds."""
     from deploy.options.screen import number_table
 
     headings = "tokens|1 rank|KVR-E|KVR-S|KVR-P|TSP\ndense|TSP\ncausal|zigzag|bound|TTFT*"
@@ -146,8 +147,9 @@ def times_table(title: str, rows: "list[Comparison]") -> "Table":
 
 
 def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
-    """Return a table of KVR-S times by number of ranks, with the number of ranks that is enough and each rank's
-    percentage of the prompt."""
+    """Return a table of the predicted times of KVR-S (a chain with searched chunk lengths), by number of ranks. It
+    also shows the smallest number of ranks that is almost as fast as the fastest, and each rank's percentage of the
+    prompt."""
     from baton_lab.study.comparison import enough_ranks
     from deploy.options.screen import number_table
 

@@ -1,5 +1,5 @@
-"""Plot of `baton simulate`: time to first token over context length, one column per number of ranks. The upper row is
-in seconds, the lower row relative to KVR-S."""
+"""Plot of `baton simulate`: time to first token over context length, with one column per number of ranks. The upper row
+shows seconds, and the lower row the time divided by that of KVR-S."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +18,12 @@ _CURVES = (
     ("bound", "bound", "0.3", "--"),
     ("paper_bound", "TTFT*", "tab:green", "--"),
 )
-"""Curves of the plot: field of Comparison, label, colour, line style."""
+"""Curves of the plot, each as (field of Comparison, label, colour, line style)."""
 
 
 def draw(title: str, by_ranks: Mapping[int, Sequence[Comparison]], path: Path) -> None:
-    """Draw the comparisons as a PNG. Raises the errors of `require_plots` and `write_plot`."""
+    """Draw the comparisons as a PNG file at `path`. `by_ranks`: comparisons by number of ranks. Raises the errors of
+    `require_plots` and `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 

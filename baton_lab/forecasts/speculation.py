@@ -1,5 +1,5 @@
-"""`baton plan --speculation`: speedup of speculative decoding by batch size and context, and the shortest context that
-pays.
+"""`baton plan --speculation`: predicts the speedup by speculative decoding for each batch size and context length, and
+the shortest context at which it is faster.
 
 Predicts the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4, for any model and chip
 (`baton_lab.study.speculation`).
@@ -30,7 +30,7 @@ _OPTIONS = ("acceptance", "draft_keys", "drafts", "draft_model")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of speculation to the parser of `baton plan`."""
+    """Add the options for predictions of speculation to the parser of `baton plan`."""
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--speculation",
@@ -59,7 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError if an option of speculation was given without --speculation."""
+    """Check the options that belong to --speculation. Raises InvalidArgumentError if one of them was given without
+    --speculation."""
     for name in _OPTIONS:
         if getattr(args, name) is not None and not args.speculation:
             option = f"--{name.replace('_', '-')}"
@@ -69,8 +70,8 @@ def check_options(args: argparse.Namespace) -> None:
 def make_forecast(
     args: argparse.Namespace, batches: Sequence[int], contexts: Sequence[int], num_chips: int
 ) -> SpeculationForecast:
-    """Make the forecast that the options describe. Blocks while it measures with `--hardware here`. Raises the errors
-    of `find_model`."""
+    """Compute the forecast of speculation that the options describe, for each pair of a batch size and a context length
+    in tokens. With `--hardware here`, blocks while it measures. Raises the errors of `find_model`."""
     acceptances = _acceptances(args)
     numbers = range(MOST_DRAFTS + 1) if args.drafts is None else _numbers(args.drafts)
     named = find_model(args)
@@ -149,7 +150,7 @@ def _cell(model: ServedModel, chip: Chip, num_chips: int, drafting: Drafting, si
 
 
 def show(forecast: SpeculationForecast, console: "Console") -> None:
-    """Print the forecast's tables."""
+    """Print the tables of the forecast."""
     accepted = ", ".join(f"{part:g} with {keys} keys" for keys, part in forecast.acceptances.items())
     console.print(f"[bold]{forecast.title}[/]", soft_wrap=True)
     console.print(f"drafts accepted: {accepted}", f"each chip {forecast.chip}", "", sep="\n", soft_wrap=True)
@@ -170,7 +171,8 @@ def show(forecast: SpeculationForecast, console: "Console") -> None:
 
 
 def cells_table(forecast: SpeculationForecast, title: str, text: Callable[[RoundCell], str]) -> "Table":
-    """Return a table with one line per context length and one column per batch size."""
+    """Return a table with one line per context length and one column per batch size. `text` formats a prediction as the
+    text of its cell."""
     from deploy.options.screen import number_table
 
     table = number_table(title, ("context", *map(str, forecast.pays_from)))

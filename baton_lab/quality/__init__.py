@@ -1,1 +1,1 @@
-"""Measures the loss of quality by sparse residencies (`baton evaluate`)."""
+"""Measures how much output quality sparse residency policies lose (`baton evaluate`)."""

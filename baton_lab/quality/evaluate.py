@@ -1,6 +1,6 @@
 """`baton evaluate`: measures the quality that residency policies lose, and the memory and bandwidth that they save.
 
-It needs no cluster: one process runs natural text through each policy, as a generation group would
+It needs no cluster. One process runs natural text through each policy, in the same way as a generation group would
 (`baton_lab.quality.reading`).
 """
 
@@ -128,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_size(args: argparse.Namespace) -> Size:
-    """Return the amount of text that the options give. Raises InvalidArgumentError for an option that is out of
-    range."""
+    """Return the amount of text to read, according to the options. Raises InvalidArgumentError for an option that is
+    out of range."""
     option_values.check_threads(args.threads)
     return Size(
         contexts=option_values.counts("--context", args.context, MAX_TOKENS),
@@ -141,8 +141,8 @@ def find_size(args: argparse.Namespace) -> Size:
 
 
 def find_rate(args: argparse.Namespace) -> float:
-    """Return the rate of the emulated device's link in bytes per second. Raises InvalidArgumentError for options that
-    are wrong or have no effect."""
+    """Return the bandwidth of the emulated device's link in bytes per second. Raises InvalidArgumentError for options
+    that are invalid or have no effect."""
     if args.device == "emulated" and args.mass != "0":
         raise InvalidArgumentError("--mass needs the keys in host memory: leave --device emulated out")
     if args.link is None:
@@ -153,8 +153,12 @@ def find_rate(args: argparse.Namespace) -> float:
 
 
 def find_settings(args: argparse.Namespace) -> list[Setting]:
-    """Return the settings to compare. A policy with its own budget is run once with it; any other with each size that
-    applies to it, or once if no size applies. Raises InvalidArgumentError, and ConfigError for an unknown policy."""
+    """Return the settings to compare, according to the options.
+
+    A policy that was given with its own budget is run once with this budget. Any other policy is run with each of the
+    given sizes that apply to it, or once if none applies. Raises InvalidArgumentError for invalid options, and
+    ConfigError for an unknown policy.
+    """
     from generate_workers.config import EvictionName  # imports pydantic
 
     named = [name.strip().partition(":") for name in args.policies.split(",")]
@@ -190,7 +194,8 @@ def _own_budget(policy: PolicyTraits, text: str) -> float:
 
 
 def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
-    """Return a table of the quality of each cell, one line per cell."""
+    """Return a table of the quality of each setting, with one line per setting and context length (cell). `num_rows`:
+    number of needles per cell."""
     from deploy.options.screen import number_table
 
     headings = ("context", "policy", "perplexity", "cost, %", "same choice", "mass", "needles")
@@ -210,7 +215,8 @@ def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
 
 
 def bytes_table(cells: Sequence[Cell]) -> "Table":
-    """Return a table of the KV that each cell reads and stores, one line per cell."""
+    """Return a table of the KV that each setting reads and stores, with one line per setting and context length
+    (cell)."""
     from deploy.options.screen import number_table
 
     headings = ("context", "policy", "keys", "KV read", "link", "home", "device", "step, ms")

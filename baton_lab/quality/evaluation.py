@@ -1,4 +1,4 @@
-"""Settings and results of `baton evaluate`."""
+"""Data classes with the settings and the results of `baton evaluate`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,19 +6,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """Policy, with the number of keys that it selects if this differs from the prepared selection."""
+    """Residency policy to evaluate, with the parameters that differ from the model's prepared selection."""
 
     policy: str
     budget: float | None = None
-    """Fraction of a sequence's tokens that is selected, regardless of the keys' scores; None: as prepared."""
+    """Fraction of a sequence's tokens that is selected, regardless of the keys' scores. None: as in the prepared
+    selection."""
     alpha: float | None = None
-    """Maximum distance of a selected key's score from the best score; None: as prepared."""
+    """Maximum difference between the best score and the score of a selected key. None: as in the prepared selection."""
     selection: Path | None = None
-    """Selection file of `baton prepare`; None: the one stored for the model."""
+    """Path of a selection file that `baton prepare` wrote. None: the file stored for the model."""
     pool: float | None = None
-    """Fraction of a sequence's tokens that is kept; None: all tokens are kept."""
+    """Size of the pool, as the fraction of a sequence's tokens whose KV is kept. None: all KV is kept."""
     eviction: str | None = None
-    """Eviction policy of the pool; None without a pool."""
+    """Name of the policy by which the pool evicts KV; None without a pool."""
 
     def __str__(self) -> str:
         parts = [self.policy]
@@ -35,24 +36,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Size:
-    """Amount of text to read."""
+    """Amount of text that an evaluation reads."""
 
     contexts: tuple[int, ...]
     num_rows: int
     num_steps: int
     mass_every: int
-    """Interval, in steps, at which the true attention on the selected keys is measured; 0: never."""
+    """Interval, in steps, at which the fraction of true attention on the selected keys is measured. 0: it is not
+    measured."""
     has_needles: bool
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Results of one setting at one context length."""
+    """Results of one setting (residency policy with its parameters) at one context length."""
 
     context: int
     policy: str
     setting: str
-    """Name of the setting, including the policy."""
+    """Text that names the setting: the policy and its parameters."""
     budget: float | None
     alpha: float | None
     selection: str | None
@@ -61,31 +63,32 @@ class Cell:
     is_exact: bool
     perplexity: float
     cost: float
-    """Relative increase of the perplexity over full attention's."""
+    """Increase of the perplexity over that of full attention, as a fraction of the latter."""
     cost_error: float | None
-    """Standard error of `cost` over passages; None for one passage."""
+    """Standard error of `cost` over the passages; None if there is only one passage."""
     same_choice: float
-    """Fraction of the steps whose likeliest token equals full attention's."""
+    """Fraction of steps in which the most likely token is the same as with full attention."""
     picked_share: float | None
-    """Fraction of a sequence's tokens that is attended to, in selective layers; None without selective layers."""
+    """Fraction of a sequence's tokens that selective layers attend to; None if there are no selective layers."""
     kv_share: float
-    """KV bytes that attention reads, relative to full attention."""
+    """KV bytes that attention reads, as a fraction of those that full attention reads."""
     link_share: float
-    """KV bytes that cross between host and device, relative to the bytes that full attention reads. Where keys are read
-    in place, the bytes are counted but not copied."""
+    """KV bytes that are transferred between host and device, as a fraction of the bytes that full attention reads. If
+    keys are read from host memory without a copy, their bytes are counted too."""
     home_share: float
-    """Bytes of KV stored between steps, relative to full attention."""
+    """KV bytes that are stored between steps, as a fraction of those that full attention stores."""
     device_share: float
-    """Bytes that count as device memory, including the data for selecting keys, relative to the bytes that full
-    attention stores."""
+    """Bytes of device memory, including the data that selects keys, as a fraction of the KV bytes that full attention
+    stores."""
     mass: float | None
-    """Weight of true attention on the keys attended to; None if it was not requested."""
+    """Fraction of the true attention weights that falls on the selected keys; None if it was not measured."""
     num_found: int | None
-    """Number of needles found; None if they were not requested."""
+    """Number of needles (facts hidden in a passage) whose answer the model predicted; None if the needle test was not
+    requested."""
     step_ms: float
     """Median duration of a step in milliseconds."""
     chunks: tuple[float, ...]
-    """Perplexities of consecutive groups of steps."""
+    """Perplexities of consecutive groups of steps, in order."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""Plot of `baton evaluate`, one column per context length, after the InfiniGen paper (Lee et al., OSDI 2024).
+"""Plot of `baton evaluate`, with one column per context length, after the InfiniGen paper (Lee et al., OSDI 2024).
 
-The rows show, from top to bottom: the cost in quality over the KV read (the paper's figures 11 and 19), the fraction of
-steps with the same choice as full attention, and the perplexity along the text (figure 12), each policy at a similar
-amount of KV read. If true attention was measured, the last row shows its weight on the keys that are read.
+The rows show, from top to bottom:
+
+- the loss of quality over the amount of KV read (the paper's figures 11 and 19),
+- the fraction of steps with the same most likely token as full attention,
+- the perplexity along the text (figure 12), with each policy at a similar amount of KV read,
+- if true attention was measured, the fraction of it on the keys that are read.
 """
 
 import textwrap
@@ -18,15 +21,15 @@ if TYPE_CHECKING:
 
 _ROW_INCHES = 3.4
 _TITLE_CHARACTERS = 70
-"""Number of characters in a line of the title, per column."""
+"""Number of characters in a line of the title, for each column of the plot."""
 _PERCENTS = (5, 10, 20, 50, 100)
 _Curves = dict[str, list[Cell]]
-"""Cells of each curve, ascending by the KV that they read. The key is the curve's label, which names the policy and
-file."""
+"""Cells of each curve by the curve's label, which names the policy and the selection file. The cells are in ascending
+order of the KV that they read."""
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
-    """Draw the evaluation as a PNG. Raises the errors of `require_plots` and `write_plot`."""
+    """Draw the evaluation as a PNG file at `path`. Raises the errors of `require_plots` and `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 

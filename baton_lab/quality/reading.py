@@ -1,4 +1,4 @@
-"""Runs the settings of `baton evaluate` on the same passages, in this process. Blocks for minutes."""
+"""Runs all settings of `baton evaluate` on the same passages, in this process. Blocks for minutes."""
 
 import argparse
 import dataclasses
@@ -32,21 +32,22 @@ from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 
 _FULL = Setting("device")
-"""Full attention, which all settings are compared with."""
+"""Setting with full attention. All other settings are compared with it."""
 _NUM_CHUNKS = 8
-"""Number of consecutive groups of steps whose perplexities are reported."""
+"""Number of consecutive groups into which the steps are divided. A perplexity is reported for each group."""
 _NEEDLE_TOKENS = 64
-"""Maximum number of tokens of a fact, its question and its answer together."""
+"""Maximum number of tokens of a needle (a fact hidden in a passage), its question and its answer together."""
 
 
 @dataclass(frozen=True)
 class VariedSource(BudgetSource):
-    """The prepared selection, with another number of keys to select."""
+    """Selection source that loads the prepared selection and changes how many keys are selected."""
 
     alpha: float | None = None
 
     def load(self) -> PreparedSelection:
-        """Load the selection, and apply `budget` and `alpha` to it. Raises ModelError if none was prepared."""
+        """Load the prepared selection, and apply `budget` and `alpha` to it. Raises ModelError if no selection was
+        prepared."""
         prepared = super().load()
         selection = prepared.selection
         if self.budget is not None:
@@ -62,9 +63,9 @@ class Material:
 
     plain: list[Context]
     facts: list[Context]
-    """Passages with needles; empty if they were not requested."""
+    """Passages with needles (hidden facts); empty if the needle test was not requested."""
     answers: list[int]
-    """Number of tokens of each needle's answer."""
+    """Number of tokens of the answer to each needle, in the order of `facts`."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Readings:
 def evaluate(
     args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console, bytes_per_s: float = math.inf
 ) -> Evaluation:
-    """Run all settings on all texts, and return the results. `bytes_per_s`: rate of an emulated device's link. Raises
-    InvalidArgumentError, ConfigError or ModelError."""
+    """Run all settings on all texts, and return the results. `bytes_per_s`: bandwidth of an emulated device's link.
+    Raises InvalidArgumentError, ConfigError or ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     num_threads = use_threads(args.threads)
@@ -111,8 +112,8 @@ def evaluate(
 
 
 def gather(decoder: Decoder, texts: NeedleTexts, context: int, size: Size, console: Console) -> Material:
-    """Prefill all contexts of one length. Raises InvalidArgumentError if the texts are too short, ConfigError if memory
-    is insufficient."""
+    """Prefill all passages of one context length. Raises InvalidArgumentError if the texts are too short, and
+    ConfigError if there is not enough memory."""
     passages = texts.passages(context, size.num_steps)
     needles = texts.needles(context, size.num_steps) if size.has_needles else []
     wanted = [*passages, *(needle.passage for needle in needles)]
@@ -121,7 +122,8 @@ def gather(decoder: Decoder, texts: NeedleTexts, context: int, size: Size, conso
 
 
 def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size, console: Console) -> Readings:
-    """Run the passages as one batch, then the passages with needles as another."""
+    """Run a setting on the material: first the plain passages as one batch, then the passages with needles as another
+    batch."""
     plain, is_exact = _read(decoder, setting, material.plain, size.mass_every, console)
     if not material.facts:
         return Readings(plain, is_exact, None)
@@ -130,7 +132,8 @@ def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size,
 
 
 def num_found(choices_BM: Tensor, material: Material) -> int:
-    """Return the number of needles whose whole answer was predicted."""
+    """Return the number of needles whose whole answer was predicted. `choices_BM`: most likely token of each of the M
+    steps of each passage."""
     answers = zip(choices_BM.tolist(), material.facts, material.answers, strict=True)
     return sum(choices[-length:] == list(fact.passage.token_ids[-length:]) for choices, fact, length in answers)
 

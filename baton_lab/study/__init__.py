@@ -1,1 +1,1 @@
-"""Compares schemes and hardware by calculation, without running them."""
+"""Comparison of prefill schemes and hardware by calculation, without running them."""

@@ -1,19 +1,21 @@
-"""When disaggregated prefill pays: compares two pools of workers with one pool of engines that prefill themselves.
+"""Break-even of disaggregated prefill: compares two separate pools of workers with one pool of engines that also
+prefill.
 
-Both sides have the same workers, and serve requests of one kind that arrive at one rate:
+Both sides have the same workers, and serve requests of one kind that arrive at a constant rate:
 
-    apart     disaggregated: chains prefill, KV is pushed, engines decode without prefills. A prompt is prefilled on
-              the number of ranks that is fastest for it.
-    together  colocated: every worker is an engine (scaled by the speed of a rank relative to an engine), prefills its
-              own prompts in chunks between decode steps, and has fewer sequences, because there are more engines.
+    apart     disaggregated: chains of prefill ranks prefill, the KV is pushed, and engines decode without prefills. A
+              prompt is prefilled on the number of ranks that is fastest for it.
+    together  colocated: every worker is an engine (scaled by the speed of a rank relative to an engine). It prefills
+              its own prompts in chunks between decode steps. It has fewer sequences, because there are more engines.
 
-Predictions are those of the serving code: `baton.planning.terms` for the time to first token, and the planner's step
-times for all later tokens. The mean number of sequences in an engine follows from Little's law:
+The predictions use the formulas of the serving code: `baton.planning.terms` for the time to first token, and the
+planner's step times for all later tokens. The mean number of sequences in an engine follows from Little's law:
 
     sequences = requests per second * decode tokens per request * seconds per token
 
-An engine that spends a fraction p of its time on prefill has 1 - p left for decode steps. Waiting for other requests is
-not modeled. A side sustains a rate as long as no pool is full, and has no prediction above it. Pure.
+An engine that spends a fraction p of its time on prefill has the fraction 1 - p left for decode steps. Waiting for
+other requests is not modeled. A side can sustain a rate if none of its pools is full. Above this rate, it has no
+prediction. Pure.
 """
 
 import math
@@ -36,7 +38,8 @@ _RATE_STEPS = 48
 
 @dataclass(frozen=True)
 class Pools:
-    """A cluster's workers as two pools. Raises InvalidArgumentError for a number below 1."""
+    """Workers of a cluster, divided into a prefill pool and a generation pool. Raises InvalidArgumentError if a number
+    is below 1."""
 
     num_groups: int = 1
     """Number of prefill groups."""
@@ -45,7 +48,7 @@ class Pools:
     num_engines: int = 1
     """Number of generation engines."""
     num_slots: int = 16
-    """Number of requests that an engine holds at a time, including those whose KV has not arrived."""
+    """Maximum number of requests that an engine holds at a time. Requests whose KV has not arrived yet are included."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "num_ranks", "num_engines", "num_slots"):
@@ -55,7 +58,8 @@ class Pools:
 
 @dataclass(frozen=True)
 class Demand:
-    """Requests of one kind: numbers of prompt and output tokens, and requests per second of the whole cluster."""
+    """Workload of requests that are all of one kind: the numbers of prompt and output tokens, and the rate in requests
+    per second of the whole cluster."""
 
     prompt_tokens: int
     output_tokens: int
@@ -70,52 +74,57 @@ class Demand:
 
 @dataclass(frozen=True)
 class Side:
-    """Predictions for one side under a demand that it sustains."""
+    """Predictions for one side (disaggregated or colocated) under a demand that it can sustain."""
 
     terms: PlacementTerms
-    """Terms of the time to the first token."""
+    """Components of the time to first token."""
     num_ranks: int
-    """Number of ranks of a prompt's chain; 0: the engine prefills."""
+    """Number of prefill ranks that prefill a prompt together; 0 if the engine prefills."""
     step_s: float
-    """Seconds of a decode step without prefill."""
+    """Duration in seconds of a decode step during which nothing is prefilled."""
     longest_step_s: float
-    """Seconds of a step during which another prompt is prefilled; `step_s` if engines do not prefill."""
+    """Duration in seconds of a decode step during which another prompt is prefilled. Equal to `step_s` if engines do
+    not prefill."""
     token_s: float
-    """Mean seconds from one token of a request to the next."""
+    """Mean time in seconds between two output tokens of a request."""
     num_rows: float
-    """Mean number of sequences that an engine decodes."""
+    """Mean number of sequences that one engine decodes at a time."""
     prefill_load: float
-    """Fraction of the time during which a prefill group, or an engine, is processing a prompt."""
+    """Fraction of time in which a prefill group (disaggregated side) or an engine (colocated side) is busy with
+    prompts."""
     answer_s: float
-    """Seconds from a request's placement to its last token."""
+    """Seconds from the time at which a request is assigned to its workers to its last token. Waiting for other requests
+    is not included."""
 
     @property
     def first_s(self) -> float:
-        """Seconds from a request's placement to its first token."""
+        """Seconds from the time at which a request is assigned to its workers to its first token. Waiting for other
+        requests is not included."""
         return self.terms.own_s
 
 
 Sides = tuple[Side | None, Side | None]
-"""Predictions for (apart, together); None for a side that cannot sustain the demand."""
+"""Predictions for the two sides, (apart, together). None for a side that cannot sustain the demand."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Range of prompt lengths or of rates, with the side that is better throughout."""
+    """Range of prompt lengths or of request rates in which the same side is better."""
 
     first: float
     last: float
     better: str
-    """"apart" or "together". "only apart" or "only together" if only one side sustains the demand. "neither" if none
-    does."""
+    """Better side: "apart" or "together". "only apart" or "only together" if only one side can sustain the demand;
+    "neither" if none can."""
 
 
 class BreakEven:
-    """Compares the two sides, for one planner and one set of workers."""
+    """Comparison of disaggregated ("apart") with colocated ("together") prefill, for one planner and one set of
+    workers."""
 
     def __init__(self, planner: ChainPlanner, pools: Pools) -> None:
-        """Make a comparison with the planner's predictions. Raises InvalidArgumentError if the planner has no step
-        times, no local prefill, or fewer ranks than the pools."""
+        """Create a comparison that uses the planner's predictions. Raises InvalidArgumentError if the planner has no
+        step times or no local prefill, or if it has fewer ranks than `pools`."""
         if planner.local is None or planner.steps is None:
             raise InvalidArgumentError("the planner has no step times, or no local prefill: give it both")
         if planner.max_ranks < pools.num_ranks:
@@ -125,19 +134,21 @@ class BreakEven:
         self._local: LocalPrefill = planner.local
         self._steps: StepTimes = planner.steps
         self.num_together = pools.num_engines + pools.num_groups * pools.num_ranks / planner.local.speed
-        """Number of engines if all workers form one pool; a fraction if ranks are slower than engines."""
+        """Number of engines if all workers form one pool. It can be a fraction, because the speed of a rank may differ
+        from that of an engine."""
         self._sides: dict[Demand, Sides] = {}
         self._chains: dict[int, tuple[int, float, float]] = {}
-        """Fastest chain by number of prompt tokens, as `_chain` returns it."""
+        """Fastest chain for each number of prompt tokens, in the form that `_chain` returns."""
 
     def sides(self, demand: Demand) -> Sides:
-        """Return the predictions for both sides. They are cached by demand."""
+        """Return the predictions for both sides. The results are cached."""
         if demand not in self._sides:
             self._sides[demand] = self.apart(demand), self.together(demand)
         return self._sides[demand]
 
     def apart(self, demand: Demand) -> Side | None:
-        """Return the prediction with prefill by chains; None if a pool would be full."""
+        """Return the prediction for the disaggregated side, whose prompts are prefilled by chains of ranks. None if a
+        pool would be full."""
         pools = self._pools
         num_ranks, prefill_s, busy_s = self._chain(demand.prompt_tokens)
         load = demand.rate / pools.num_groups * busy_s * num_ranks / pools.num_ranks
@@ -153,7 +164,8 @@ class BreakEven:
         return _side(demand, terms, step_s, step_s, (num_ranks, num_rows, load, step_s))
 
     def together(self, demand: Demand) -> Side | None:
-        """Return the prediction with prefill by the engines; None if they would be full."""
+        """Return the prediction for the colocated side, whose engines also prefill. None if the engines would be
+        full."""
         tokens, rate = TokenRange(0, demand.prompt_tokens), demand.rate / self.num_together
         alone = local_terms(self._planner, tokens, (0.0, 0.0))
         assert alone is not None  # the planner knows how engines prefill
@@ -172,12 +184,13 @@ class BreakEven:
         return _side(demand, terms, step_s, step_s + chunk_s, (0, num_rows, load, step_s / (1 - part)))
 
     def capacities(self, demand: Demand) -> tuple[float, float]:
-        """Return the highest sustained rates in requests per second, (apart, together), for the demand's prompt and
-        output lengths. A rate is 0 if no rate can be sustained."""
+        """Return the highest rates in requests per second that the two sides can sustain, (apart, together), with the
+        prompt and output lengths of `demand`. 0 if a side cannot sustain any rate."""
         return self._capacity(self.apart, demand), self._capacity(self.together, demand)
 
     def by_prompt(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
-        """Return the side with the smaller `key` for each range of prompt lengths, up to the planner's maximum."""
+        """Return ranges of prompt lengths in tokens, up to the planner's maximum, each with the side whose `key` is
+        smaller."""
         longest = self._planner.max_tokens
         num_points = int(_POINTS_A_DOUBLING * math.log2(max(longest / _LEAST_PROMPT, 2)))
         ratio = (longest / _LEAST_PROMPT) ** (1 / num_points)
@@ -189,8 +202,9 @@ class BreakEven:
         return _spans(points, better, 1)
 
     def by_rate(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
-        """Return the side with the smaller `key` for each range of requests per second, from 1/1000 of the highest rate
-        that a side sustains to that rate. Empty if no rate can be sustained."""
+        """Return ranges of request rates per second, each with the side whose `key` is smaller. The highest rate is
+        the highest that one of the sides can sustain. The lowest rate is 1/1000 of it. Empty if no rate can be
+        sustained."""
         most = max(self.capacities(demand))
         if not most:
             return ()

@@ -1,6 +1,7 @@
-"""Predicted times to first token of one prompt on n ranks, for all schemes.
+"""Predicted times to first token for one prompt on n ranks, for all prefill schemes.
 
-Used by `baton simulate` and benchmarks. Pure; a comparison takes tens of milliseconds, most of them for the search.
+Used by `baton simulate` and benchmarks. Pure. A comparison takes tens of milliseconds, mostly for the search of chunk
+lengths.
 """
 
 from dataclasses import dataclass
@@ -14,39 +15,41 @@ from baton.types import TokenRange
 from baton_lab.study.peers import bound, paper_bound, single, tsp, zigzag_ring
 
 KNOT_SPACING = 4096
-"""Distance in tokens of the interpolation points of KVR-P, as in the paper."""
+"""Distance in tokens between the prompt lengths for which KVR-P knows searched chunks, as in the KV-Runahead paper.
+Chunks for other lengths are interpolated."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted seconds to the first token, by scheme, for a prompt of `num_tokens` uncached tokens on `num_ranks`
-    ranks."""
+    """Predicted times to first token in seconds, one for each scheme, for a prompt of `num_tokens` uncached tokens on
+    `num_ranks` ranks."""
 
     num_tokens: int
     num_ranks: int
     single: float
-    """Seconds on one rank, with the attention kernel of the protocol."""
+    """Time on one rank, in seconds, with the attention kernel of the protocol."""
     kvr_e: float
-    """Seconds of a chain with even chunks (KVR-E)."""
+    """Time in seconds of a chain whose ranks get chunks of equal length (KVR-E)."""
     kvr_s: float
-    """Seconds of a chain with searched chunks (KVR-S)."""
+    """Time in seconds of a chain whose chunk lengths are found by a search (KVR-S)."""
     kvr_p: float
-    """Seconds of a chain with interpolated chunks (KVR-P). The chunks are interpolated between the searched chunks of
-    the neighbouring multiples of KNOT_SPACING, excluding `num_tokens` itself."""
+    """Time in seconds of a chain with interpolated chunk lengths (KVR-P). They are interpolated between the searched
+    chunk lengths of the two neighbouring multiples of KNOT_SPACING. If `num_tokens` is such a multiple, its own result
+    is not used."""
     tsp_dense: float
     tsp_causal: float
     zigzag_ring: float
     bound: float
-    """Lower bound in seconds: no communication, causal kernels, perfect balance."""
+    """Lower bound in seconds, which assumes no communication, causal attention kernels and perfect balance."""
     paper_bound: float
-    """Lower bound in seconds, TTFT*(p), equation 3 of the KV-Runahead paper."""
+    """Lower bound in seconds by equation 3 of the KV-Runahead paper, which calls it TTFT*(p) for p ranks."""
     chunks: tuple[int, ...]
-    """Chunk lengths that KVR-S found, in tokens."""
+    """Chunk length of each rank in tokens, as found for KVR-S."""
 
 
 def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol, *, cached: int = 0) -> Comparison:
-    """Predict the times of all schemes for a prompt of `num_tokens` tokens after `cached` tokens. Only the times of
-    chains include the push of KV."""
+    """Predict the times of all schemes for a prompt of `num_tokens` tokens, preceded by `cached` tokens whose KV is
+    cached. Only the times of chains (KVR-E, KVR-S, KVR-P) include the push of KV."""
     width = min(num_ranks, num_tokens)
     tokens = TokenRange(cached, cached + num_tokens)
 
@@ -74,8 +77,8 @@ def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol
 
 
 def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
-    """Return the smallest number of ranks, including 1, whose time is at most (1 + margin) times the shortest.
-    `comparisons`: one prompt with different numbers of ranks; KVR-S times are used."""
+    """Return the smallest number of ranks, including 1, whose KVR-S time is at most (1 + `margin`) times the shortest
+    time. `comparisons`: results for one prompt with different numbers of ranks."""
     times = {1: comparisons[0].single} | {each.num_ranks: each.kvr_s for each in comparisons}
     return min(ranks for ranks, ttft_s in times.items() if ttft_s <= min(times.values()) * (1 + margin))
 
@@ -85,8 +88,8 @@ def _lengths(ranges: tuple[TokenRange, ...]) -> tuple[int, ...]:
 
 
 def even_partition(tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-    """Divide `tokens` into chunks of equal length (KVR-E); the first ranks get one more token each if there is a
-    remainder. Raises InvalidArgumentError for no tokens or no ranks."""
+    """Divide `tokens` evenly among the ranks (KVR-E in the KV-Runahead paper). If there is a remainder, each of the
+    first ranks gets one more token. Raises InvalidArgumentError if there are no tokens or no ranks."""
     check_partition_request(tokens, num_ranks)
     width = min(num_ranks, len(tokens))
     base, extra = divmod(len(tokens), width)

@@ -11,12 +11,12 @@ CHIPS = {
     "h100": Chip(flops=9.894e14, memory_bandwidth=3.35e12, memory_bytes=80e9),
     "h200": Chip(flops=9.894e14, memory_bandwidth=4.8e12, memory_bytes=141e9),
 }
-"""Accelerators by name, with rates in dense bf16. A100 80 GB, H100 and H200 SXM: from data sheets. v5e: from "How To
-Scale Your Model"."""
+"""Accelerators by name, with dense bf16 rates. The values of A100 80 GB, H100 SXM and H200 SXM are from data sheets.
+The values of TPU v5e are from the book "How To Scale Your Model"."""
 
 
 def chip_of(name: str) -> Chip:
-    """Return the accelerator with a name, ignoring case. Raises ConfigError for an unknown name."""
+    """Return the accelerator called `name`; the case of letters is ignored. Raises ConfigError for an unknown name."""
     if name.lower() not in CHIPS:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(CHIPS)}, or here for this machine")
     return CHIPS[name.lower()]
@@ -38,11 +38,12 @@ HARDWARE = {
     "cpu-core": CPU_CORE,
     "cpu-core-fp32": CPU_CORE_FP32,
 }
-"""Kinds of rank by name, for estimates. A running cluster measures its own rates (`baton.planning.calibration`)."""
+"""Kinds of ranks by name. Their rates are used for estimates. A running cluster measures its own rates
+(`baton.planning.calibration`)."""
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return the kind of rank with a name. Raises ConfigError for an unknown name."""
+    """Return the rates of the kind of rank called `name`. Raises ConfigError for an unknown name."""
     if name not in HARDWARE:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
     return HARDWARE[name]

@@ -19,15 +19,15 @@ SHAPES = {
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, ffn=14336, vocab=128256),
     "smollm2-135m": ModelShape(30, 576, 9, 3, 64, ffn=1536, vocab=49152),
 }
-"""Published shapes by name. The -gqa8 and -mqa variants are from table 2 of the KV-Runahead paper."""
+"""Shapes of published models by name. The variants -gqa8 and -mqa are from table 2 of the KV-Runahead paper."""
 
 
 TIED = frozenset({"falcon-1b", "falcon-7b", "smollm2-135m"})
-"""Names of the models in SHAPES whose output head and embedding share their weights."""
+"""Names of the models in SHAPES whose output head has the same weights as the token embedding."""
 
 
 def shape_of(name: str) -> ModelShape:
-    """Return the shape of a known model. Raises ConfigError for an unknown name."""
+    """Return the shape of the model called `name` in SHAPES. Raises ConfigError for an unknown name."""
     if name not in SHAPES:
         raise ConfigError(f"model = {name!r} is unknown: use one of {', '.join(SHAPES)}, or give its shape")
     return SHAPES[name]

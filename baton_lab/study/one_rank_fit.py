@@ -9,8 +9,8 @@ from baton.planning.fit import PrefillFit, check_points, fit_relative
 
 
 def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
-    """Fit prefill costs to measurements (tokens, seconds) of whole prompts on one rank. Raises InvalidArgumentError for
-    too few points."""
+    """Fit prefill costs to measurements of whole prompts on one rank, as (tokens, seconds). Raises InvalidArgumentError
+    if there are too few points."""
     tokens, seconds = check_points("points", "token counts", points)
     pairs = tokens**2 * kernel.own_part
     columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)

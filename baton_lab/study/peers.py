@@ -1,8 +1,11 @@
-"""Predicted times to first token of alternatives to the chain: tensor/sequence parallel, zigzag ring, one process.
+"""Predicted times to first token of alternatives to a chain of ranks: tensor/sequence parallel prefill (TSP), a zigzag
+ring, and one process.
 
-All divide the prompt evenly and hold a cached prefix on every rank. An all-gather is n - 1 ring steps of one message
-each, which do not overlap with computation. In the zigzag ring, a step's message overlaps with its attention. Sources:
-KV-Runahead (Cho, Rastegari, Naik, ICML 2024), sections 3 and 4; for the ring, Context Parallelism for Scalable
+In all of them, the ranks get equal parts of the prompt, and every rank holds a cached prefix. With n ranks, an
+all-gather is n - 1 ring steps of one message each, which do not overlap with computation. In the zigzag ring, the
+message of a step overlaps with the attention of the same step.
+
+Sources: KV-Runahead (Cho, Rastegari, Naik, ICML 2024), sections 3 and 4; for the ring, Context Parallelism for Scalable
 Million-Token Inference (arXiv 2411.01783); docs/kv_runahead.md. Pure.
 """
 
@@ -10,14 +13,16 @@ from baton.planning.cost_model import CostModel, Kernel
 
 
 def single(num_tokens: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
-    """Return the seconds to the first token on one rank."""
+    """Return the time to first token on one rank, in seconds. `cached`: number of cached tokens before the `num_tokens`
+    tokens of the prompt."""
     pairs = num_tokens * (num_tokens * kernel.own_part + cached)
     return cost.num_layers * _layer(cost, num_tokens, pairs) + cost.head_s
 
 
 def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
-    """Return the seconds to the first token with sequence parallel prefill that all-gathers K and V. With
-    Kernel.CAUSAL, the busiest of n ranks has (2n - 1) / 2n^2 of all query-key pairs of the dense kernel."""
+    """Return the time to first token in seconds with sequence parallel prefill that all-gathers K and V. With
+    Kernel.CAUSAL, the busiest of n ranks computes the fraction (2n - 1) / (2n^2) of the query-key pairs of the whole
+    dense attention."""
     chunk = num_tokens / num_ranks
     keys = num_tokens if kernel is Kernel.DENSE else num_tokens - chunk / 2
     layer_s = _layer(cost, chunk, chunk * (keys + cached)) + _all_gather(num_tokens, num_ranks, cost)
@@ -25,8 +30,8 @@ def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cac
 
 
 def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """Return the seconds to the first token with ring pass-KV prefill and zigzag chunks: n equal steps per layer, each
-    overlapping with one message."""
+    """Return the time to first token in seconds with ring prefill that passes KV between ranks (ring pass-KV) and
+    zigzag chunks. With n ranks, each layer has n equal steps, each of which overlaps with one message."""
     chunk = num_tokens / num_ranks
     step_s = cost.pair_s * chunk * chunk / 2
     message_s = cost.link.seconds(chunk * cost.kv_bytes) if num_ranks > 1 else 0.0
@@ -36,17 +41,21 @@ def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int
 
 
 def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """Return an approximate lower bound in seconds: no communication, causal kernels, all work divided by
-    `num_ranks`. A chain can be faster by part of the last layer, because earlier ranks stop after they have sent that
-    layer's KV."""
+    """Return an approximate lower bound of the time to first token in seconds. It assumes no communication, causal
+    attention kernels, and all work divided evenly among `num_ranks` ranks.
+
+    A chain can be slightly faster than this bound, by part of the last layer: earlier ranks stop after they have sent
+    the last layer's KV.
+    """
     pairs = num_tokens * (num_tokens / 2 + cached)
     layer_s = cost.fixed_s + (cost.linear_s * num_tokens + cost.pair_s * pairs) / num_ranks
     return cost.num_layers * max(layer_s, cost.issue_s) + cost.head_s
 
 
 def paper_bound(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
-    """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 * (1/p + 1/p^2), which treats all of a dense rank's time as
-    attention."""
+    """Return the lower bound of the time to first token by equation 3 of the KV-Runahead paper, in seconds. With p
+    ranks it is TTFT(1) / 2 * (1/p + 1/p^2), where TTFT(1) is the time on one rank with dense attention. The paper
+    treats all of this time as attention."""
     return single(num_tokens, cost, Kernel.DENSE) / 2 * (1 / num_ranks + 1 / num_ranks**2)
 
 

@@ -3,15 +3,16 @@
 from baton.planning.cost_model import BATON, Kernel, Protocol, Receive
 
 PAPER = Protocol(Kernel.DENSE, Receive.BLOCKING, skip_last=False, num_copies=2)
-"""Protocol exactly as in table 5 of the KV-Runahead paper: receive, project, cat, stack, send, attend."""
+"""Protocol exactly as in table 5 of the KV-Runahead paper. Its order is: receive, project, concatenate, stack, send,
+attend."""
 
 
 PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
-"""Protocol of section 4.3 of the KV-Runahead paper: receives overlap with the projections."""
+"""Protocol of section 4.3 of the KV-Runahead paper. Receiving KV overlaps with the projections."""
 
 
 STORE_AND_FORWARD = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
-"""Baton's protocol with a relay that sends KV on only after it has received the whole layer."""
+"""Variant of Baton's protocol in which a rank forwards the KV of a layer only after it has received all of it."""
 
 
 PROTOCOLS = {

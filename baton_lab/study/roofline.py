@@ -1,14 +1,14 @@
-"""Minimum duration of a generation step, by the roofline of inference ("How To Scale Your Model", part 7). Pure.
+"""Minimum duration of a generation step, by the roofline model of inference ("How To Scale Your Model", part 7). Pure.
 
     step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
            attention: reads                     matrices: read, or compute from the critical batch on
 
-A step with q tokens per sequence, such as one that verifies drafts, computes q times as much and reads the same. Its
-attention takes max(time to read KV, time to compare queries with keys). With one token per sequence, reading is the
-longer on every known chip.
+A step may have several tokens per sequence, for example to verify drafts. With q tokens per sequence it computes q
+times as much and reads the same bytes. Its attention takes the longer of the time to read KV and the time to compare
+queries with keys. With one token per sequence, reading takes longer on every known chip.
 
-On n chips, all rates and the memory are n times those of one chip: weights and KV are assumed to be spread evenly, and
-communication between chips to take no time. A measured machine adds terms that a roofline omits
+On n chips, all rates and the memory are n times those of one chip. This assumes that weights and KV are spread evenly,
+and that communication between chips takes no time. For a measured machine, terms are added that a roofline model omits
 (`baton.planning.chips.Chip`): a separate rate of attention, imperfect overlap in matrices, and other time per layer.
 """
 
@@ -22,25 +22,26 @@ from baton.planning.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Bytes and operations of a model in a generation step, in the formats in which it is served."""
+    """Bytes and FLOPs of a model in a generation step, with the number formats in which the model is served."""
 
     num_params: float
-    """Number of all parameters, including both embeddings if they are separate, although a step reads only a few rows
-    of one."""
+    """Number of all parameters. It includes both the input and the output embedding if they are separate, although a
+    step reads only a few rows of the input embedding."""
     kv_token_bytes: float
-    """Bytes of K and V of one token in all layers."""
+    """Number of bytes of K and V of one token in all layers."""
     weight_bytes: float = 2
-    """Bytes of one parameter: 2 for bf16, 1 for int8."""
+    """Number of bytes per parameter: 2 for bf16, 1 for int8."""
     num_layers: int = 1
     windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer in tokens; None for a layer with full attention. Empty: full attention in all
-    layers."""
+    """Size in tokens of each layer's sliding window; None for a layer with full attention. Empty if all layers have
+    full attention."""
     active_params: float | None = None
-    """Number of parameters used for one token; None: all."""
+    """Number of parameters that are used for one token; None if all are used."""
     experts_per_active: float = 1
-    """Number of experts divided by the number of experts used for a token."""
+    """Number of experts of a layer, divided by the number of experts that one token uses; 1 without a mixture of
+    experts."""
     pair_flops: float = 0
-    """FLOPs of one query-key pair in all layers; 0: the arithmetic of attention is ignored."""
+    """FLOPs of attention for one query-key pair, summed over all layers. 0: the FLOPs of attention are ignored."""
 
     def __post_init__(self) -> None:
         for name in ("num_params", "kv_token_bytes", "weight_bytes", "num_layers", "experts_per_active"):
@@ -51,12 +52,12 @@ class ServedModel:
 
     @property
     def all_weight_bytes(self) -> float:
-        """Total number of bytes of all parameters."""
+        """Number of bytes of all parameters together."""
         return self.num_params * self.weight_bytes
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of one token in the matrices."""
+        """Number of FLOPs for one token in the products with the model's matrices."""
         return 2 * (self.active_params or self.num_params)
 
     def kv_bytes(self, context: int) -> float:
@@ -64,19 +65,21 @@ class ServedModel:
         return self.kv_token_bytes * context
 
     def kv_read_bytes(self, context: int) -> float:
-        """Return the number of KV bytes that a step reads for a sequence of `context` tokens. Keys outside of sliding
+        """Return the number of KV bytes that a step reads for a sequence of `context` tokens. Keys outside the sliding
         windows are not read."""
         return self.kv_token_bytes * self.keys_seen(context)
 
     def keys_seen(self, context: int) -> float:
-        """Return the number of keys that a token attends to at `context` tokens, averaged over all layers."""
+        """Return the number of keys that a token attends to in a sequence of `context` tokens, as the mean over all
+        layers."""
         seen = [context if window is None else min(context, window) for window in self.windows]
         return sum(seen) / self.num_layers if seen else context
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture of experts: each layer has `num_experts` feed-forward networks, of which a token uses `num_active`."""
+    """Mixture of experts. Each layer has `num_experts` feed-forward networks, and each token uses `num_active` of
+    them."""
 
     num_experts: int = 1
     num_active: int = 1
@@ -91,9 +94,12 @@ class Mixture:
 def served(
     shape: ModelShape, *, tied: bool, weight_bytes: float, kv_bytes: float, mixture: Mixture | None = None
 ) -> ServedModel:
-    """Return the ServedModel for a shape. `tied`: the head is the embedding. `weight_bytes` per parameter, `kv_bytes`
-    per element of K or V, and `mixture`, if given, replace those of the shape. Biases, norms and routers are
-    ignored."""
+    """Return the ServedModel for a model shape.
+
+    `tied`: True if the output head shares its weights with the embedding. `weight_bytes`: bytes per parameter.
+    `kv_bytes`: bytes per element of K or V. `mixture`: mixture of experts that replaces the one of `shape`; None keeps
+    it. Biases, norms and routers are ignored.
+    """
     mixture, ffn = mixture or Mixture(shape.num_experts, shape.num_active_experts), shape.ffn_weights
     others = shape.num_layers * (shape.layer_weights - shape.num_active_experts * ffn)
     others += (1 if tied else 2) * shape.vocab * shape.hidden
@@ -110,17 +116,17 @@ def served(
 
 @dataclass(frozen=True)
 class StepTime:
-    """Components of the duration of a generation step, in seconds."""
+    """Predicted duration of a generation step, by component, in seconds."""
 
     attention_s: float
     read_s: float
     """Seconds to read all weights."""
     compute_s: float
-    """Seconds of the arithmetic of the matrices."""
+    """Seconds to compute the products with the model's matrices."""
     linear_s: float
-    """Seconds of reading and computing the matrices, with their overlap."""
+    """Seconds to read the weights and compute the products. Reading and computing overlap."""
     other_s: float
-    """Seconds of work that a roofline omits."""
+    """Seconds of other work, which a roofline model omits; 0 unless the chip was measured."""
 
     @property
     def total_s(self) -> float:
@@ -129,7 +135,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Name of the largest component: kv, weights, compute or calls."""
+        """Name of the component that takes most time: `kv`, `weights`, `compute` or `calls`."""
         parts = {"kv": self.attention_s, "weights": self.read_s, "compute": self.compute_s, "calls": self.other_s}
         return max(parts, key=lambda name: parts[name])
 
@@ -137,9 +143,11 @@ class StepTime:
 def step_time(
     model: ServedModel, chip: Chip, *, batch: int, context: int, num_chips: int = 1, num_queries: int = 1
 ) -> StepTime:
-    """Return the components of a step for `batch` sequences of `context` tokens. The step reads all experts of a
-    mixture. `num_queries`: number of tokens per sequence that the step computes, all of which attend to the whole
-    context."""
+    """Return the components of the duration of a step for `batch` sequences of `context` tokens each.
+
+    `num_queries`: number of tokens per sequence that the step computes; each of them attends to the whole context. For
+    a mixture of experts, the step reads all experts.
+    """
     read_s = model.all_weight_bytes / (chip.memory_bandwidth * num_chips)
     compute_s = batch * num_queries * model.token_flops / (chip.flops * num_chips)
     shorter, longer = sorted((read_s, compute_s))
@@ -155,13 +163,15 @@ def step_time(
 
 
 def critical_batch(model: ServedModel, chip: Chip) -> float:
-    """Return the batch size above which the matrices are bound by compute, for any number of chips. For a mixture, this
-    is the value for its experts. In the notation of the source it is beta * C / W, with activations of two bytes."""
+    """Return the batch size above which the model's matrices are limited by compute instead of memory bandwidth. It is
+    the same for any number of chips. For a mixture of experts, it is the batch size for the experts' matrices. "How To
+    Scale Your Model" writes it as beta * C / W (bytes per parameter / bytes per activation * FLOP/s / bandwidth), with
+    activations of two bytes."""
     return chip.flops / chip.memory_bandwidth * model.weight_bytes / 2 * model.experts_per_active
 
 
 def largest_batch(model: ServedModel, chip: Chip, context: int, num_chips: int = 1) -> int:
-    """Return the number of sequences of `context` tokens that fit in memory together with the weights; 0 if the weights
-    do not fit."""
+    """Return the maximum number of sequences of `context` tokens that fit into memory together with the weights. Return
+    0 if the weights do not fit."""
     free = chip.memory_bytes * num_chips - model.all_weight_bytes
     return max(0, int(free // model.kv_bytes(context)))

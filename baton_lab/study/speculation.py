@@ -1,15 +1,18 @@
-"""Speedup of speculative decoding by the roofline: the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4.
+"""Speedup of speculative decoding, predicted by the roofline model: the curves of MagicDec (Sadhukhan et al., 2025),
+figures 2 to 4.
 
 T(B, K, q) is the duration of a step in which B sequences attend to K keys with q tokens each
-(`baton_lab.study.roofline`). At a context of S tokens, a round of g drafts that attend to K keys each takes
+(`baton_lab.study.roofline`). A round consists of g draft steps that attend to K keys each, and one step that verifies
+the drafts with a context of S tokens. It takes
 
     g * T(B, K, 1) + T(B, S, g + 1)
 
 and yields `baton.planning.speculation.expected_tokens` tokens per sequence. A plain step takes T(B, S, 1) and yields
 one token per sequence.
 
-This is an upper bound: selecting keys, sampling and launching steps take no time in it. In service, rounds are planned
-with costs learnt from measured steps (`baton.planning.speculation`). Used by `baton plan`. Pure.
+The predicted speedup is an upper bound, because selecting keys, sampling and launching steps are assumed to take no
+time. In a server, rounds are planned with costs that are learnt from measured steps (`baton.planning.speculation`).
+Used by `baton plan`. Pure.
 """
 
 from bisect import bisect_left
@@ -25,15 +28,15 @@ from baton_lab.study.roofline import ServedModel, step_time
 
 @dataclass(frozen=True)
 class Drafting:
-    """Draft method, and the options for a round."""
+    """Draft method, with the numbers of drafts and keys from which the best round is chosen."""
 
     acceptances: Mapping[int, float]
-    """Probability that a draft is accepted if all drafts before it were, by the number of keys that a draft step
-    attends to."""
+    """Probability that a draft is accepted, given that all drafts before it were accepted. The dictionary key is the
+    number of keys that a draft step attends to."""
     numbers: Sequence[int] = range(MOST_DRAFTS + 1)
-    """Numbers of drafts per sequence, of which the best is used; 0: a plain step."""
+    """Numbers of drafts per sequence from which the best is chosen. 0 means a plain step."""
     model: ServedModel | None = None
-    """Draft model. None: the served model drafts for itself."""
+    """Separate draft model. None: the served model drafts for itself."""
 
     def __post_init__(self) -> None:
         if not self.acceptances or not self.numbers:
@@ -50,35 +53,36 @@ class Drafting:
 
 @dataclass(frozen=True)
 class DraftRound:
-    """A round of drafts for each sequence of a batch, with the plain step that it is compared with."""
+    """Predicted times of a round: draft steps for each sequence of a batch, and the step that verifies the drafts. Also
+    has the time of the plain step that the round is compared with."""
 
     num_drafts: int
     draft_keys: int
     plain_s: float
-    """Seconds of a plain step."""
+    """Duration in seconds of a plain step, without speculation."""
     draft_s: float
-    """Seconds of one draft step."""
+    """Duration in seconds of one draft step."""
     verify_s: float
-    """Seconds of the step that verifies the drafts."""
+    """Duration in seconds of the step that verifies the drafts."""
     num_tokens: float
-    """Mean number of tokens that the round yields per sequence."""
+    """Mean number of output tokens that the round yields for each sequence."""
 
     @property
     def round_s(self) -> float:
-        """Seconds of all draft steps and the verification step."""
+        """Duration in seconds of all draft steps and the verification step together."""
         return self.num_drafts * self.draft_s + self.verify_s
 
     @property
     def speedup(self) -> float:
-        """Tokens per second divided by those of plain steps."""
+        """Tokens per second of the round, divided by the tokens per second of plain steps."""
         return self.num_tokens * self.plain_s / self.round_s
 
 
 def best_round(
     model: ServedModel, chip: Chip, drafting: Drafting, *, batch: int, context: int, num_chips: int = 1
 ) -> DraftRound:
-    """Return the round with the largest speedup for `batch` sequences of `context` tokens. Among equal speedups, it has
-    the fewest drafts, then the fewest keys."""
+    """Return the round with the largest speedup for `batch` sequences of `context` tokens each. If several rounds have
+    the same speedup, return the one with the fewest drafts, and among these the one with the fewest keys."""
     target = partial(step_time, model, chip, batch=batch, context=context, num_chips=num_chips)
     plain_s = target().total_s
     verify_s = {num: target(num_queries=num + 1).total_s for num in sorted(drafting.numbers)}
@@ -94,8 +98,8 @@ def best_round(
 def pays_from(
     model: ServedModel, chip: Chip, drafting: Drafting, *, batch: int, longest: int, num_chips: int = 1
 ) -> int | None:
-    """Return the smallest context length in tokens at which a round yields more tokens per second than plain steps (the
-    paper's inflection length for this batch); None if there is none up to `longest`."""
+    """Return the smallest context length in tokens at which speculation yields more tokens per second than plain steps.
+    The paper calls it the inflection length for this batch size. Return None if it is more than `longest`."""
 
     def pays(context: int) -> bool:
         found = best_round(model, chip, drafting, batch=batch, context=context, num_chips=num_chips)

@@ -1,8 +1,8 @@
-"""Places simulated requests with the complete production chooser.
+"""Assigns simulated requests to groups with the complete production code (the chooser).
 
 The chooser (`orchestrator.placement.chooser`) examines every group, which takes milliseconds for hundreds of groups.
-`baton_lab.traffic.placing` compares only the groups that can be chosen, and its results are tested against this module.
-Pure.
+`baton_lab.traffic.placing` is faster, because it compares only a few candidate groups. Its results are tested against
+this module. Pure.
 """
 
 from contextlib import ExitStack
@@ -48,14 +48,15 @@ class ImmediateChooser(Chooser):
 
 @dataclass(frozen=True)
 class _Placed:
-    """Record of a placed request, and the resources that its attempt holds."""
+    """Record of a request that has been assigned to groups, and the load that its attempt has on them."""
 
     record: RequestRecord
     held: ExitStack
 
 
 class WholeChooser:
-    """Production chooser over all groups of a fleet. Implements `baton_lab.traffic.placing.Placer`."""
+    """Placer that runs the production chooser over all groups of a fleet. Implements
+    `baton_lab.traffic.placing.Placer`."""
 
     def __init__(self, fleet: Fleet, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self._fleet = fleet
@@ -64,12 +65,13 @@ class WholeChooser:
         self._chooser = ImmediateChooser(self._members, planner, clock, config)
         self._placed: dict[int, _Placed] = {}
         self.prefill_queues = self._members.prefill_queues
-        """Queues of jobs of the prefill groups, as in production."""
+        """Job queues of the prefill groups, of the same class as in production."""
         self.num_cached_tokens = 0
-        """Number of prompt tokens that were cached instead of computed."""
+        """Number of prompt tokens so far whose KV was found in a cache, so that it was not computed."""
 
     def place(self, asked: Asked) -> Spot | None:
-        """Return the groups that serve the request; None if no prefill or no generation group is available now."""
+        """Choose the groups that serve the request, and record the request's load on them. Return None if no prefill
+        group or no generation group is available now."""
         prefill = {each.prefill_view.name: each for each in self._fleet.of(Role.PREFILL, State.READY)}
         generation = {each.generation_view.name: each for each in self._fleet.of(Role.GENERATE, State.READY)}
         self._members.present = ClusterView(
@@ -91,13 +93,13 @@ class WholeChooser:
         return Spot(prefill[plan.way.group.name], generation[plan.generation.name], chain, plan.way.terms.transfer_s)
 
     def sent(self, number: int) -> None:
-        """Record that a request's first token has been sent."""
+        """Record that the first token of request `number` has been sent."""
         record = self._placed[number].record
         record.advance(RequestMove.TOKEN)
         record.see_token(self._clock.now_s())
 
     def ended(self, number: int) -> None:
-        """Record that a request has ended, and release its resources."""
+        """Record that request `number` has ended, and release the load that it has on its groups."""
         placed = self._placed.pop(number)
         placed.record.end_open(FinishReason.LENGTH, self._clock.unix_ns())
         placed.record.finish(self._clock.unix_ns())

@@ -1,5 +1,5 @@
-"""Runs one trace under several policies with the same budget of groups, and finds the rate that the budget sustains.
-Pure."""
+"""Runs a trace under several scaling policies that may use the same number of groups, and predicts the request rate
+that this number of groups can sustain. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,38 +21,41 @@ from orchestrator.autoscaling.traffic import TrafficClass, TrafficForecast
 from orchestrator.requests.config import AutoscalingConfig
 
 POLICIES = ("static", "autoscale", "queue", "load", "best-static")
-"""Policies for a trace: a fixed allocation, three scaling policies, and the best fixed allocation."""
+"""Names of the policies that a trace can be run with. `static`: fixed numbers of groups. `autoscale`, `queue`, `load`:
+scaling policies. `best-static`: the fixed numbers of groups that serve the trace best."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Cluster that policies are compared on."""
+    """Simulated cluster and limits with which policies are compared."""
 
     planner: RecallingPlanner
     sizes: GroupSizes
     config: AutoscalingConfig
-    """Targets and budget of scaling policies; the best fixed allocation has `max` groups."""
+    """Latency targets of the scaling policies, and the maximum number of groups. `best-static` always uses the maximum
+    number, `config.max`."""
     start: tuple[int, int]
-    """Initial numbers of (prefill, generation) groups."""
+    """Initial numbers of prefill groups and generation groups."""
     max_blocks: int = 0
-    """Number of KV blocks of earlier prompts that each prefill group caches; 0: no cache."""
+    """Number of KV blocks that the prefix cache of each prefill group can hold; 0: no prefix cache."""
 
     whole_chooser: bool = False
-    """True: the orchestrator's chooser compares all groups. False: only the groups that can be chosen are compared."""
+    """True: the orchestrator's own code compares all groups for each request. False: a faster comparison considers only
+    a few candidate groups."""
 
     @property
     def service(self) -> ServiceModel:
-        """Return the model of the groups by which the autoscaler predicts."""
+        """Return the model of a group's throughput and latency from which the autoscaler predicts."""
         return ServiceModel(self.planner, self.sizes.num_ranks, self.sizes.num_slots)
 
     @property
     def targets(self) -> Targets:
-        """Return the maximum latencies of a good request."""
+        """Return the latency targets. A request that meets them counts as good."""
         return Targets(self.config.ttft_p95_s, self.config.itl_p95_s)
 
     def run(self, trace: Trace, policy: str) -> tuple[str, Results]:
-        """Run a trace under one of POLICIES. Return the name of the policy, including a fixed allocation, and the
-        results.
+        """Simulate a trace under the policy `policy`, which is one of POLICIES. Return a label and the results. The
+        label is the policy's name; for fixed numbers of groups it includes these numbers.
 
         Raises InvalidArgumentError for an unknown policy.
         """
@@ -65,7 +68,8 @@ class Setting:
         return policy, self.replay(trace, self.start, self.scaler(policy))
 
     def replay(self, trace: Trace, start: tuple[int, int], scaler: Scaler | None = None) -> Results:
-        """Return the results of a trace that begins with `start` = (prefill, generation) groups."""
+        """Simulate a trace and return the results. `start`: initial numbers of (prefill, generation) groups. `scaler`:
+        scaling policy; None keeps the initial numbers."""
         return Simulation(
             trace,
             self.planner,
@@ -77,7 +81,7 @@ class Setting:
         ).run()
 
     def scaler(self, policy: str) -> Scaler:
-        """Return a new scaling policy by name. Raises InvalidArgumentError for an unknown name."""
+        """Create the scaling policy with the given name. Raises InvalidArgumentError for an unknown name."""
         made: dict[str, Callable[[], Scaler]] = {
             "autoscale": lambda: AutoscalePolicy(
                 self.config, self.service, LeadTimes(self.sizes.cold_start_s, self.sizes.flip_s)
@@ -90,12 +94,18 @@ class Setting:
         return made[policy]()
 
     def splits(self) -> Iterable[tuple[int, int]]:
-        """Return all divisions of the budget into groups of both roles."""
+        """Return all divisions of the maximum number of groups into (prefill groups, generation groups), with at least
+        one of each."""
         return [(num_prefill, self.config.max - num_prefill) for num_prefill in range(1, self.config.max)]
 
     def predicted_rate(self, lengths: Lengths, share: float = 0.95) -> float:
-        """Return the highest predicted rate of Poisson traffic, in requests per second, at which the best division of
-        the budget serves the fraction `share` of requests within the targets. `lengths`: mean numbers of tokens."""
+        """Return the highest rate of Poisson traffic, in requests per second, that the maximum number of groups is
+        predicted to sustain.
+
+        At this rate, the best division of the groups into prefill and generation groups serves the fraction `share` of
+        the requests within the latency targets. `lengths`: mean numbers of prompt and output tokens. Raises
+        InvalidArgumentError if no rate meets the targets.
+        """
         generator = np.random.default_rng(0)
         drawn = [
             tuple(np.maximum(generator.gamma(4, mean / 4, 64), 1).astype(int).tolist())

@@ -1,4 +1,4 @@
-"""Time in the simulator: actions ordered by time, and the clock that production policies read. Pure."""
+"""Simulated time: a queue of actions ordered by time, and the clock that production policies read. Pure."""
 
 import heapq
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from itertools import count
 
 
 class Timeline:
-    """Runs actions in the order of their times, and is the clock for them (`baton.process.clock.Clock`)."""
+    """Queue of actions that runs them in the order of their times. It is also the clock that the actions read.
+    Implements `baton.process.clock.Clock`."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -22,12 +23,12 @@ class Timeline:
         return round(self._now_s * 1e9)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Schedule `action` for `time_s`. If that time has passed, the action runs after those already scheduled for
-        the current time."""
+        """Schedule `action` for the simulated time `time_s`. If this time has passed, the action runs at the current
+        time, after the actions that are already scheduled for it."""
         heapq.heappush(self._actions, (max(time_s, self._now_s), next(self._numbers), action))
 
     def run(self) -> None:
-        """Run all actions, including those that they add, until none is left."""
+        """Run all scheduled actions until none is left, including those that actions schedule."""
         actions = self._actions
         while actions:
             self._now_s, _, action = heapq.heappop(actions)

@@ -1,8 +1,8 @@
-"""Groups of the simulated cluster: which are ready, the work of each, and their cost.
+"""Groups of the simulated cluster: their state, their work, and their cost.
 
-A group starts (cold, or from the other role), serves, is drained, and when idle leaves or changes its role, as with
-`baton drain`: work is never aborted. A group costs its seconds from its start until it leaves. Owned by
-`baton_lab.traffic.simulation`. Pure.
+A group starts, either cold or by a change of its role. It then serves until it is drained. When a drained group is
+idle, it leaves the cluster or changes its role, as with `baton drain`. Work is never aborted. The cost of a group is
+the number of seconds from its start until it leaves. Owned by `baton_lab.traffic.simulation`. Pure.
 """
 
 import heapq
@@ -24,19 +24,19 @@ from orchestrator.membership.view import GenerationGroup, PrefillGroup
 
 
 class Role(Enum):
-    """Role of a group."""
+    """Role of a group: prefill or generation."""
 
     PREFILL = "prefill"
     GENERATE = "generate"
 
     @property
     def other(self) -> "Role":
-        """Return the other role."""
+        """Return the opposite role: GENERATE for PREFILL, and PREFILL for GENERATE."""
         return Role.GENERATE if self is Role.PREFILL else Role.PREFILL
 
 
 class State(Enum):
-    """Stages in the lifetime of a group."""
+    """State of a group between its start and its end."""
 
     STARTING = "starting"
     READY = "ready"
@@ -45,43 +45,45 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Member:
-    """One group in its current role."""
+    """One group of the simulated cluster, in its current role."""
 
     number: int
     role: Role
     state: State
     since_s: float
-    """Time from which the group's cost counts."""
+    """Time from which the group's cost counts, in seconds of simulated time."""
     flips: bool = False
-    """True: the group changes to the other role once it is drained."""
+    """True: when the group is drained, it changes to the other role. False: it leaves."""
     num_held: int = 0
-    """Number of requests of the group: jobs of a prefill group, used slots of a generation group."""
+    """Number of requests that the group serves: jobs of a prefill group, or used slots of a generation group."""
     free_at_s: float = 0.0
-    """Estimated time at which a prefill group will have finished all its jobs."""
+    """Estimated time at which a prefill group finishes all its jobs, in seconds of simulated time."""
     num_flips: int = 0
-    """Number of role changes so far. Each begins a new incarnation."""
+    """Number of times that the group has changed its role. In production, each change starts a new worker
+    incarnation."""
     version: int = 0
-    """Number of the latest event scheduled for the group. Earlier events are ignored."""
+    """Number of the latest event that was scheduled for the group. Events with smaller numbers are outdated and
+    ignored."""
     chain: PrefillWork = field(init=False)
-    """Work of a prefill group."""
+    """Simulated work of the group while it is a prefill group."""
     batch: Batch = field(init=False)
-    """Batch of a generation group."""
+    """Simulated batch of the group while it is a generation group."""
     prefill_view: PrefillGroup = field(init=False)
-    """The group as production policies see it in the prefill role."""
+    """View of the group that production policies get while it is a prefill group."""
     generation_view: GenerationGroup = field(init=False)
-    """The group as production policies see it in the generation role."""
+    """View of the group that production policies get while it is a generation group."""
 
 
 class Fleet:
-    """All groups that have started and not left."""
+    """All groups of the simulated cluster, except those that have left."""
 
     def __init__(
         self, sizes: GroupSizes, cost: CostModel, lines: StepLines, timeline: Timeline, gaps: GapHistogram
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
-        """Callback for each change of the set of ready groups."""
+        """Callback that is called when the set of ready groups has changed."""
         self.on_row_end: Callable[[int, float], None] = lambda number, end_s: None
-        """Callback that receives a request's number and the time of its last token."""
+        """Callback that is called when a request ends, with the request's number and the time of its last token."""
         self._sizes = sizes
         self._cost = cost
         self._lines = lines
@@ -89,29 +91,33 @@ class Fleet:
         self._gaps = gaps
         self._numbers = count()
         self.members: dict[int, Member] = {}
-        """All groups that have started and not left, by number."""
+        """All groups that have not left, by their number."""
         self.num_ready = {Role.PREFILL: 0, Role.GENERATE: 0}
-        """Number of groups per role that accept new work."""
+        """Number of ready groups of each role. Ready groups accept new work."""
         self._spent_s = 0.0
         self._by_work: list[tuple[float, int]] = []
-        """Heap of (estimated end of work, number) of ready prefill groups. Outdated entries are skipped."""
+        """Heap of (estimated end of work, group number) for ready prefill groups. It may contain outdated entries,
+        which are skipped."""
         self._by_room: list[dict[int, None]] = [{} for _ in range(sizes.num_slots + 1)]
-        """Ready generation groups, by the number of used slots."""
+        """Numbers of the ready generation groups. The list index is the number of slots that a group uses."""
 
     def of(self, role: Role, *states: State) -> list[Member]:
-        """Return the groups of a role that are in one of the states; without `states`, all groups of the role."""
+        """Return the groups of a role that are in one of the given states. Without states, return all groups of the
+        role."""
         return [each for each in self.members.values() if each.role is role and (not states or each.state in states)]
 
     def serves_prompts(self, member: Member) -> bool:
-        """Return whether a group accepts new prompts."""
+        """Return True if the group accepts new prompts, which means that it is a ready prefill group."""
         return member.role is Role.PREFILL and member.state is State.READY
 
     def group_s(self, now_s: float) -> float:
-        """Return the total seconds of all groups so far, each from its start until it left."""
+        """Return the cost of all groups up to the time `now_s`, in group-seconds. Each group counts from its start
+        until it left."""
         return self._spent_s + sum(now_s - each.since_s for each in self.members.values())
 
     def start(self, role: Role, *, after_s: float | None = None) -> None:
-        """Start a new group. It serves after the cold start, or after `after_s` seconds if given."""
+        """Start a new group in the given role. It becomes ready after `after_s` seconds; None: after the duration of a
+        cold start."""
         now_s = self._timeline.now_s()
         member = Member(next(self._numbers), role, State.STARTING, now_s)
         self.members[member.number] = member
@@ -122,8 +128,8 @@ class Fleet:
             self._ready(member)
 
     def drain(self, member: Member, *, flips: bool = False) -> None:
-        """Stop giving new work to a ready group. Once idle, it changes its role if `flips` is true, else it leaves. A
-        group that is still starting leaves at once."""
+        """Drain a group: give it no new work. When it is idle, it changes its role if `flips` is True, otherwise it
+        leaves. A group that is still starting leaves immediately."""
         if member.state is State.STARTING:
             self._leave(member)
             return
@@ -136,7 +142,8 @@ class Fleet:
         self.on_change()
 
     def when_idle(self, member: Member) -> None:
-        """If the group is draining and has no work left, change its role or let it leave."""
+        """Complete the drain of a group if it has no work left: change its role, or remove it. Do nothing if the group
+        is not draining or has work."""
         if member.state is not State.DRAINING or member.num_held:
             return
         if member.flips:
@@ -147,26 +154,26 @@ class Fleet:
             self._leave(member)
 
     def keep(self, member: Member) -> None:
-        """Cancel the drain of a group that has not left."""
+        """Cancel the drain of a group that has not left, so that it gets new work again."""
         assert member.state is State.DRAINING
         member.flips = False
         self._serve(member)
 
     def hold(self, member: Member, change: int) -> None:
-        """Add `change` (1 or -1) to the number of requests of a group."""
+        """Add `change` (1 or -1) to the number of requests that a group serves."""
         before, member.num_held = member.num_held, member.num_held + change
         if member.role is Role.GENERATE and member.state is State.READY:
             del self._by_room[before][member.number]
             self._by_room[member.num_held][member.number] = None
 
     def work(self, member: Member, seconds: float) -> None:
-        """Add a job to the estimated end of a prefill group's work. `seconds`: the job's work divided by the number of
-        ranks."""
+        """Add a job to the estimated end of a prefill group's work. `seconds`: total compute time of the job, divided
+        by the number of ranks."""
         member.free_at_s = max(member.free_at_s, self._timeline.now_s()) + seconds
         heapq.heappush(self._by_work, (member.free_at_s, member.number))
 
     def least_work(self, num_groups: int) -> list[Member]:
-        """Return the ready prefill groups with the earliest estimated end of work, at most `num_groups`."""
+        """Return at most `num_groups` ready prefill groups: those that are estimated to finish their work first."""
         found: dict[int, tuple[float, Member]] = {}
         while self._by_work and len(found) < num_groups:
             free_at_s, number = heapq.heappop(self._by_work)
@@ -179,8 +186,8 @@ class Fleet:
         return [member for _, member in found.values()]
 
     def most_room(self, num_groups: int) -> Iterator[Member]:
-        """Yield at most `num_groups` ready generation groups, those with the most free slots first. Groups without a
-        free slot are excluded."""
+        """Yield at most `num_groups` ready generation groups, in descending order of their number of free slots. Groups
+        without a free slot are excluded."""
         left = num_groups
         for held in islice(self._by_room, self._sizes.num_slots):
             for number in held:

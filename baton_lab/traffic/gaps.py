@@ -1,4 +1,4 @@
-"""Histogram of the gaps between tokens, with bins 1.5 % wide. Pure."""
+"""Histogram of the time between output tokens, in bins of a relative width of 1.5 %. Pure."""
 
 import math
 
@@ -9,22 +9,22 @@ _LEAST_S = 1e-6
 
 
 class GapHistogram:
-    """Histogram of the seconds between consecutive tokens of streams, with bins 1.5 % wide."""
+    """Histogram of the seconds between consecutive output tokens of a stream, in bins of a relative width of 1.5 %."""
 
     def __init__(self) -> None:
         self._counts = [0] * (_BINS_A_DOUBLING * 40)
         self.num_gaps = 0
-        """Number of gaps counted."""
+        """Number of gaps that were added so far."""
 
     def add(self, seconds: float, num_gaps: int) -> None:
-        """Count `num_gaps` gaps of about `seconds` each."""
+        """Add `num_gaps` gaps of `seconds` seconds each to the histogram."""
         place = int(_BINS_A_DOUBLING * math.log2(seconds / _LEAST_S)) if seconds > _LEAST_S else 0
         self._counts[min(place, len(self._counts) - 1)] += num_gaps
         self.num_gaps += num_gaps
 
     def percentile(self, percent: float) -> float:
-        """Return the given percentile of the gaps in seconds, accurate to one bin width. Return NaN if there are no
-        gaps."""
+        """Return the given percentile (0 to 100) of the gaps in seconds, with a relative error of at most the bin
+        width. Return NaN if the histogram is empty."""
         if not self.num_gaps:
             return math.nan
         reached = np.cumsum(np.array(self._counts, dtype=np.float64))

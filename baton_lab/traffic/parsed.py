@@ -23,8 +23,8 @@ _MAX_REQUESTS = 10_000_000
 
 
 def setting(args: argparse.Namespace) -> Setting:
-    """Return the cluster that the options describe. Raises InvalidArgumentError or ConfigError, which names the invalid
-    option."""
+    """Return the cluster that the options describe. Raises InvalidArgumentError or ConfigError; the message names the
+    invalid option."""
     start = _pair(args.groups)
     most = sum(start) if args.max is None else option_values.count("--max", args.max, MAX_GROUPS, least=2)
     least = 2 if args.min is None else option_values.count("--min", args.min, most, least=0)
@@ -60,7 +60,7 @@ def planner(args: argparse.Namespace, num_ranks: int) -> RecallingPlanner:
 
 
 def trace(args: argparse.Namespace, on: Setting) -> Trace:
-    """Return the trace that the options name, generated or read."""
+    """Return the trace that the options name. It is generated, or read from a file."""
     made = _generated(args, on) if args.trace in GENERATORS else read_trace(Path(args.trace))
     if args.speed is not None:
         made = made.faster(option_values.positive("--speed", args.speed))

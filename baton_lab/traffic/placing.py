@@ -1,10 +1,11 @@
-"""Placement of simulated requests: the production comparison, restricted to the groups that can be chosen.
+"""Fast assignment of simulated requests to groups. It compares groups as production does, but considers only a few
+candidates.
 
-The production chooser examines every group, which takes milliseconds for hundreds of groups, and a simulation places
-millions of requests. Here all groups of a role have the same hardware. So the cheapest placement uses a prefill group
-that is free first, or the one that has computed the longest prefix of the prompt, and a generation group with the most
-free slots. Only these are planned (`orchestrator.placement.chain_width`) and compared
-(`orchestrator.placement.comparison`). Pure.
+The production code (the chooser) examines every group. This takes milliseconds for hundreds of groups, and a simulation
+assigns millions of requests. In the simulator, all groups of a role have the same hardware. The cheapest choice
+therefore uses one of the prefill groups that are free first, or the one that has computed the longest prefix of the
+prompt. It uses one of the generation groups with the most free slots. Only these candidates are planned
+(`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Pure.
 """
 
 from collections.abc import Sequence
@@ -23,58 +24,62 @@ from orchestrator.placement.comparison import ChainWay, cheapest_group
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _NO_BATCH: Batch = (0.0, 0.0)
-"""Load of the generation group for the comparison of chains: 0, because the group is chosen separately."""
+"""Load of the generation group that is assumed when chains are compared. It is 0, because the generation group is
+chosen separately."""
 SHORTLIST = 2
-"""Maximum number of groups of each role that are compared."""
+"""Maximum number of candidate groups of each role that are compared for a request."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to place."""
+    """Properties of a request that determine which groups can serve it."""
 
     number: int
     num_tokens: int
     """Number of prompt tokens."""
     num_output_tokens: int
     blocks: Sequence[int] = ()
-    """Ids of the prompt's blocks; empty: the prompt shares no prefix."""
+    """Ids of the prompt's KV blocks, in order. Empty if the prompt shares no prefix with other prompts."""
     block_tokens: int = 512
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Groups chosen for a request, and the plan of its chain."""
+    """Groups that were chosen for a request, and the plan of its prefill by a chain of ranks."""
 
     prefill: Member
     generation: Member
     plan: ChainPlan
     transfer_s: float
-    """Predicted seconds from the end of the chain until the generation group has all KV."""
+    """Predicted seconds from the end of prefill until the generation group has received all KV."""
 
 
 class Placer(Protocol):
-    """Chooses groups for requests, and records the work assigned to them."""
+    """Interface that assigns requests to groups and records the load of each group."""
 
     prefill_queues: PrefillQueues
     num_cached_tokens: int
 
     def place(self, asked: Asked) -> Spot | None:
-        """Return the groups that serve the request; None if no prefill or no generation group is available now."""
+        """Choose the groups that serve the request. Return None if no prefill group or no generation group is available
+        now."""
 
     def sent(self, number: int) -> None:
-        """Record that a request's first token has been sent."""
+        """Record that the first token of request `number` has been sent."""
 
     def ended(self, number: int) -> None:
-        """Record that a request has ended."""
+        """Record that request `number` has ended."""
 
 
 class Placing:
-    """Placer that compares a shortlist of groups. Implements `Placer`; `sent` and `ended` have no effect."""
+    """Placer that compares only a few candidate groups for each request. Implements `Placer`. Its methods `sent` and
+    `ended` do nothing."""
 
     def __init__(
         self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, clock: Clock, *, max_blocks: int = 0
     ) -> None:
-        """`max_blocks`: number of KV blocks of earlier prompts that each prefill group caches; 0: no cache."""
+        """Create a placer over the groups of `fleet`. `max_blocks`: number of KV blocks that the prefix cache of each
+        prefill group can hold; 0: no prefix cache."""
         self._fleet = fleet
         self._planner = planner
         self._policy = policy
@@ -82,20 +87,21 @@ class Placing:
         self._max_blocks = max_blocks
         self._prefixes = PrefixIndex(max_blocks or 1)
         self._computed_by: dict[int, int] = {}
-        """Number of the prefill group that computed each block last."""
+        """Number of the prefill group that last computed a block, by block id."""
         self.prefill_queues = PrefillQueues()
-        """Queues of jobs of the prefill groups, as in production."""
+        """Job queues of the prefill groups, of the same class as in production."""
         self.num_cached_tokens = 0
-        """Number of prompt tokens that were cached instead of computed."""
+        """Number of prompt tokens so far whose KV was found in a cache, so that it was not computed."""
 
     def sent(self, number: int) -> None:
-        """Do nothing: the fleet records the requests of each group."""
+        """Do nothing, because the fleet counts the requests of each group."""
 
     def ended(self, number: int) -> None:
-        """Do nothing: the fleet records the requests of each group."""
+        """Do nothing, because the fleet counts the requests of each group."""
 
     def place(self, asked: Asked) -> Spot | None:
-        """Return the groups that serve the request; None if no prefill or no generation group is available now."""
+        """Choose the groups that serve the request. Return None if no prefill group or no generation group is available
+        now."""
         roomy = list(self._fleet.most_room(SHORTLIST))
         prefill = self._fleet.least_work(SHORTLIST)
         if not roomy or not prefill:

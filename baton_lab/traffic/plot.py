@@ -1,4 +1,5 @@
-"""Plot of `baton simulate-traffic` over time: arriving tokens, time to first token, and percentage of good requests."""
+"""Plot of `baton simulate-traffic`, with three curves over time: tokens that arrive, time to first token, and
+percentage of good requests (those within the latency targets)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,8 @@ _BINS = 120
 
 
 def draw(trace: Trace, runs: Mapping[str, Results], targets: Targets, path: Path) -> None:
-    """Draw the runs as a PNG. Raises the errors of `require_plots` and `write_plot`."""
+    """Draw the results as a PNG file at `path`. `runs`: results by policy. Raises the errors of `require_plots` and
+    `write_plot`."""
     require_plots(path)
     from matplotlib.figure import Figure
 

@@ -1,10 +1,11 @@
-"""Scaling policies in the simulator: the production autoscaler, and two simpler policies to compare it with.
+"""Scaling policies for the simulator: the production autoscaler, and two simpler policies for comparison.
 
     autoscale     `orchestrator.autoscaling`: forecasts, cost model and queueing
-    queue         a threshold on queues: adds a group to the role with the longer queue per group
-    load          load regression, as in other planners: mean rates divided by a group's throughput, without queueing
+    queue         a threshold on queue lengths: adds a group to the role with the longer queue per group
+    load          load regression, as in other planners: mean load divided by a group's throughput, without queueing
 
-Queue and load also flip roles and drain groups as the autoscaler does, so that only the decisions differ. Pure.
+`queue` and `load` change the roles of groups and drain groups in the same way as the autoscaler, so the policies differ
+only in their decisions. Pure.
 """
 
 import math
@@ -21,16 +22,16 @@ from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.requests.config import AutoscalingConfig
 
 _WINDOW_S = 30.0
-"""Seconds over which the load regression averages."""
+"""Length in seconds of the time window over which the load policy averages."""
 _FULL = 0.9
-"""Target utilisation of the load regression."""
+"""Target utilisation of groups in the load policy, as a fraction of a group's throughput."""
 _FLIPS = {Move.FLIP_TO_PREFILL: Role.GENERATE, Move.FLIP_TO_GENERATE: Role.PREFILL}
 _STARTS = {Move.START_PREFILL: Role.PREFILL, Move.START_GENERATE: Role.GENERATE}
 _DRAINS = {Move.DRAIN_PREFILL: Role.PREFILL, Move.DRAIN_GENERATE: Role.GENERATE}
 
 
 def target_of(fleet: Fleet) -> Allocation:
-    """Return the number of groups of each role after all changes in progress."""
+    """Return the number of groups that each role will have when all changes in progress are complete."""
     counts = dict.fromkeys(Role, 0)
     for member in fleet.members.values():
         if member.state is not State.DRAINING:
@@ -41,7 +42,8 @@ def target_of(fleet: Fleet) -> Allocation:
 
 
 def carry_out(fleet: Fleet, actions: Iterable[Action]) -> None:
-    """Start, drain and flip groups. Groups that are still starting leave first, then those with the least work."""
+    """Start groups, drain groups, or change their roles, as `actions` say. Groups that are still starting are drained
+    first, and then the groups with the least work."""
     for action in actions:
         for _ in range(action.num_groups):
             if action.move in _STARTS:
@@ -74,12 +76,14 @@ def _drain(fleet: Fleet, role: Role, *, flips: bool) -> None:
 
 
 def between(before: Allocation, after: Allocation) -> tuple[Action, ...]:
-    """Return the actions that change one allocation into another, with as many role changes as possible."""
+    """Return the actions that lead from the allocation `before` to the allocation `after`. As many groups as possible
+    change their role instead of being removed and started."""
     return actions_between(FleetState(before), after, LeadTimes(cold_start_s=math.inf, flip_s=0.0), before.total)
 
 
 class AutoscalePolicy:
-    """The production autoscaler, notified of the simulation's requests and groups."""
+    """Adapter that runs the production autoscaler in the simulator. It reports the simulated requests and groups to the
+    autoscaler."""
 
     def __init__(self, config: AutoscalingConfig, service: ServiceModel, times: LeadTimes) -> None:
         self.interval_s = config.interval_s
@@ -88,18 +92,19 @@ class AutoscalePolicy:
         self._clear_s = times.cold_start_s
         self._autoscaler = Autoscaler(config, service, times)
         self._advised: Allocation | None = None
-        """Allocation advised last, in the mode that does not carry out decisions."""
+        """Numbers of groups that the autoscaler advised last, in advisory mode. None before the first advice."""
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Notify the autoscaler of a request that has arrived."""
+        """Report to the autoscaler that a request has arrived."""
         self._autoscaler.window.arrived(now_s, num_prompt_tokens)
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Notify the autoscaler of a request that has ended."""
+        """Report to the autoscaler that a request has ended."""
         self._autoscaler.window.ended(num_prompt_tokens, num_output_tokens)
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Carry out the autoscaler's decision, unless its mode is to advise only."""
+        """Let the autoscaler decide, and carry out its decision. In advisory mode, the decision is returned but not
+        carried out."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         state = self._state(simulation, now_s)
         decision = self._autoscaler.decide(now_s, state)
@@ -132,7 +137,7 @@ class AutoscalePolicy:
 
 
 class QueuePolicy:
-    """Threshold on queues, as autoscalers of stateless services use it."""
+    """Scaling policy with a threshold on queue lengths, as it is common for autoscalers of stateless services."""
 
     def __init__(self, config: AutoscalingConfig) -> None:
         self.interval_s = config.interval_s
@@ -141,13 +146,14 @@ class QueuePolicy:
         self._changed_s = -math.inf
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Do nothing: the policy uses queues only."""
+        """Do nothing, because the policy only looks at queue lengths."""
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Do nothing: the policy uses queues only."""
+        """Do nothing, because the policy only looks at queue lengths."""
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Add a group to the role with the longer queue. Remove a group after a cool-down period with short queues."""
+        """Add a group to the role with the longer queue if the threshold is exceeded. Remove a group after a cool-down
+        period with short queues. Return the changes."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         before = target_of(fleet)
         queued = simulation.counts.num_prefilling / max(before.num_prefill, 1)
@@ -183,8 +189,8 @@ class QueuePolicy:
 
 
 class LoadPolicy:
-    """Load regression without queueing: the mean load of each role divided by the throughput of a group at its
-    targets."""
+    """Scaling policy that divides the mean load of each role by the throughput of one group. The throughput is that at
+    which a group meets its latency targets. Queueing is ignored."""
 
     def __init__(self, config: AutoscalingConfig, service: ServiceModel) -> None:
         self.interval_s = config.interval_s
@@ -195,16 +201,16 @@ class LoadPolicy:
         self._fewer_since_s: float | None = None
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Record a prompt's length."""
+        """Record the length of a prompt that has arrived."""
         self._arrivals.append((now_s, num_prompt_tokens))
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Record an answer's length."""
+        """Record the length of an answer that has ended."""
         self._outputs.append((now_s, num_prompt_tokens, num_output_tokens))
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Size both roles by their mean loads. Groups that are no longer needed are removed after a cool-down
-        period."""
+        """Set the number of groups of both roles according to their mean loads. Groups that are no longer needed are
+        removed only after a cool-down period. Return the changes."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         while self._arrivals and self._arrivals[0][0] < now_s - _WINDOW_S:
             self._arrivals.popleft()

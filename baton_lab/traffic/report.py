@@ -1,4 +1,4 @@
-"""Tables of `baton simulate-traffic`."""
+"""Result tables of `baton simulate-traffic`."""
 
 from collections.abc import Mapping
 
@@ -34,7 +34,7 @@ def table(trace: Trace, runs: Mapping[str, Results], targets: Targets) -> Table:
 
 
 def decisions(name: str, results: Results) -> str:
-    """Return the decisions of a scaling policy, one line per decision."""
+    """Return the decisions of a scaling policy as text, one line per decision. `name`: name of the policy."""
     lines = [f"  {event.time_s:8.1f} s  {event.why}" for event in results.scaler_events]
     return "\n".join([f"{name}: {len(lines)} changes", *lines])
 

@@ -1,4 +1,4 @@
-"""Results of a simulated trace: latencies, goodput, cost, and the actions of a scaling policy. Pure."""
+"""Results of a simulated trace: latencies, goodput, cost, and the changes that a scaling policy made. Pure."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,50 +14,51 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True)
 class Targets:
-    """Maximum latencies of a good request."""
+    """Latency targets. A request that meets both counts as good."""
 
     ttft_s: float = 2.0
-    """Maximum seconds to the first token."""
+    """Maximum time to first token, in seconds."""
     itl_s: float = 0.05
-    """Maximum of the mean seconds between the tokens of a request."""
+    """Maximum mean time between the output tokens of a request, in seconds."""
 
 
 @dataclass(frozen=True)
 class ScalerEvent:
-    """One change by a scaling policy. In advisory mode, a change that it would have made."""
+    """One change of the number of groups by a scaling policy. In advisory mode, the change that the policy would have
+    made."""
 
     time_s: float
     what: str
-    """Change of prefill:generation groups, for example 2:2 -> 2:3."""
+    """Numbers of prefill and generation groups before and after the change, for example `2:2 -> 2:3`."""
     why: str
-    """The change, its reason and its terms in one line."""
+    """One line of text with the change, its reason, and the numbers that led to it."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """Results of one run. Times are arrays with one entry per request, NaN if the request was refused."""
+    """Results of one simulation. Times are arrays with one entry per request; NaN if the request was refused."""
 
     trace: Trace
     first_s: NDArray[np.float64]
-    """Times of first tokens, in seconds since the start of the trace."""
+    """Time of each request's first token, in seconds since the start of the trace."""
     end_s: NDArray[np.float64]
-    """Times of last tokens, in seconds since the start of the trace."""
+    """Time of each request's last token, in seconds since the start of the trace."""
     gaps: GapHistogram
     group_s: float
-    """Total seconds that all groups existed."""
+    """Cost in group-seconds: the total time for which the cluster had groups, including their start."""
     num_events: int
     num_cached_tokens: int
     scaler_events: tuple[ScalerEvent, ...] = ()
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
-        """Return the seconds from arrival to first token of each request; NaN if it was refused."""
+        """Return the time in seconds from the arrival of each request to its first token. NaN for refused requests."""
         return self.first_s - self.trace.arrivals_s
 
     @property
     def itl_s(self) -> NDArray[np.float64]:
-        """Return the mean seconds between the tokens of each request; 0 for answers of one token, NaN for refused
-        requests."""
+        """Return the mean time in seconds between the output tokens of each request. 0 for answers of one token; NaN
+        for refused requests."""
         return (self.end_s - self.first_s) / np.maximum(self.trace.output_tokens - 1, 1)
 
     @property
@@ -66,15 +67,16 @@ class Results:
         return float(np.nanmax(self.end_s)) if not np.all(np.isnan(self.end_s)) else 0.0
 
     def is_good(self, targets: Targets) -> NDArray[np.bool_]:
-        """Return for each request whether it met both targets; False for refused requests."""
+        """Return an array with one bool per request: True if the request met both targets. False for refused
+        requests."""
         return (self.ttft_s <= targets.ttft_s) & (self.itl_s <= targets.itl_s)
 
     def goodput(self, targets: Targets) -> float:
-        """Return the number of good requests per second of the trace's duration."""
+        """Return the goodput: the number of requests within the targets, per second of the trace's duration."""
         return float(self.is_good(targets).sum()) / max(self.trace.duration_s, 1e-9)
 
     def summary(self, targets: Targets) -> dict[str, Any]:
-        """Return the results as plain values, for tables and JSON."""
+        """Return the results as a dictionary of plain values, for tables and JSON."""
         ttft_s = self.ttft_s[~np.isnan(self.ttft_s)]
         good = self.is_good(targets)
         return {

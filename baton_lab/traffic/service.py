@@ -1,7 +1,7 @@
 """Cost model and group sizes of the simulated cluster.
 
-`RecallingPlanner` is the production planner with cached results, because a trace queries the same lengths many times.
-Pure.
+`RecallingPlanner` is the production planner with a cache, because a simulation asks for the same prompt lengths many
+times. Pure.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,12 @@ Chunks = tuple[TokenRange, ...]
 
 
 class RecallingPlanner(ChainPlanner):
-    """Planner with constant costs, so that each prediction is computed once."""
+    """Production planner that computes each prediction once and caches it. This is possible because its costs never
+    change."""
 
     def __init__(self, calibration: Calibration, *, max_ranks: int, max_tokens: int, steps: StepTimes) -> None:
-        """See ChainPlanner. Generation groups do not prefill locally."""
+        """Create a planner with fixed costs; see ChainPlanner for the parameters. Generation groups do not prefill
+        locally."""
         super().__init__(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps)
         self._known_chunks: dict[tuple[int, int, int], Chunks] = {}
         self._known_ttft_s: dict[Chunks, float] = {}
@@ -54,16 +56,18 @@ class RecallingPlanner(ChainPlanner):
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Sizes of groups, and the seconds until they serve. Raises InvalidArgumentError for an invalid field."""
+    """Sizes of prefill and generation groups, and the seconds until a group is ready. Raises InvalidArgumentError for
+    an invalid field."""
 
     num_ranks: int = 1
     """Number of ranks of a prefill group."""
     num_slots: int = 32
     """Number of slots of a generation group."""
     cold_start_s: float = 30.0
-    """Seconds from the request for a new group until it serves: process start, weights, warm-up."""
+    """Seconds from the decision to add a group until it serves. Includes process start, loading of weights, and
+    warm-up."""
     flip_s: float = 2.0
-    """Seconds in which an idle group changes its role. Its weights stay loaded."""
+    """Seconds that an idle group takes to change its role. Its weights stay loaded."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_ranks", 1), ("num_slots", 1), ("cold_start_s", 0), ("flip_s", 0)):

@@ -1,15 +1,16 @@
-"""Replays a trace against a simulated cluster: from each request's arrival to its last token.
+"""Replays a trace against a simulated cluster, from the arrival of each request to its last token.
 
-    arrival      the production gate with its fair queue (`orchestrator.admission`), under the simulator's clock
-    placement    `baton_lab.traffic.placing`, by the production comparison
-    prefill      `baton_lab.traffic.work.chain_queue`, `chain_turns`: ranks with their jobs in production's order
-    transfer     the planner's seconds until the generation group has the KV
-    generation   `baton_lab.traffic.work.batch`: a batch of sequences, with step times from the planner; a sequence
-                 joins between two steps, and its first token is sent then
+    arrival      the production code for admission with its fair queue (`orchestrator.admission`), with the simulator's
+                 clock
+    placement    `baton_lab.traffic.placing`: chooses groups with the production comparison
+    prefill      `baton_lab.traffic.work.chain_queue`, `chain_turns`: ranks that run their jobs in production's order
+    transfer     the seconds that the planner predicts until the generation group has the KV
+    generation   `baton_lab.traffic.work.batch`: a batch of sequences, with step times from the planner. A sequence
+                 joins between two steps, and its first token is sent at that time
 
-A slot is held from the placement to the last token, as in production. A scaling policy is called regularly and changes
-the fleet. Not simulated: failures, speculation, prefill by generation groups, contention of several transfers on a
-link. Deterministic. Pure.
+A request occupies its slot from the placement to its last token, as in production. A scaling policy is called at
+regular intervals and changes the groups. Not simulated: failures, speculation, prefill by generation groups, and
+several transfers that share one link. Deterministic. Pure.
 """
 
 from collections import deque
@@ -38,12 +39,12 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 UNBOUNDED = OrchestratorConfig(max_queued_requests=2**31, max_queued_tokens=2**62, max_running=2**31)
-"""Configuration of an orchestrator that refuses no request, for studies of waiting times."""
+"""Orchestrator configuration that refuses no request, for studies of waiting times."""
 
 
 @dataclass(frozen=True)
 class SimulatedClaim:
-    """Claim of a simulated request in admission (`orchestrator.admission.gate.Claim`)."""
+    """Entry of a simulated request in the admission queue. Implements `orchestrator.admission.gate.Claim`."""
 
     num_tokens: int
     num_slots: int = 1
@@ -54,7 +55,7 @@ class SimulatedClaim:
 
 @dataclass
 class _Job:
-    """One request that has arrived and not ended."""
+    """State of one request from its arrival to its end."""
 
     number: int
     entry: Entry | None = None
@@ -62,32 +63,33 @@ class _Job:
 
 
 class Scaler(Protocol):
-    """Scaling policy in the simulator: changes the fleet when it is called, every `interval_s` seconds."""
+    """Interface of a scaling policy in the simulator. It is called every `interval_s` seconds and may change the
+    groups."""
 
     interval_s: float
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Record a request that has arrived."""
+        """Record that a request has arrived, with its prompt length."""
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Record a request that has received its last token."""
+        """Record that the last token of a request was sent, with the request's prompt and output lengths."""
 
     def scale(self, simulation: "Simulation") -> list[ScalerEvent]:
-        """Change the simulation's fleet, and return the changes with their reasons."""
+        """Change the groups of the simulation if needed. Return the changes with their reasons."""
 
 
 @dataclass
 class Counts:
-    """Numbers of requests in progress, by stage."""
+    """Numbers of requests in progress, one for each stage."""
 
     num_prefilling: int = 0
     num_unpulled: int = 0
-    """Number of requests whose KV is computed but not yet in its slot."""
+    """Number of requests whose KV is computed but has not arrived in its slot yet."""
     num_generating: int = 0
 
 
 class Simulation:
-    """One run of one trace. `run` may be called once."""
+    """One simulation of one trace. `run` may be called only once."""
 
     def __init__(
         self,
@@ -101,9 +103,14 @@ class Simulation:
         max_blocks: int = 0,
         whole_chooser: bool = False,
     ) -> None:
-        """Begin with `allocation` = (prefill groups, generation groups), all ready. `planner` must have step times.
-        `max_blocks`: number of KV blocks of earlier prompts that each prefill group caches. `whole_chooser`: True to
-        let the orchestrator's chooser compare all groups, not only those that can be chosen."""
+        """Prepare the simulation of a trace. `planner` must have step times. `allocation`: initial numbers of (prefill
+        groups, generation groups), all of which are ready at the start. `scaler`: scaling policy; None keeps the
+        initial numbers.
+
+        `max_blocks`: number of KV blocks that the prefix cache of each prefill group can hold; 0: no prefix cache.
+        `whole_chooser`: True to let the orchestrator's own code compare all groups for each request, False to compare
+        only a few candidate groups.
+        """
         assert planner.steps is not None
         self.trace, self.planner, self.sizes = trace, planner, sizes
         self.timeline, self.counts = Timeline(), Counts()
@@ -137,13 +144,12 @@ class Simulation:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Return the number of requests that wait for admission or for a group, and their total number of prompt
-        tokens."""
+        """Return the number of requests that wait for admission or for a group, and the sum of their prompt tokens."""
         num_tokens = sum(self._prompts[job.number] for job in self._unplaced)
         return self.num_queued, self._admission.num_queued_tokens + num_tokens
 
     def run(self) -> Results:
-        """Run until every request has ended, and return the results."""
+        """Simulate until every request has ended, and return the results."""
         self._schedule_arrival(0)
         if self._scaler is not None:
             self.timeline.at(self._scaler.interval_s, self._scale)

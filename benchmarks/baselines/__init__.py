@@ -1,2 +1,2 @@
-"""Alternative schemes to prefill one prompt on several ranks, built from the same code, for comparison with the
-chain."""
+"""Alternative schemes that prefill one prompt on several ranks, for comparison with the chain. They are built from the
+same code as the chain."""

@@ -1,8 +1,9 @@
-"""Fits the cost model of the ranks that a benchmark compares, while all of them are busy.
+"""Fits the cost model of the ranks that a benchmark compares, from measurements while all ranks are busy.
 
-A rank that runs alone may be faster than one whose neighbour also computes (`benchmarks.prediction` measures this). So
-chains are run, and the compute seconds of each rank, without waits, give one data point: (chunk length, keys before the
-chunk, seconds). Messages between ranks are timed over the links that the chain uses, at their pace.
+A rank that runs alone may be faster than a rank whose neighbour also computes (`benchmarks.prediction` measures the
+difference). Therefore whole chains are run. The compute time of each rank, without waits, gives one data point: (chunk
+length, keys before the chunk, seconds). Messages between ranks are timed over the same links that the chain uses, at
+the same simulated speed.
 """
 
 import dataclasses
@@ -23,15 +24,20 @@ from benchmarks.support.harness import progress, random_prompt
 LENGTHS = (256, 1024, 3000)
 QUICK_LENGTHS = (128, 512)
 _SLOPES = (1.0, 0.6)
-"""Length of each rank's chunk divided by that of the previous rank's: even chunks, and nearly balanced ones."""
+"""Ratios of each rank's chunk length to that of the previous rank, used for the measured chains. With 1.0 all chunks
+have the same length. With 0.6 the work of the ranks is nearly balanced."""
 _REPEATS = 3
 _MESSAGE_BYTES = (2**14, 2**17, 2**20)
 _MESSAGE_REPEATS = 3
 
 
 def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence[int] = LENGTHS) -> Calibration:
-    """Run chains on all ranks and messages between them, and fit the cost model to medians of three runs. `origin`:
-    names the model and hardware. Takes about half a minute for the default lengths."""
+    """Run chains on all ranks and send messages between the ranks. Return the cost model fitted to the medians of three
+    runs.
+
+    `origin`: calibration whose names of model and hardware are used. `lengths`: prompt lengths in tokens. Takes about
+    half a minute for the default lengths.
+    """
     rows: list[RankRow] = []
     request_s: list[float] = []
     with progress(f"calibrating {kernel}", len(lengths) * len(_SLOPES)) as advance:
@@ -51,17 +57,18 @@ def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence
 
 
 def message_points(ranks: Ranks, pace: Pace = FULL_SPEED) -> Points:
-    """Measure (bytes, seconds) of single messages. Empty for a single rank."""
+    """Measure single messages between two ranks, and return (bytes, seconds) for each. Empty if there is only one
+    rank."""
     return ranks.link_points(_MESSAGE_BYTES, _MESSAGE_REPEATS, pace) if len(ranks) > 1 else ()
 
 
 def at_pace(cost: CostModel, ranks: Ranks, pace: Pace) -> CostModel:
-    """Return `cost` with a link that is measured at this pace."""
+    """Return a copy of `cost` whose link model is measured over links with the speed `pace`."""
     return dataclasses.replace(cost, link=measured_link(ranks, pace))
 
 
 def measured_link(ranks: Ranks, pace: Pace) -> LinkModel:
-    """Measure messages over links of this pace, and fit a link model to them."""
+    """Measure messages between two ranks over links with the speed `pace`, and return a link model fitted to them."""
     return fit_link(message_points(ranks, pace))
 
 

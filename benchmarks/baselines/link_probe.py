@@ -1,4 +1,4 @@
-"""Measures the duration of a message from one rank to the next, over the links that a chain uses."""
+"""Measures how long a message from one rank to the next takes, over the links that a chain uses."""
 
 import time
 from dataclasses import dataclass
@@ -9,31 +9,33 @@ from baton.types import Epoch, JobId, Rank, TokenRange
 from prefill_workers.links import ConnectLinks, LinkHeader, LinkStatus
 
 Points = tuple[tuple[float, float], ...]
-"""(bytes, seconds) of single messages."""
+"""Measured messages, each as (bytes, seconds)."""
 
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """Sizes and number of the messages to measure."""
+    """Sizes of the messages to measure, and the number of messages of each size."""
 
     num_bytes: tuple[int, ...]
     repeats: int
-    """Number of recorded messages per size, after one warm-up message."""
+    """Number of measured messages of each size. One warm-up message precedes them."""
 
 
 class LinkProbe:
-    """One end of a link without other traffic; a LinkHandler. Ranks 0 and 1 alternately send messages to each other."""
+    """Measures messages between ranks 0 and 1, which send to each other alternately. It is one rank's end of a link
+    without other traffic. Implements LinkHandler."""
 
     def __init__(self, rank: int, epoch: Epoch, connect: ConnectLinks) -> None:
-        """Join the epoch with `connect`. Blocks until all ranks are connected."""
+        """Connect this rank to the others with `connect`, under the given epoch (number of the set of connections).
+        Blocks until all ranks are connected."""
         self._rank, self._epoch = rank, epoch
         self._came: SimpleQueue[ChainError | None] = SimpleQueue()
         self._place = memoryview(bytearray())
         self._links = connect(self)
 
     def times(self, sizes: MessageSizes) -> Points:
-        """Send messages back and forth. On rank 0, return (bytes, one-way seconds) for each repeat of each size, where
-        one way is half of the round trip. On other ranks, return an empty tuple."""
+        """Send messages back and forth between ranks 0 and 1. On rank 0, return (bytes, one-way seconds) for each
+        repeat of each size, where the one-way time is half of the round trip. On other ranks, return an empty tuple."""
         if self._rank > 1:
             return ()
         points = []
@@ -47,7 +49,7 @@ class LinkProbe:
         return tuple(points)
 
     def close(self) -> None:
-        """Close this rank's links, and wait until those of the other ranks are closed."""
+        """Close this rank's links, and wait until the other ranks have closed theirs."""
         self._links.close()
         self._links.wait_closed(1.0)
 
@@ -76,14 +78,14 @@ class LinkProbe:
         self._came.put(None)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
-        """Do nothing: the reply shows that this message was sent."""
+        """Do nothing. The reply of the other rank shows that the message was sent."""
 
     def broken(self, error: ChainError) -> None:
         self._came.put(error)
 
 
 def medians(points: Points) -> Points:
-    """Return (bytes, median seconds) for each size."""
+    """Return one point per message size: (bytes, median of the seconds of all messages of this size)."""
     sizes = sorted({num_bytes for num_bytes, _ in points})
     times = {size: sorted(seconds for num_bytes, seconds in points if num_bytes == size) for size in sizes}
     return tuple((size, found[len(found) // 2]) for size, found in times.items())

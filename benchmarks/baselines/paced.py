@@ -1,8 +1,9 @@
-"""Slow and noisy links, made from fast ones: wrappers of the chain's link port and of the schemes' process group.
+"""Simulates slow and noisy links on top of fast ones. The module wraps the chain's link interface and the process group
+of the other schemes.
 
-Both delay each message until a link of the given pace would have delivered it (`pacing`), then pass it in order to the
-underlying link. So all schemes use equal links. A collective operation of a paced group is executed as the equivalent
-ring: n - 1 steps of paced messages. At full speed messages pass without delay.
+Both wrappers delay each message until a link with the given speed would have delivered it (`pacing`). Then they pass it
+to the underlying link, in order. All schemes therefore use equal links. A collective operation of a paced group is
+executed as the equivalent ring: n - 1 steps of paced messages on n ranks. At full speed, messages pass without delay.
 """
 
 import threading
@@ -20,12 +21,12 @@ from benchmarks.baselines.schemes import Group, Work
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload
 
 Deliver = Callable[[], None]
-"""Function that passes a message to the underlying link; must not block."""
+"""Function that passes a message to the underlying link. It must not block."""
 
 
 class _Lane:
-    """One direction of one link: a thread that delivers posted messages in order, each at its due time. When closed, it
-    delivers the remaining messages at once."""
+    """One direction of one link. A thread delivers the posted messages in order, each at its due time. When the lane is
+    closed, it delivers the remaining messages immediately."""
 
     def __init__(self, pace: Pace, direction: int) -> None:
         self._schedule = LinkSchedule(pace, direction)
@@ -50,7 +51,8 @@ class _Lane:
 
 
 class Pacer:
-    """Pace of all links that start at one rank. `set` and `close` may be called only while no message is in transit."""
+    """Simulated speed of all links that start at one rank. `set` and `close` may be called only while no message is in
+    transit."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -60,16 +62,18 @@ class Pacer:
 
     @property
     def is_full_speed(self) -> bool:
-        """Return whether messages pass without delay."""
+        """True if messages pass without delay."""
         return self._pace.is_full_speed
 
     def set(self, pace: Pace) -> None:
-        """Use this pace from now on. The sequence of bursts restarts, and is equal for equal seeds."""
+        """Change the simulated speed of the links. The random bursts of other traffic start again from the seed of
+        `pace`."""
         self.close()
         self._pace = pace
 
     def post(self, target: int, num_bytes: int, deliver: Deliver) -> None:
-        """Call `deliver` at the time when a paced link would have delivered `num_bytes` to `target`. Thread-safe."""
+        """Call `deliver` when a link with the simulated speed would have delivered `num_bytes` bytes to the rank
+        `target`. Thread-safe."""
         if self.is_full_speed:
             deliver()
             return
@@ -79,21 +83,21 @@ class Pacer:
             self._lanes[target].post(num_bytes, deliver)
 
     def close(self) -> None:
-        """Stop the threads of all links."""
+        """Stop the threads of all links. Messages that are still delayed are delivered immediately."""
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
 
 
 class PacedLinks:
-    """Links with the pace of a pacer. Implements `prefill_workers.links.Links`."""
+    """Links whose messages are delayed by a pacer. Implements `prefill_workers.links.Links`."""
 
     def __init__(self, links: Links, pacer: Pacer) -> None:
         self._links, self._pacer = links, pacer
 
     @property
     def on_device(self) -> bool:
-        """Return whether payloads are in device memory of the ranks."""
+        """True if the payloads of messages are in the device memory of the ranks."""
         return self._links.on_device
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
@@ -107,7 +111,7 @@ class PacedLinks:
 
 
 def paced(connect: ConnectLinks, pacer: Pacer) -> ConnectLinks:
-    """Return a function that joins an epoch with `connect` and returns links with the pacer's pace."""
+    """Return a function that connects with `connect` and returns links whose messages are delayed by the pacer."""
 
     def join(handler: LinkHandler) -> Links:
         return PacedLinks(connect(handler), pacer)
@@ -116,7 +120,7 @@ def paced(connect: ConnectLinks, pacer: Pacer) -> ConnectLinks:
 
 
 class _Posted:
-    """A send operation that may not have started yet."""
+    """Handle of a send operation that may not have started yet."""
 
     def __init__(self) -> None:
         self.begun: Future[Work] = Future()
@@ -126,14 +130,14 @@ class _Posted:
 
 
 class _Done:
-    """Work of a completed operation."""
+    """Handle of an operation that has already completed. Implements `schemes.Work`."""
 
     def wait(self, timeout: timedelta) -> bool:
         return True
 
 
 class PacedGroup:
-    """Process group (`schemes.Group`) whose messages have the pacer's pace."""
+    """Process group whose messages are delayed by a pacer, as on a slower link. Implements `schemes.Group`."""
 
     def __init__(self, group: Group, pacer: Pacer, timeout: timedelta) -> None:
         self._group, self._pacer, self._timeout = group, pacer, timeout

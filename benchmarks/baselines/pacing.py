@@ -1,8 +1,9 @@
-"""Computes when a message passes a link that is slow or shared with other traffic. Calculation only, without waiting.
+"""Computes the delivery times of messages on a link that is slow or shared with other traffic. It only calculates and
+never waits.
 
-A paced link transmits one message after the other at a given bandwidth. Other traffic occupies it in bursts, during
+The link transmits one message after the other at a given bandwidth. Other traffic occupies the link in bursts, during
 which messages make no progress. The lengths of bursts and of the gaps between them are exponentially distributed. The
-two directions between two ranks are separate links with separate bursts. Pure, with seeds as arguments.
+two directions between two ranks are separate links with separate bursts. Pure; seeds are arguments.
 """
 
 import math
@@ -13,16 +14,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed and disturbance of a link."""
+    """Speed of a simulated link, and the other traffic on it."""
 
     bandwidth: float = math.inf
-    """Bytes per second in each direction; infinite: as fast as the underlying link."""
+    """Bandwidth in bytes per second in each direction. Infinity: the speed of the underlying link."""
     busy_share: float = 0.0
-    """Fraction of the time in which other traffic occupies the link, below 1."""
+    """Fraction of time during which other traffic occupies the link, in [0, 1)."""
     burst_s: float = 0.0
     """Mean length of a burst of other traffic, in seconds."""
     seed: int = 0
-    """Seed of the random bursts."""
+    """Seed of the random times of bursts."""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not 0 <= self.busy_share < 1 or not 0 <= self.burst_s < math.inf:
@@ -32,7 +33,7 @@ class Pace:
 
     @property
     def is_full_speed(self) -> bool:
-        """Return whether messages pass without delay."""
+        """True if messages pass without delay."""
         return self.bandwidth == math.inf and not self.busy_share
 
 
@@ -40,7 +41,7 @@ FULL_SPEED = Pace()
 
 
 class LinkSchedule:
-    """Delivery times of one direction of a link, in seconds of a monotonic clock."""
+    """Delivery times of the messages on one direction of a link, in seconds of a monotonic clock."""
 
     def __init__(self, pace: Pace, direction: int) -> None:
         self._pace = pace
@@ -50,7 +51,8 @@ class LinkSchedule:
         self._rng = random.Random(f"{pace.seed}/{direction}")
 
     def delivered_s(self, now_s: float, num_bytes: int) -> float:
-        """Return the delivery time of a message that is posted at `now_s`. `now_s` must not decrease between calls."""
+        """Return the delivery time of a message of `num_bytes` bytes that is posted at `now_s`. `now_s` must not
+        decrease from call to call."""
         if self._bursts is None:
             self._bursts = bursts(self._pace, now_s, self._rng)
             self._burst = next(self._bursts)
@@ -66,7 +68,8 @@ class LinkSchedule:
 
 
 def bursts(pace: Pace, start_s: float, rng: random.Random) -> Iterator[tuple[float, float]]:
-    """Yield (start, end) of each burst of other traffic, ascending and disjoint, without end."""
+    """Yield (start, end) of each burst of other traffic, in seconds, ascending and disjoint. The sequence is
+    endless."""
     if not pace.busy_share:
         while True:
             yield math.inf, math.inf

@@ -1,7 +1,8 @@
-"""One rank of a comparison: a process that executes one command after the other.
+"""Process of one rank in a comparison of prefill schemes. It executes one command after the other.
 
 The chain runs on the real engine over the real links. It does not push its KV to a generation group, because the other
-schemes do not either. All links, of the chain and of the schemes, have the pace that a command sets.
+schemes do not push KV either. A command sets the simulated speed of all links, both of the chain and of the other
+schemes.
 """
 
 import contextlib
@@ -33,54 +34,54 @@ from prefill_workers.torch_links import connect_torch_links, make_group
 
 HOST = "127.0.0.1"
 WAIT_S = 300.0
-"""Seconds without an answer after which a rank counts as failed; longer than any command takes."""
+"""Timeout in seconds after which a rank without an answer counts as failed. Longer than any command takes."""
 _CHAIN, _GROUP, _PROBE = Epoch(1), Epoch(2), Epoch(3)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One prefill by all ranks, or by some of them."""
+    """Command to prefill one prompt on all ranks, or on some of them."""
 
     scheme: str
-    """Scheme of the prefill: kvr, or a name of SCHEMES."""
+    """Name of the prefill scheme: `kvr` for the chain, or a name in SCHEMES."""
     token_ids: tuple[int, ...]
     chunks: tuple[TokenRange, ...] = ()
-    """Chunks of the chain's ranks, in rank order."""
+    """Token ranges that the ranks of a chain prefill, in rank order. Empty for other schemes."""
     ranks: tuple[int, ...] = ()
-    """Ranks of the chain; empty: one rank per chunk, from rank 0."""
+    """Ranks that form the chain, in order. Empty: the first ranks from rank 0, one for each chunk."""
     kernel: str = ""
-    """Attention kernel, a name of KERNELS; empty: the fastest."""
+    """Attention kernel to use, a name in KERNELS. Empty: the fastest on this machine."""
     pace: Pace = FULL_SPEED
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one rank for a task."""
+    """Result of one rank for one prefill task."""
 
     token: int | None = None
-    """First output token, on the rank that has it; None on others."""
+    """First output token; None on ranks that do not compute it."""
     report: JobReport | None = None
-    """Report of a rank of a chain; None for other schemes."""
+    """Report of the job on a rank of a chain; None for other schemes."""
 
     @property
     def compute_s(self) -> float:
-        """Seconds in which this rank of a chain was not waiting for KV of earlier ranks."""
+        """Seconds for which this rank of a chain computed. Waits for the KV of earlier ranks are excluded."""
         assert self.report is not None
         return (self.report.end_ns - self.report.start_ns) / 1e9 - self.report.wait_s
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Arguments of a rank's process."""
+    """Parameters with which the process of a rank is started."""
 
     folder: Path
     dtype: str
     rank: int
     num_ranks: int
     cores: tuple[int, ...]
-    """Cores of the rank, one thread per core."""
+    """CPU cores that the rank uses, with one thread per core."""
     port: int
-    """Port of the store through which the ranks connect."""
+    """TCP port of the key-value store (rendezvous) through which the ranks find each other."""
 
 
 Command = tuple[Pace, MessageSizes] | RateProbe | Task
@@ -88,7 +89,8 @@ Reply = Answer | float | Points | None
 
 
 def run_rank(spec: RankSpec, pipe: Connection) -> None:
-    """Run a rank's process: send None when it is ready, then a reply to each command, until the pipe is closed."""
+    """Run the process of one rank. Send None through the pipe when the rank is ready, and then one reply for each
+    command, until the pipe is closed."""
     use_cores(spec.cores, len(spec.cores))
     rank = _Rank(spec)
     pipe.send(None)
@@ -99,7 +101,7 @@ def run_rank(spec: RankSpec, pipe: Connection) -> None:
 
 
 class _Sender:
-    """KvSender that keeps only the first output token."""
+    """KvSender that discards the KV of a job and keeps only the first output token."""
 
     num_present = 0
 
@@ -120,7 +122,7 @@ class _Sender:
 
 
 class _Rank:
-    """A rank that is connected to the others."""
+    """One rank, connected to all other ranks, with its model and engine."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._rank, self._num_jobs = spec.rank, 0
@@ -136,8 +138,8 @@ class _Rank:
         self._engine.start_epoch(_CHAIN, Rank(spec.rank), spec.num_ranks, connect(_CHAIN))
 
     def obey(self, command: Command) -> Reply:
-        """Execute a command and return its reply. The parent sends a task to all ranks, and waits for all replies
-        before the next command."""
+        """Execute a command and return the reply. The parent process sends a command to all ranks, and waits for all
+        replies before it sends the next one."""
         if isinstance(command, Task):
             return self._prefill(command)
         if isinstance(command, RateProbe):

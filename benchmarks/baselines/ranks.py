@@ -1,7 +1,8 @@
-"""Ranks of one comparison: one process per rank on its own cores, which prefills with any scheme on command.
+"""Starts the ranks of one comparison and sends them commands. Each rank is a process on its own cores, and can prefill
+with any scheme.
 
-The time of every scheme is measured in the same way: from sending the command to all ranks until the last token's
-logits, or the token sampled from them, have arrived.
+The time of every scheme is measured in the same way. It begins when the command is sent to all ranks. It ends when the
+last token's logits, or the token sampled from them, have arrived.
 """
 
 import contextlib
@@ -26,16 +27,17 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Time and result of one prefill."""
+    """Duration and result of one prefill."""
 
     seconds: float
     token: int
     answers: tuple[Answer, ...]
-    """Answers of the ranks, in rank order."""
+    """Results of the individual ranks, in rank order."""
 
 
 class Ranks:
-    """Parent's end of the pipes to all ranks' processes."""
+    """All ranks of a comparison, as the parent process sees them. It sends commands to their processes through
+    pipes."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
@@ -43,8 +45,8 @@ class Ranks:
     @classmethod
     @contextlib.contextmanager
     def running(cls, folder: Path, dtype: str, cores: Sequence[tuple[int, ...]]) -> Iterator[Self]:
-        """Start a rank on each entry of `cores`, with one thread per core, and yield the ranks. Their processes end
-        with the block."""
+        """Start one rank for each entry of `cores`, with one thread per core, and yield the ranks. Their processes are
+        ended at the end of the block."""
         store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         pipes: list[Connection] = []
@@ -71,12 +73,12 @@ class Ranks:
         return len(self._pipes)
 
     def run(self, task: Task) -> Outcome:
-        """Run one prefill on all ranks. Blocks."""
+        """Run one prefill on all ranks together. Blocks until it is done."""
         return self.run_each([task] * len(self))
 
     def run_each(self, tasks: Sequence[Task]) -> Outcome:
-        """Run a separate prefill on every rank, all at the same time. The outcome's seconds are those of the slowest.
-        Blocks."""
+        """Run a separate prefill on every rank, all at the same time. The seconds of the outcome are those of the
+        slowest rank. Blocks until all are done."""
         start_s = time.perf_counter()
         answers = [answer for answer in self._ask(tasks) if isinstance(answer, Answer)]
         seconds = time.perf_counter() - start_s
@@ -84,14 +86,16 @@ class Ranks:
         return Outcome(seconds, token, tuple(answers))
 
     def link_points(self, sizes: Sequence[int], repeats: int, pace: Pace = FULL_SPEED) -> Points:
-        """Measure (bytes, median seconds) of single messages between the first two ranks, while nothing else runs."""
+        """Measure single messages between the first two ranks while the ranks do no other work. Return (bytes, median
+        seconds) for each size."""
         command = (pace, MessageSizes(tuple(sizes), repeats))
         (points, *_) = self._ask([command] * len(self))
         assert isinstance(points, tuple)
         return medians(points)
 
     def rates(self, probe: RateProbe, num_busy: int) -> list[float]:
-        """Measure the rates of the first `num_busy` ranks when they run at the same time and the others are idle."""
+        """Measure the rates of the first `num_busy` ranks while they all run at the same time. The other ranks are
+        idle. Return one rate per busy rank."""
         for pipe in self._pipes[:num_busy]:
             pipe.send(probe)
         return [rate for rate in self._replies(num_busy) if isinstance(rate, float)]

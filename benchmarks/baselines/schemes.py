@@ -1,16 +1,17 @@
-"""Alternative schemes of prefill on several ranks: tensor-and-sequence parallel (TSP) as in the KV-Runahead paper, TSP
-with a causal kernel, and zigzag ring attention, the strongest recent alternative. All use the chain's decoder and
-attention kernel.
+"""Alternative schemes that prefill one prompt on several ranks. They are tensor-and-sequence parallel prefill (TSP) as
+in the KV-Runahead paper, TSP with a causal kernel, and zigzag ring attention, the strongest recent alternative. All use
+the decoder and the attention kernel of the chain.
 
-Every rank calls `prefill` with the same prompt and its own process group. The function returns when the rank's work is
-done. The rank that has the last token's hidden state returns its logits. In the last layer, no rank computes more than
-the last token needs, as in the chain.
+Every rank calls the scheme's function with the same prompt and its own process group. The function returns when the
+rank has finished its work. The rank that has the last token's hidden state returns its logits. In the last layer, no
+rank computes more than the last token needs, as in the chain.
 
-- `tsp_dense`, `tsp_causal`: even chunks. In each layer all ranks gather all KV and wait for it. The dense kernel scores
-a chunk's queries against the whole prompt and masks half of the scores (Cho, Rastegari, Naik, 2024, section 3), so it
-also computes the scores of later keys, which are discarded.
-- `zigzag`: the prompt in 2 n chunks. Rank i has chunks i and 2 n - 1 - i, so all ranks have equal work. KV circulates
-in a ring while ranks attend to the blocks that have arrived (Brandon et al., 2023; Llama 3's context parallelism).
+- `tsp_dense`, `tsp_causal`: all ranks have chunks of equal length. In each layer, all ranks gather all KV and wait for
+  it. The dense kernel scores a chunk's queries against the whole prompt and masks half of the scores (Cho, Rastegari,
+  Naik, 2024, section 3). It therefore also computes the scores of later keys, which are discarded.
+- `zigzag`: the prompt is divided into 2 n chunks for n ranks. Rank i has chunks i and 2 n - 1 - i, so all ranks have
+  equal work. KV circulates in a ring while the ranks attend to the blocks that have arrived (Brandon et al., 2023;
+  Llama 3's context parallelism).
 
 T tokens, N heads, G kv heads, H head dim; a KV block is `[tokens, 2, G, H]`.
 """
@@ -35,13 +36,13 @@ _TAG = 0
 
 
 class Work(Protocol):
-    """Handle on a running communication."""
+    """Interface of a handle on a running communication."""
 
     def wait(self, timeout: timedelta) -> bool: ...
 
 
 class Group(Protocol):
-    """Methods of torch's process groups that the schemes use."""
+    """Interface with the methods of torch's process groups that the schemes use."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
@@ -51,29 +52,31 @@ class Group(Protocol):
 
 
 Prefill = Callable[[Decoder, Sequence[int], Group], Tensor | None]
-"""Function that prefills a prompt. Returns the last token's logits `[1, V]` on the rank that has them, None on the
-others."""
+"""Function that prefills a prompt with one scheme. Its arguments are the decoder, the token ids and the process group.
+It returns the last token's logits `[1, V]` on the rank that has them, and None on the other ranks."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive tokens of one rank; a Span of the decoder that holds the KV of one layer."""
+    """Consecutive tokens of one rank, with their KV of one layer. Implements the decoder's Span."""
 
     tokens: TokenRange
     kv: Tensor
-    """KV of the current layer, `[len(tokens), 2, G, H]`, overwritten in each layer."""
+    """KV of the tokens in the current layer, `[len(tokens), 2, G, H]`. Each layer overwrites it."""
 
     def own(self, layer: int) -> Tensor:
         return self.kv
 
 
 def tsp_dense(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill with TSP and a dense kernel, the baseline of the paper."""
+    """Prefill with TSP and a dense kernel, which is the baseline of the KV-Runahead paper. Return the last token's
+    logits on the rank that has them, None on others."""
     return _tsp(decoder, token_ids, group, dense=True)
 
 
 def tsp_causal(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill with TSP and a causal kernel, which does not compute masked scores. The last rank has the most work."""
+    """Prefill with TSP and a causal kernel, which does not compute masked scores. The last rank has the most work.
+    Return the last token's logits on the rank that has them, None on others."""
     return _tsp(decoder, token_ids, group, dense=False)
 
 
@@ -111,7 +114,9 @@ def _pay_for(decoder: Decoder, q_TNH: Tensor, kv: Tensor) -> None:
 
 @torch.inference_mode()
 def zigzag(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill with ring attention over chunks in zigzag order. The prompt must have at least two tokens per rank."""
+    """Prefill with ring attention. Each rank has two chunks in zigzag order, one from each half of the prompt. The
+    prompt must have at least two tokens per rank. Return the last token's logits on the rank that has them, None on
+    others."""
     rank, num_ranks, last_layer = group.rank(), group.size(), decoder.config.num_layers - 1
     ranges = _zigzag_ranges(len(token_ids), num_ranks)
     low, high = ranges[rank]
@@ -190,4 +195,4 @@ def _rows(kv: Tensor, first_position: int) -> KvRows:
 
 
 SCHEMES: Mapping[str, Prefill] = MappingProxyType({"tsp_dense": tsp_dense, "tsp_causal": tsp_causal, "zigzag": zigzag})
-"""Schemes by their names in results."""
+"""Prefill functions by the name of their scheme, as used in results."""

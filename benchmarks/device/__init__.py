@@ -1,1 +1,2 @@
-"""Modules of benchmarks.cuda: models of real shapes, rates of a machine, and the measurements to compare with them."""
+"""Parts of `benchmarks.cuda`: models of real shapes, measurements of a machine's rates, and the measurements that are
+compared with these rates."""

@@ -1,4 +1,5 @@
-"""A chain of processes on one device, linked by gloo. Each process has its own model and engine."""
+"""Chain of prefill processes that share one device and are connected by gloo. Each process has its own model and
+engine."""
 
 import contextlib
 import functools
@@ -29,7 +30,7 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Arguments of a rank's process."""
+    """Parameters with which the process of a rank is started."""
 
     device: str
     shape: Shape
@@ -37,29 +38,29 @@ class RankSpec:
     rank: int
     num_ranks: int
     port: int
-    """Port of the store through which the ranks connect."""
+    """TCP port of the key-value store (rendezvous) through which the ranks find each other."""
 
 
 class Discarding:
-    """KvSender that discards everything."""
+    """KvSender that discards all KV and all output tokens."""
 
     num_present = 0
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Discard the rank's own KV."""
+        """Discard KV that this rank computed."""
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Discard the KV of earlier ranks."""
+        """Discard KV that was received from earlier ranks."""
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
         """Discard the first output tokens of the job."""
 
     def abort(self, error: BaseException) -> None:
-        """Do nothing: the job's future raises the error."""
+        """Do nothing. The job's future already raises the error."""
 
 
 class Chain:
-    """Processes of a chain. Create with `running`."""
+    """Processes of a chain that prefills prompts. Create with `running`."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes, self._number = pipes, 0
@@ -67,7 +68,8 @@ class Chain:
     @classmethod
     @contextlib.contextmanager
     def running(cls, device: str, shape: Shape, num_ranks: int, max_position: int) -> Iterator["Chain"]:
-        """Start the processes, yield the chain when they are connected, and end them afterwards."""
+        """Start `num_ranks` processes, yield the chain when they are connected, and end the processes at the end of the
+        block."""
         store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         with contextlib.ExitStack() as stack:
@@ -86,7 +88,8 @@ class Chain:
             yield cls(pipes)
 
     def prefill_ms(self, num_tokens: int) -> float:
-        """Return the milliseconds from sending a prompt, in even chunks, until its first token is returned."""
+        """Return the milliseconds from sending a prompt of `num_tokens` tokens until its first output token is
+        returned. The ranks get chunks of equal length."""
         self._number += 1
         num_ranks = len(self._pipes)
         edges = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]

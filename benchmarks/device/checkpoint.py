@@ -1,7 +1,7 @@
-"""Writes a checkpoint of Mistral 7B's shape with random weights in bf16, for load tests of a server.
+"""Writes a checkpoint with the shape of Mistral 7B and random weights in bf16, for load tests of a server.
 
-`python -m benchmarks.device.checkpoint FOLDER` draws the weights on the GPU, if there is one, and takes 15 GB of disk.
-Text is tokenized letter by letter (tests.support.models.tiny_tokenizer); the model's output is noise.
+`python -m benchmarks.device.checkpoint FOLDER` draws the weights on the GPU if one exists, and needs 15 GB of disk. The
+tokenizer has one token per letter (tests.support.models.tiny_tokenizer). The model's output is meaningless.
 """
 
 import argparse
@@ -16,7 +16,7 @@ _MAX_TOKENS = 8192
 
 
 def letter_shape(shape: Shape) -> LetterShape:
-    """Convert a shape to the type that checkpoint writers accept."""
+    """Convert a model shape to the type that the tests' checkpoint writers accept."""
     return LetterShape(
         shape.num_layers,
         shape.hidden_size,

@@ -1,7 +1,7 @@
 """Measures kernels of one layer on a GPU: attention (Baton's and torch's), matrix products, and sampling.
 
-KV is random and stored in pages, as in a server. A prompt's pages form a given number of contiguous runs. In a server's
-steady state, a prompt of 1,024 tokens has 8 to 12 runs, one of 8,192 about 28.
+KV is random and stored in pages, as in a server. The pages of a prompt form a given number of contiguous runs. In a
+server that has run for a while, a prompt of 1,024 tokens has 8 to 12 runs, and a prompt of 8,192 tokens has about 28.
 
 B sequences, T queries, S keys, N heads, G kv heads, H head dim, K inputs and O outputs of a product, V vocabulary.
 """
@@ -30,21 +30,24 @@ from benchmarks.device.rates import times_s
 from tests.support.kernels.segments import attend
 
 PREFILLS = ((1024, 0, 1), (1024, 0, 8), (2048, 6144, 1), (2048, 6144, 28), (8192, 0, 1), (8192, 0, 28))
-"""(queries, keys before them, contiguous runs of pages) of each case."""
+"""Cases of prefill attention, each as (number of queries, number of keys before them, number of contiguous runs of
+pages)."""
 DECODES = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (16, 4096), (16, 32768))
-"""(sequences, keys of each) of each case."""
+"""Cases of decode attention, each as (number of sequences, number of keys of each sequence)."""
 PRODUCT_ROWS = (1, 16, 64, 256, 2048)
 DRAWN = ((1, 32_000), (64, 32_000), (64, 128_256), (256, 128_256))
-"""(sequences, vocabulary size) of each case."""
+"""Cases of sampling, each as (number of sequences, vocabulary size)."""
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _COPIES = 8
-"""Number of layers, or of weights, between which a measurement alternates, so that they are not read from a cache."""
+"""Number of copies of the layers or weights that a measurement uses one after another. With several copies, the data
+are not already in a cache."""
 _REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Time of a kernel, and the baseline's time: that of another kernel, or the minimum by the device's rates."""
+    """Time of a kernel, and the time of its baseline. The baseline is another kernel, or the minimum time that the
+    device's rates allow."""
 
     case: Mapping[str, object]
     metric: str
@@ -55,15 +58,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of the device. `memory`: bytes per second that a copy reads and writes together. `product`: operations per
-    second of a large matrix product."""
+    """Measured rates of the device. `memory`: bytes per second of a copy, with reads and writes added up. `product`:
+    operations per second of a large matrix product."""
 
     memory: float
     product: float
 
 
 def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Measure the prefill attention of one layer, compared with the time of its operations and with torch's kernels."""
+    """Measure the prefill attention of one layer. The baselines are the time of its operations and torch's kernels."""
     for num_queries, num_before, num_runs in PREFILLS:
         q_TNH, k_SGH, v_SGH = _random_heads(shape, device, num_queries, num_before + num_queries)
         segments = _runs(k_SGH, v_SGH, num_runs)
@@ -79,7 +82,8 @@ def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Measure the decode attention of one layer, replayed from a CUDA graph, compared with the time to read its KV."""
+    """Measure the decode attention of one layer, replayed from a CUDA graph. The baseline is the time to read the
+    KV."""
     for batch, context in DECODES:
         row_pages = -(-context // PAGE_TOKENS)
         pages = _COPIES, batch * row_pages, PAGE_TOKENS, 2, shape.num_kv_heads, shape.head_dim
@@ -105,8 +109,8 @@ def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def products(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Measure torch's matrix products with weights of the model's shapes, compared with max(time to read the weights,
-    time of the operations)."""
+    """Measure torch's matrix products with weights of the model's shapes. The baseline is the longer of the time to
+    read the weights and the time of the operations."""
     hidden, heads = shape.hidden_size, shape.num_heads + 2 * shape.num_kv_heads
     shapes = {
         "qkv": (heads * shape.head_dim, hidden),
@@ -131,7 +135,7 @@ def products(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def draws(device: Device, rates: Rates) -> Iterator[Measured]:
-    """Measure sampling from fp32 logits by kind of sampling, compared with the time to read the logits."""
+    """Measure sampling from fp32 logits for each kind of sampling. The baseline is the time to read the logits."""
     for batch, vocab_size in DRAWN:
         logits_BV = torch.randn(batch, vocab_size, device=device.torch_device)
         row = RowDraw(key=7, top_k=50, floor=-math.inf, top_p=0.95, temperature=0.8)

@@ -1,6 +1,7 @@
-"""Defines the loads of an engine on a device, and reports their times compared with the minimum times.
+"""Defines the loads of an engine on a device, and reports the engine's times compared with their minimum.
 
-minimum time of a step = max(bytes read / rate of a copy, operations of its prompts / rate of a large product)
+The minimum time of a step is max(bytes read / rate of a copy, operations of its prompts / rate of a large matrix
+product).
 """
 
 import json
@@ -19,20 +20,21 @@ from benchmarks.device.served import TOGETHER, Load, LoggedEngine, Served, Step,
 from generate_workers.config import EngineConfig
 
 MOST_SHOWN = 12
-"""Maximum number of functions, and of kernels, that are reported from a profile."""
+"""Maximum number of functions that a profile reports, and maximum number of kernels."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of an engine, and the loads that it runs one after the other."""
+    """Configuration of one engine, and the loads that this engine runs one after the other."""
 
     name: str
     config: EngineConfig
     loads: tuple[Load, ...]
     profiled: Load | None = None
-    """Load during which the stack is sampled and kernels are traced, which increases its times."""
+    """Load during which the engine's stack is sampled and its kernels are traced. Profiling increases the measured
+    times. None: no profile."""
     warm_s: float = 6.0
-    """Seconds from the start of that load to the start of its profile."""
+    """Seconds from the start of the profiled load to the start of the profile."""
 
 
 _WIDE = {"num_slots": 256, "max_slot_tokens": 1280, "max_waiting": 1024, **TOGETHER}
@@ -53,7 +55,8 @@ FULL = (
     ),
     Setting("long", EngineConfig(**_LONG, speculation="off"), (Load(4, 8192, 64, 2),)),
 )
-"""Settings of speculation and prompt length. An engine has served no request before its first load."""
+"""Engine settings to measure. They differ in the mode of speculation and in the prompt length. Each setting starts a
+new engine, which has served no request before its first load."""
 QUICK = (Setting("auto", EngineConfig(num_slots=2, max_slot_tokens=64), (Load(2, 24, 4, 2),), Load(2, 24, 4, 2), 0.0),)
 _WINDOW_S, _LIMIT_S = 1.5, 40.0
 
@@ -61,7 +64,8 @@ _WINDOW_S, _LIMIT_S = 1.5, 40.0
 def measure(
     decoder: Decoder, shape: Shape, rates: Rates, settings: tuple[Setting, ...], folder: Path | None
 ) -> Iterator[Measured]:
-    """Run all loads and yield their results. Steps, compilations and a trace are written to `folder`, if given."""
+    """Run the loads of all settings and yield their results. If `folder` is given, write the steps, Triton's
+    compilations and a trace to files in it."""
     for setting in settings:
         with compilations() as compiled, running_engine(decoder, setting.config) as engine:
             yield from _total({"setting": setting.name, "when": "start"}, compiled)

@@ -1,6 +1,6 @@
-"""Models of real shapes with random weights, created on the device that they run on.
+"""Models with the shapes of real models and with random weights, created on the device that they run on.
 
-N outputs and K inputs of a weight.
+In the dimension suffixes of variable names, N is the number of outputs and K the number of inputs of a weight matrix.
 """
 
 import math
@@ -58,13 +58,13 @@ class Shape:
 
     @property
     def num_weights(self) -> int:
-        """Return the number of weights that multiply each token: those of all layers, without embedding and head."""
+        """Return the number of weights of all layers. The embedding and the output head are not counted."""
         attention = self.hidden_size * (2 * self.hidden_size + 2 * self.num_kv_heads * self.head_dim)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Return the number of operations of a prefill: matrix products and causal attention for all tokens, and the
-        head for one token."""
+        """Return the number of floating-point operations to prefill `num_tokens` tokens: matrix products and causal
+        attention for all tokens, and the output head for one token."""
         attention = 2 * self.num_layers * self.hidden_size * num_tokens**2
         return 2.0 * self.num_weights * num_tokens + attention + 2.0 * self.hidden_size * self.vocab_size
 
@@ -72,7 +72,8 @@ class Shape:
 SEVEN_B = Shape("7b", 32, 32, 8, 14336, 32000)
 """Shape of Mistral 7B."""
 ONE_B = Shape("7b-8-layers", 8, 32, 8, 14336, 32000)
-"""Shape with a quarter of Mistral 7B's layers, for several processes that each have a copy of the model."""
+"""Shape of Mistral 7B with 8 instead of 32 layers. Used when each of several processes needs its own copy of the
+model."""
 TINY = Shape("tiny", 4, 4, 2, 256, 512, head_dim=32)
 """Shape for a smoke test."""
 
@@ -80,7 +81,8 @@ TINY = Shape("tiny", 4, 4, 2, 256, 512, head_dim=32)
 def random_model(
     shape: Shape, device: Device, *, max_position: int, dtype: str = "bfloat16", kernel: Kernel | None = None
 ) -> Decoder:
-    """Return a model with random weights, which are equal for equal shapes and kinds of device."""
+    """Return a model with random weights. Two calls with the same shape and the same kind of device return equal
+    weights."""
     config, where = shape.config(max_position), device.torch_device
     return Decoder(config, _weights(config, where, dtype), kernel, device=device)
 

@@ -1,7 +1,8 @@
-"""Decode steps of residency policies over a device's real link, for sequences with random KV.
+"""Measures decode steps of the residency policies over the real link between host and device, with random KV.
 
-Residency `infinigen` selects a tenth of the keys, using a third of a head's columns. The weights are also random, so
-the fraction of keys that stay selected from step to step is not that of a real model.
+The policy `infinigen` selects a tenth of the keys, based on a third of the columns of each head. The model's weights
+are also random. Therefore the fraction of keys that stay selected from one step to the next differs from that of a real
+model.
 """
 
 import contextlib
@@ -28,10 +29,10 @@ _COLUMNS_SHARE = 0.3
 
 @dataclass(frozen=True)
 class FirstColumns(SelectionSource):
-    """Selection that is not fitted to a text: the partial keys are the first columns of each head."""
+    """Key selection for `infinigen` that is not fitted to a text. It selects keys by the first columns of each head."""
 
     def load(self) -> PreparedSelection:
-        """Make the selection for the decoder."""
+        """Return the selection, prepared for the decoder's layout."""
         layout = self.decoder.layout
         shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.head_dim)
         whole_LGHR = torch.eye(layout.head_dim).expand(shape).contiguous()
@@ -40,7 +41,7 @@ class FirstColumns(SelectionSource):
 
 
 class PolicyRows:
-    """Sequences of one policy that are stepped as a batch. Create with `opened`."""
+    """Batch of sequences whose KV is managed by one residency policy. Create with `opened`."""
 
     def __init__(self, decoder: Decoder, residency: Residency, lengths: list[int]) -> None:
         self._decoder, self._residency, self._lengths = decoder, residency, lengths
@@ -52,7 +53,8 @@ class PolicyRows:
     def opened(
         cls, decoder: Decoder, device: Device, policy: str, lengths: list[int], num_steps: int
     ) -> Iterator["PolicyRows"]:
-        """Open sequences of `lengths` tokens with room for `num_steps` steps; release them at the end of the block."""
+        """Context manager. Open sequences with the given lengths in tokens, each with room for `num_steps` more tokens.
+        Release the sequences on exit."""
         layout, most = decoder.layout, max(lengths) + num_steps
         shape = KvShape(layout, decoder.config.windows, len(lengths), most)
         residency = make_residency(policy, shape, device, FirstColumns(decoder))
@@ -68,7 +70,8 @@ class PolicyRows:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one step with one new token per sequence, and read the next tokens as an engine does."""
+        """Run one decode step, which yields one new token per sequence, and copy the tokens to the host as an engine
+        does."""
         before = self._residency.num_link_bytes
         rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
         with self._residency.step(rows) as step:
@@ -79,6 +82,7 @@ class PolicyRows:
 
 
 def measure(decoder: Decoder, device: Device, policy: str, lengths: list[int], rounds: int) -> tuple[list[float], int]:
-    """Return the milliseconds of a policy's steps, and the number of bytes that crossed the link in the last step."""
+    """Measure decode steps of a residency policy. Return the milliseconds of each step, and the number of bytes that
+    crossed the link in the last step."""
     with PolicyRows.opened(decoder, device, policy, lengths, rounds + 1) as rows:
         return [1e3 * s for s in times_s(device, rows.step, rounds)], rows.step_bytes

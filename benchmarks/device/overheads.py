@@ -1,7 +1,8 @@
-"""Measures fixed costs of a device: kernel launches by the host, replays of CUDA graphs, allocation of pinned memory.
+"""Measures fixed costs of a device: kernel launches by the host, replays of CUDA graphs, and allocation of pinned
+memory.
 
-Times of launches are host times: the host does not wait for the device between launches. On devices other than a GPU,
-only launches of torch operators are measured.
+Launch times are host times, because the host does not wait for the device between launches. On devices other than a
+GPU, only launches of torch operators are measured.
 """
 
 import statistics
@@ -17,13 +18,13 @@ from benchmarks.device.rates import synchronize, times_s
 
 _LAUNCHES = 200
 _NODES = 360
-"""Number of kernels of a decode step of a model with 32 layers."""
+"""Number of kernels in one decode step of a model with 32 layers. The measured CUDA graph has this number of nodes."""
 _ROUNDS = 5
 
 
 def launches_us(device: Device) -> dict[str, float]:
-    """Return the host's microseconds per launch, by kind: an operator of torch, a Triton kernel of Baton, and a node of
-    a replayed graph (including the device's time)."""
+    """Return the host's time per launch in microseconds, by kind of launch. The kinds are a torch operator, a Triton
+    kernel of Baton, and a node of a replayed CUDA graph. The time of a graph node includes the device's time."""
     x_TD = torch.zeros(1, 256, device=device.torch_device)
     found = {"torch operator": _us(device, lambda: x_TD.add_(1.0))}
     if x_TD.is_cuda:
@@ -34,7 +35,7 @@ def launches_us(device: Device) -> dict[str, float]:
 
 
 def pinning_ms(num_bytes: int) -> float:
-    """Return the milliseconds to allocate and pin `num_bytes` bytes of host memory. Needs a GPU."""
+    """Return the time in milliseconds to allocate and pin `num_bytes` bytes of host memory. Requires a GPU."""
     began_s = time.perf_counter()
     torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return 1e3 * (time.perf_counter() - began_s)

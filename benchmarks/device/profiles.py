@@ -1,4 +1,5 @@
-"""Observes an engine under load: samples of its stack, kernels of the GPU, compilations by Triton."""
+"""Observes an engine under load: samples the engine thread's stack, traces GPU kernels, and records compilations by
+Triton."""
 
 import sys
 import threading
@@ -23,7 +24,7 @@ class Compilation(NamedTuple):
 
     kernel: str
     at_s: float
-    """Time of its completion, by the clock of `time.perf_counter`."""
+    """Time at which the compilation or the load completed, in seconds of `time.perf_counter`."""
     took_s: float
     was_cached: bool
     """True if the kernel was loaded from Triton's cache."""
@@ -31,7 +32,8 @@ class Compilation(NamedTuple):
 
 @contextmanager
 def compilations() -> Iterator[list[Compilation]]:
-    """Record the compilations by Triton during the block, in any thread."""
+    """Context manager. Yield a list to which every compilation by Triton is appended until the block ends, in any
+    thread."""
     import triton.knobs
 
     found = list[Compilation]()
@@ -47,8 +49,8 @@ def compilations() -> Iterator[list[Compilation]]:
 
 
 def engine_stacks(seconds: float) -> Counter[str]:
-    """Sample the stack of the engine's thread every two milliseconds for `seconds`. Return how often each function of
-    Baton was the innermost on it. Blocks."""
+    """Sample the stack of the engine's thread every two milliseconds for `seconds` seconds. Return, for each function
+    of Baton, the number of samples in which it was the innermost Baton function on the stack. Blocks."""
     ident = next(each.ident for each in threading.enumerate() if each.name == ENGINE_THREAD)
     counts, pause, over_s = Counter[str](), threading.Event(), time.perf_counter() + seconds
     while time.perf_counter() < over_s:
@@ -62,8 +64,8 @@ def engine_stacks(seconds: float) -> Counter[str]:
 
 
 def gpu_kernels(seconds: float, trace: Path | None) -> dict[str, float]:
-    """Return the seconds of each GPU kernel and copy in a window of `seconds`, longest first. If `trace` is given,
-    write a Chrome trace to it. Blocks."""
+    """Trace the GPU for `seconds` seconds. Return the total seconds of each kernel and each kind of copy by name,
+    longest first. If `trace` is given, write a Chrome trace to it. Blocks."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         threading.Event().wait(seconds)
         torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-"""Rates of a device and its link, from which the minimum time of a step or a prefill is computed."""
+"""Measures the rates of a device and of its link. The minimum time of a step or a prefill is computed from these
+rates."""
 
 import statistics
 import time
@@ -12,13 +13,14 @@ _ROUNDS = 5
 
 
 def synchronize(device: Device) -> None:
-    """Wait until the device has completed all work."""
+    """Wait until the device has completed all submitted work."""
     if device.torch_device.type == "cuda":
         torch.cuda.synchronize(device.torch_device)
 
 
 def times_s(device: Device, run: Callable[[], object], rounds: int = _ROUNDS, repeats: int = 1) -> list[float]:
-    """Return the seconds per call in each of `rounds` rounds of `repeats` calls, after one warm-up call."""
+    """Measure `run` in `rounds` rounds of `repeats` calls each, after one warm-up call. Return the mean seconds per
+    call of each round."""
     run()
     found = []
     for _ in range(rounds):
@@ -32,20 +34,22 @@ def times_s(device: Device, run: Callable[[], object], rounds: int = _ROUNDS, re
 
 
 def memory_rate(device: Device, num_bytes: int) -> float:
-    """Return the bytes per second that a copy of `num_bytes` bytes on the device reads and writes together."""
+    """Return the device's memory bandwidth in bytes per second, measured with a copy of `num_bytes` bytes on the
+    device. Bytes read and bytes written are both counted."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
     to = torch.empty_like(source)
     return 2 * num_bytes / statistics.median(times_s(device, lambda: to.copy_(source)))
 
 
 def product_rate(device: Device, size: int, dtype: torch.dtype) -> float:
-    """Return the operations per second of a product of two random square matrices."""
+    """Return the floating-point operations per second of a product of two random `size` x `size` matrices."""
     a, b = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
     return 2.0 * size**3 / statistics.median(times_s(device, lambda: a @ b, repeats=5))
 
 
 def link_rates(device: Device, num_bytes: int) -> tuple[float, float]:
-    """Return the bytes per second of a fetch and of a store of `num_bytes` bytes. On a GPU, host memory is pinned."""
+    """Return the rates in bytes per second of copies of `num_bytes` bytes: (from host to device, from device to host).
+    On a GPU, the host memory is pinned."""
     is_gpu = device.torch_device.type == "cuda"
     home = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)

@@ -1,8 +1,9 @@
-"""A generation engine under closed loops of users, in process: the time of every step, and the host's fraction of it.
+"""Runs a generation engine in this process under closed loops of users. Measures the time of every step and the host's
+fraction of it.
 
-The engine is created as in a worker of a cluster without prefill groups, with its scheduling policy, speculation and
-CUDA graphs. Its streams are read on the process's asyncio loop. It runs without Ray and gRPC, so their costs are not
-included.
+The engine is configured like a worker in a cluster without prefill groups, with the same scheduling policy, speculation
+and CUDA graphs. Its streams are read on the process's asyncio loop. It runs without Ray and gRPC, so the costs of Ray
+and gRPC are not included.
 """
 
 import asyncio
@@ -42,21 +43,23 @@ TOGETHER: dict[str, Any] = {
     "mixed_step_s": 0.3,
     "burst_step_s": 1.0,
 }
-"""Settings of a GPU engine that does all prefills (deploy.machine.arrangement)."""
+"""Settings of a GPU engine in a cluster without prefill groups, where the engine computes all prefills. The values are
+those of `deploy.machine.arrangement`."""
 ENGINE_THREAD = "generate-engine"
 _KEEP_S = 60.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """Closed loop: each user waits for its answer before it sends the next request."""
+    """Load by a fixed number of users. Each user sends its next request when its previous request has been answered
+    (closed loop)."""
 
     users: int
     prompt_tokens: int
-    """Number of tokens of each prompt, plus or minus 2 %."""
+    """Mean number of tokens of a prompt. The actual lengths vary by up to 2 %."""
     output_tokens: int
     rounds: int
-    """Number of requests of each user."""
+    """Number of requests that each user sends."""
 
 
 @dataclass(frozen=True)
@@ -73,30 +76,31 @@ class Step:
     num_bytes: int
     """Number of bytes of weights and KV that the step read."""
     device_s: float
-    """Seconds from copying the inputs until the tokens are read, if the whole step runs on the device; else 0."""
+    """Seconds from copying the step's inputs to the device until its output tokens are read. 0 if the step did not run
+    on the device as a whole."""
     draft_s: float
-    """Seconds to plan and make drafts, and to learn from them."""
+    """Seconds spent on speculation: planning drafts, generating them, and updating the drafter with the results."""
     batch_s: float
-    """Seconds to select the work of the step."""
+    """Seconds spent on scheduling: selecting the sequences and prompt tokens of the step."""
 
 
 @dataclass
 class Served:
-    """Result of a load."""
+    """Results of running one load."""
 
     load: Load
     began_s: float = field(default_factory=time.perf_counter)
     took_s: float = 0.0
     num_tokens: int = 0
     first_s: list[float] = field(default_factory=list)
-    """Seconds from each request to its first token."""
+    """Time to first token of each request, in seconds."""
     gap_s: list[float] = field(default_factory=list)
-    """Seconds between consecutive tokens of a stream."""
+    """Times between consecutive tokens of a stream in seconds, for all streams."""
     steps: list[Step] = field(default_factory=list)
 
 
 class Timed:
-    """Wrapper of an object that adds up the seconds of calls to its methods."""
+    """Wrapper of an object that measures the total time of all calls to the object's methods."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._seconds = inner, 0.0
@@ -116,13 +120,13 @@ class Timed:
         return call
 
     def take(self) -> float:
-        """Return the seconds added up since the previous `take`."""
+        """Return the total seconds of the calls since the previous `take`, and reset the total to 0."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 class LoggedEngine(GenerationEngine):
-    """Engine that logs its steps."""
+    """Generation engine that records the times and sizes of each of its steps."""
 
     def __init__(self, model: ServedModel, running: RunningRows, config: EngineConfig, *, decode_steps: Any) -> None:
         self._batching: Any = Timed(running.scheduling_policy)
@@ -135,7 +139,7 @@ class LoggedEngine(GenerationEngine):
         self.log: list[Step] = []
 
     def step(self) -> None:
-        """Run a step, and log it if there was any work."""
+        """Run one engine step, and record it if the engine had work."""
         num_steps, began_s = self._num_steps, time.perf_counter()
         super().step()
         took_s, last = time.perf_counter() - began_s, self._last_step
@@ -147,8 +151,8 @@ class LoggedEngine(GenerationEngine):
 
 @contextlib.contextmanager
 def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEngine]:
-    """Start an engine as a worker does, with a tokenizer of letters, and yield it. It is closed at the end of the
-    block."""
+    """Context manager. Start an engine as a worker does, with a tokenizer whose tokens are single letters, and yield
+    it. The engine is closed on exit."""
     clock = SystemClock()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.load(write_letters(Path(folder), decoder.config.vocab_size))
@@ -167,7 +171,7 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
 
 
 def serve(engine: LoggedEngine, load: Load, limit_s: float, observe: Callable[[], None] | None = None) -> Served:
-    """Run a load for at most `limit_s` seconds, and return its results. `observe`: function that runs in a thread
+    """Run a load for at most `limit_s` seconds, and return its results. If `observe` is given, call it in a thread
     during the load. Blocks."""
     served = Served(load)
     engine.log.clear()

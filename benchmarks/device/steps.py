@@ -1,4 +1,5 @@
-"""Decode steps of an engine over paged KV, with and without CUDA graphs, and the minimum time to read their bytes."""
+"""Measures decode steps of an engine with paged KV, with and without CUDA graphs. Computes the minimum time to read the
+bytes of a step."""
 
 import contextlib
 from collections.abc import Callable
@@ -23,21 +24,24 @@ _GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one case, in milliseconds."""
+    """Measured times of one combination of batch size and context length, in milliseconds."""
 
     graphs_ms: list[float]
-    """Steps run as a whole: replayed from a CUDA graph, or on a CPU launched kernel by kernel."""
+    """Milliseconds of steps that are run as a whole. On a GPU such a step is replayed from a CUDA graph; on a CPU its
+    kernels are launched one by one."""
     launched_ms: list[float]
-    """Steps of an engine without graphs: a forward pass, then sampling."""
+    """Milliseconds of steps without CUDA graphs, as in an engine without graphs: a forward pass, then sampling."""
     num_bytes: int
-    """Number of bytes that a step reads: weights except the embedding, and the KV of all sequences."""
+    """Number of bytes that a step reads: all weights except the embedding, and the KV of all sequences."""
 
 
 class PagedRows:
-    """Sequences of residency `device` that are stepped as a batch, as in `generate_workers.engine.model_runner`."""
+    """Batch of sequences with paged KV in device memory. They are stepped as in
+    `generate_workers.engine.model_runner`."""
 
     def __init__(self, decoder: Decoder, residency: PagedResidency, batch: int, context: int, most_tokens: int) -> None:
-        """Open `batch` sequences with random KV of `context` tokens each, and room for `most_tokens` tokens."""
+        """Open `batch` sequences with random KV of `context` tokens each. Reserve KV for up to `most_tokens` tokens per
+        sequence."""
         self._decoder, self._residency, self._lengths = decoder, residency, [context] * batch
         for slot in range(batch):
             residency.open(SlotId(slot), context, most_tokens).commit(TokenRange(0, context))
@@ -49,7 +53,9 @@ class PagedRows:
 
     @torch.inference_mode()
     def step(self, *, graphs: bool) -> None:
-        """Run a step with one new token per sequence, as a whole or kernel by kernel, and read the next tokens."""
+        """Run one decode step, which yields one new token per sequence, and copy the tokens to the host. If `graphs` is
+        true, the step is run as a whole, on a GPU by replaying a CUDA graph. Otherwise its kernels are launched one by
+        one."""
         rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
         with self._residency.step(rows) as step:
             if graphs:
@@ -64,7 +70,8 @@ class PagedRows:
 
 
 def measure(decoder: Decoder, device: Device, batch: int, context: int, rounds: int) -> StepTimes:
-    """Measure greedy steps of `batch` sequences with random KV. `context`: initial number of tokens per sequence."""
+    """Measure greedy decode steps of `batch` sequences with random KV. `context` is the initial number of tokens per
+    sequence."""
     num_steps = rounds * _STEPS + 1  # each kind of run has one warm-up step
     most_tokens = context + 2 * num_steps
     shape = KvShape(decoder.layout, decoder.config.windows, batch, most_tokens)
@@ -82,7 +89,7 @@ def measure(decoder: Decoder, device: Device, batch: int, context: int, rounds: 
 
 
 def roofline_ms(times: StepTimes, rate: float) -> float:
-    """Return the milliseconds to read the bytes of a step at `rate` bytes per second."""
+    """Return the minimum milliseconds of a step: the time to read the step's bytes at `rate` bytes per second."""
     return 1e3 * times.num_bytes / rate
 
 

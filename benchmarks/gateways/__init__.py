@@ -1,1 +1,2 @@
-"""Runs orchestrators and gateways with scripted engines (`benchmarks.gateway`)."""
+"""Processes that run orchestrators, HTTP gateways, scripted engines and clients for the benchmark
+`benchmarks.gateway`."""

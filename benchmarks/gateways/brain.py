@@ -1,4 +1,5 @@
-"""Orchestrator process of the gateway benchmark: the real server, with generation groups in another process."""
+"""Orchestrator process of the gateway benchmark. It runs the real server; the generation groups run in another
+process."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -30,7 +31,7 @@ VOCAB_SIZE = 49_152
 
 @dataclass(frozen=True)
 class Brain:
-    """Arguments of the server's process."""
+    """Arguments of the process that runs the server."""
 
     folder: Path
     """Folder of the model that provides the tokenizer."""
@@ -42,8 +43,9 @@ class Brain:
 
 @contextlib.asynccontextmanager
 async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
-    """Role of a process that runs the server. Its greeting is the server's port. `usage` returns the resources that the
-    process has used, `profile` starts a profile, and `profiled` ends it and returns it as text."""
+    """Main function of the process that runs the server. Its greeting to the parent process is the server's port. It
+    answers three questions: `usage` returns the resources that the process has used, `profile` starts a profile, and
+    `profiled` ends the profile and returns it as text."""
     members = Membership()
     planner = ChainPlanner(
         nominal_calibration(ResolvedModel(told.folder), "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS

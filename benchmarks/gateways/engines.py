@@ -1,7 +1,8 @@
-"""Generation groups that compute nothing: the real service, with engines that emit scripted tokens at a given pace.
+"""Generation groups that run the real service, but whose engines emit scripted tokens at a given pace without
+computing.
 
-Output token i has id 1000 + i, and its text is one word. All groups are in one process. Their steps alternate on one
-thread, so that all streams of a group get their tokens at the same time, as from a batch.
+Output token number i has the id 1000 + i, and its text is one word. All groups run in one process. Their steps
+alternate on one thread. All streams of a group receive a token at the same time, as in a batch.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Groups:
-    """Number and speed of the groups."""
+    """Number of generation groups, their slots and their speed."""
 
     num_groups: int
     num_slots: int
@@ -39,7 +40,8 @@ class Groups:
     step_s: float
     """Seconds between two tokens of a stream, if the processor is fast enough."""
     says_time: bool = False
-    """True: the text of a token is the time at which it is made, in unix nanoseconds. False: it is a word."""
+    """If true, the text of a token is the time at which it was emitted, in nanoseconds since the Unix epoch. If false,
+    it is a word."""
 
 
 @dataclass
@@ -50,7 +52,8 @@ class _Row:
 
 
 class ScriptedEngine:
-    """Methods of an engine that a servicer uses. Every stream has one choice, and gets a token at each step."""
+    """Scripted replacement of a generation engine, with the methods that the gRPC servicer calls. Every stream has one
+    choice, and receives one token at each step."""
 
     def __init__(self, num_slots: int, *, says_time: bool = False) -> None:
         self._says_time = says_time
@@ -62,7 +65,7 @@ class ScriptedEngine:
         self._num_steps = 0
 
     def submit(self, request: GenerationRequest, on_event: EventSink, _hook: object) -> StreamId:
-        """Open a stream, which gets its tokens at later steps."""
+        """Open a stream and return its id. Its tokens are emitted by later calls of `step`."""
         with self._lock:
             self._num_opened += 1
             stream_id = StreamId(self._num_opened)
@@ -92,7 +95,7 @@ class ScriptedEngine:
         self._num_steps += 1
 
     def status(self) -> EngineStatus:
-        """Return a status with the slots of the running streams, and with all memory counts 0."""
+        """Return the number of slots, of which the running streams occupy one each. All memory counts are 0."""
         active = min(len(self._rows), self._num_slots)
         kv = KvLedger(num_bytes=0, num_bytes_free=0, num_bytes_leased=0, num_bytes_active=0, num_bytes_quarantined=0)
         ledger = SlotLedger(self._num_slots, self._num_slots - active, 0, active, 0, 0, 0, kv)
@@ -101,8 +104,8 @@ class ScriptedEngine:
 
 @contextlib.asynccontextmanager
 async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
-    """Role of a process that runs the engines. Its greeting is the list of the groups' ports. It answers any question
-    with the resources that the process has used."""
+    """Main function of the process that runs the engines. Its greeting to the parent process is the list of the groups'
+    ports. It answers every question with the resources that the process has used."""
     made = [ScriptedEngine(groups.num_slots, says_time=groups.says_time) for _ in range(groups.num_groups)]
     servers, servicers, ports = [], [], []
     for engine in made:

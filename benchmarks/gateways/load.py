@@ -1,4 +1,4 @@
-"""Client process of the gateway benchmark: thousands of streams, each checked token by token."""
+"""Client process of the gateway benchmark. It runs thousands of streams, and checks each token of each stream."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ PROMPT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in th
 
 @dataclass(frozen=True)
 class Streams:
-    """Number, length and start times of streams."""
+    """Request to open streams: their number, their length, and the period in which they start."""
 
     num_streams: int
     max_tokens: int
     within_s: float
-    """Seconds within which the streams start, at random times."""
+    """Length in seconds of the period in which the streams start. Their start times in it are random."""
 
 
 @dataclass
@@ -39,16 +39,16 @@ class Seen:
 
     num_tokens: int = 0
     num_done: int = 0
-    """Number of streams that ended correctly: with all tokens, in order, and the last message."""
+    """Number of streams that ended correctly: all tokens arrived in order, followed by the last message."""
     errors: list[str] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
-    """Seconds from the call of each stream to its first token."""
+    """Time to first token of each stream in seconds, from the start of its call."""
     late_ms: list[float] = field(default_factory=list)
-    """Milliseconds from the engine to the client, for each token."""
+    """Time from the engine to the client for each token, in milliseconds."""
 
 
 class Clients(ABC):
-    """Streams that run in this process, independent of the protocol."""
+    """Base class of the clients in this process. Subclasses implement the protocol (gRPC or HTTP) of their streams."""
 
     def __init__(self) -> None:
         self._running: list[asyncio.Task[None]] = []
@@ -61,7 +61,7 @@ class Clients(ABC):
         """Run stream `number`, which starts in `at_s` seconds, to its end."""
 
     async def open(self, asked: Streams) -> None:
-        """Start the streams, and return when each has received its first token or has ended."""
+        """Start the streams that `asked` describes. Return when each has received its first token or has ended."""
         self._asked, self.seen = asked, Seen()
         self._begun.clear()
         rng = random.Random(0)
@@ -75,9 +75,13 @@ class Clients(ABC):
         return self.seen
 
     async def answer(self, question: Any) -> Any:
-        """Answer a question to the clients' process. A `Streams` object opens streams, and is answered when all have
-        their first token. `seen` returns the number of received tokens, and the delays of those received since the last
-        `seen`. `usage` returns the resources that the process has used. `drain` waits until all streams have ended."""
+        """Answer a question that the parent process sent:
+
+        - a `Streams` object opens streams; the answer is sent when all of them have received their first token
+        - `seen` returns the number of tokens received so far, and the delays of the tokens since the last `seen`
+        - `usage` returns the resources that the process has used
+        - `drain` waits until all streams have ended, and returns everything that they have received
+        """
         if isinstance(question, Streams):
             return await self.open(question)
         if question == "seen":
@@ -95,7 +99,7 @@ class Clients(ABC):
 
 
 class Load(Clients):
-    """Streams over gRPC that run in this process."""
+    """Clients whose streams run over gRPC."""
 
     def __init__(self, target: str) -> None:
         super().__init__()
@@ -144,7 +148,8 @@ class Load(Clients):
 
 @contextlib.asynccontextmanager
 async def load(target: str) -> AsyncIterator[tuple[None, Answer]]:
-    """Role of a process that runs gRPC clients. Questions: see `Clients.answer`."""
+    """Main function of a process that runs gRPC clients. `Clients.answer` lists the questions that the process
+    answers."""
     clients = Load(target)
     try:
         yield None, clients.answer

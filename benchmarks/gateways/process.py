@@ -1,4 +1,5 @@
-"""Process of the gateway benchmark: it starts, sends a greeting, and answers one question after the other."""
+"""Child process of the gateway benchmark. After its start it sends a greeting to its parent, then answers the parent's
+questions one after the other."""
 
 import asyncio
 import contextlib
@@ -14,8 +15,8 @@ from typing import Any
 
 Answer = Callable[[Any], Awaitable[Any]]
 Role = Callable[..., contextlib.AbstractAsyncContextManager[tuple[Any, Answer]]]
-"""Context manager that yields the process's greeting and the function that answers its questions. Must be a
-module-level function."""
+"""Main function of a child process: an asynchronous context manager. It yields the greeting to send to the parent
+process, and the function that answers the parent's questions. Must be a module-level function."""
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 _END_S = 20.0
@@ -34,22 +35,22 @@ class Usage:
 
 
 class Child:
-    """Parent's end of the pipe to a process."""
+    """Connection of the parent process to one child process."""
 
     def __init__(self, greeting: Any, pipe: Connection) -> None:
         self.greeting = greeting
         self._pipe = pipe
 
     async def ask(self, question: Any) -> Any:
-        """Send a question and return the process's answer. Raises EOFError when the process has died."""
+        """Send a question to the child process and return its answer. Raises EOFError if the process has died."""
         self._pipe.send(question)
         return await asyncio.to_thread(self._pipe.recv)
 
 
 @contextlib.asynccontextmanager
 async def child(role: Role, *args: Any, new_loop: NewLoop | None = None) -> AsyncIterator[Child]:
-    """Start a process that runs `role(*args)`, on asyncio's default event loop or on one from `new_loop`, and yield it.
-    The process ends with the block."""
+    """Context manager. Start a child process that runs `role(*args)`, and yield the parent's connection to it. The
+    process ends with the block. Its event loop is created by `new_loop`; None: asyncio's default loop."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, role, args, new_loop), daemon=True)
@@ -64,8 +65,8 @@ async def child(role: Role, *args: Any, new_loop: NewLoop | None = None) -> Asyn
 
 
 def usage() -> Usage:
-    """Return the resources that this process has used. Call it on the main thread. Garbage is collected first, so that
-    it is not counted."""
+    """Return the resources that this process has used. Must be called on the main thread. Runs the garbage collector
+    first, so that garbage does not count as used memory."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     return Usage(time.process_time(), time.thread_time(), resident)

@@ -1,7 +1,7 @@
-"""Profiles a process by sampling its main thread's stack every few milliseconds of processor time.
+"""Profiler that samples the stack of a process's main thread every few milliseconds of processor time.
 
-A sample counts for the running function (including the C code that it calls, such as gRPC and protobuf), and once for
-each of its callers on the stack.
+Each sample is counted once for the innermost Python function, and once for each of its callers on the stack. The time
+of C code, such as gRPC and protobuf, counts for the Python function that called it.
 """
 
 import gc
@@ -11,12 +11,12 @@ from collections import Counter
 from types import FrameType
 
 _PERIOD_S = 0.004
-"""Seconds between two samples. Kernel timers are not faster."""
+"""Seconds of processor time between two samples. The kernel's timers do not support a shorter period."""
 _NUM_SHOWN = 25
 
 
 class Profile:
-    """Samples of the main thread between `start` and `stop`, which that thread must call."""
+    """Samples of the main thread's stack, taken between `start` and `stop`. Both must be called on the main thread."""
 
     def __init__(self) -> None:
         self._own: Counter[str] = Counter()

@@ -1,5 +1,6 @@
-"""HTTP in the gateway benchmarks: a process with the real HTTP gateway, and a process with clients that read
-server-sent events. Groups send the time with each token (`Groups.says_time`), so that delays can be measured."""
+"""HTTP processes of the gateway benchmarks: one runs the real HTTP gateway, the other runs clients that read
+server-sent events. The generation groups send the time with each token (`Groups.says_time`), so that delays can be
+measured."""
 
 import asyncio
 import contextlib
@@ -27,8 +28,9 @@ _PREFIX, _DONE = b"data: ", b"[DONE]"
 
 @contextlib.asynccontextmanager
 async def http_gateway(target: str, folder: Path) -> AsyncIterator[tuple[int, Answer]]:
-    """Role of a process that runs the HTTP gateway. Its greeting is the gateway's port. It answers any question with
-    the resources that the process has used. `folder`: folder of the model that provides the tokenizer."""
+    """Main function of a process that runs the HTTP gateway. Its greeting to the parent process is the gateway's port.
+    It answers every question with the resources that the process has used. `target` is the address of the orchestrator,
+    and `folder` the model's folder, which contains the tokenizer."""
     async with Upstream(target) as upstream:
         reader = Reader(Tokenizer.load(folder), await upstream.model({}))
         server = await HttpServer.start(Gateway(upstream, reader), open_socket(HOST, 0))
@@ -44,7 +46,7 @@ async def http_gateway(target: str, folder: Path) -> AsyncIterator[tuple[int, An
 
 
 class HttpLoad(Clients):
-    """Streams over HTTP that run in this process."""
+    """Clients whose streams run over HTTP."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         super().__init__()
@@ -91,7 +93,8 @@ class HttpLoad(Clients):
 
 @contextlib.asynccontextmanager
 async def http_load(url: str) -> AsyncIterator[tuple[None, Answer]]:
-    """Role of a process that runs HTTP clients. Questions: see `Clients.answer`."""
+    """Main function of a process that runs HTTP clients. `Clients.answer` lists the questions that the process
+    answers."""
     connections = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=None)) as session:
         yield None, HttpLoad(session, url).answer

@@ -1,35 +1,36 @@
-"""Measures vLLM's CPU build: time to first token, and decode step time, on random token ids.
+"""Measures vLLM's CPU build on random token ids: time to first token, and decode step time.
 
 Run it with the Python of the environment that setup_vllm_cpu.sh made, while nothing else runs:
 
     DIR/bin/python vllm_cpu_bench.py MODEL_DIR [--prefill 512,2048,6000] [--decode 16x192,8x4096] [--steps 32]
 
-MODEL_DIR is a Hugging Face folder (config.json, safetensors, tokenizer). Prints one JSON object per line:
-prefill rows have `tokens` and `ttft_s` (best of 3); decode rows have `batch`, `context`, `step_ms` and `tokens_s`,
-computed from the difference of two runs with 1 and with steps + 1 output tokens.
+MODEL_DIR is a Hugging Face folder (config.json, safetensors, tokenizer). The script prints one JSON object per line.
+Prefill rows have `tokens` and `ttft_s` (best of 3). Decode rows have `batch`, `context`, `step_ms` and `tokens_s`;
+these are computed from the difference of two runs, with 1 and with steps + 1 output tokens.
 
-With --serve it runs no measurement of its own: it prints `{"ready": VERSION}`, then reads questions from standard
-input, one per line, and answers each until the input ends:
+With `--serve` the script does not start measurements by itself. It prints `{"ready": VERSION}`, then reads questions
+from standard input, one per line, and answers each until the input ends:
 
     {"tokens": 6000}             returns the `ttft_s` of one new prompt
     {"rows": [180, 192, 204]}    prefills prompts of these lengths, which replace the sequences in the batch. Returns
                                  the number of sequences as `rows`
     {"beside": [6000, 6000], "every_s": 20, "idle_s": 10, "seconds": 60}
-                                 continues the sequences, first alone for idle_s seconds, then for `seconds` seconds in
-                                 which new prompts of these lengths arrive, one every every_s seconds, for one output
-                                 token each. Returns `idle_ms` and `loaded_ms`, the times between two tokens of a
+                                 continues the sequences alone for idle_s seconds, then for `seconds` seconds while new
+                                 prompts of these lengths arrive. One prompt arrives every every_s seconds, and requests
+                                 one output token. Returns `idle_ms` and `loaded_ms`, the times between two tokens of a
                                  sequence, and `ttft_s` of each prompt
     {"texts": [[1, 2], [3]]}     like "rows", with prompts of these token ids
     {"generate": 512}            continues the sequences for at least this number of tokens in total. Returns `tokens_s`
     {"steps": 8}                 runs this number of engine steps. Returns the `step_ms` of each. A step yields one
                                  token per sequence, sampled greedily and not detokenized
 
-Steps are those of vLLM's engine (schedule, run the model, sample, update). Nothing runs between questions, so that vLLM
-can alternate with another side, and long prompts are prefilled only once. This needs the engine in this process
-(VLLM_ENABLE_V1_MULTIPROCESSING=0), because an engine in a separate process continues to run between questions.
+Steps are those of vLLM's engine (schedule, run the model, sample, update). Nothing runs between questions. vLLM can
+therefore be measured alternately with another server, and long prompts are prefilled only once. This requires that the
+engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), because an engine in a separate process continues to run
+between questions.
 
-Prefix caching is off, so that every prompt is computed. Numbers are comparable only with a run of the other side on the
-same machine within the same hour: quote ratios.
+Prefix caching is off, so that every prompt is computed. Compare results only with those of another server on the same
+machine within the same hour, and quote ratios.
 """
 
 import argparse
@@ -45,7 +46,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 class Rows:
-    """Requests that generate tokens whenever the engine is stepped."""
+    """Batch of running requests. Each generates tokens when the engine is stepped."""
 
     def __init__(self, engine, prompts, params) -> None:
         self.engine = engine
@@ -69,7 +70,8 @@ class Rows:
         return elapsed
 
     def tokens_s(self, num_tokens):
-        """Step until `num_tokens` more tokens have been generated in total. A step may yield any number of tokens."""
+        """Step the engine until `num_tokens` more tokens have been generated in total. Return the tokens per second. A
+        step may yield any number of tokens."""
         start, goal = time.perf_counter(), self.num_tokens + num_tokens
         before = self.num_tokens
         while self.num_tokens < goal:
@@ -79,8 +81,8 @@ class Rows:
         return (self.num_tokens - before) / (time.perf_counter() - start)
 
     def run_beside(self, prompts, params, asked):
-        """Step all sequences while prompts arrive. Return the gaps between tokens of a sequence, and the prompts' times
-        to first token."""
+        """Step all sequences while new prompts arrive at the times in `asked`. Return the times between two tokens of a
+        sequence, and the prompts' times to first token."""
         last, gaps, came, ttft_s = {}, {"idle_ms": [], "loaded_ms": []}, {}, {}
         start = time.perf_counter()
         loaded = start + asked["idle_s"]

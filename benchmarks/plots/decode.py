@@ -1,4 +1,5 @@
-"""Plot of benchmarks.decode: measured time per token, prediction, and lower bound, over context and over batch size."""
+"""Plot of the results of `benchmarks.decode`, over context length and over batch size: measured time per token,
+predicted time, and lower bound."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """Measured step time for one batch size and context."""
+    """Measured duration of a decode step for one batch size and context length."""
 
     batch: int
     context: int
     step_ms: float
-    """Median of the rounds of Baton."""
+    """Median duration of a step of Baton over all rounds, in milliseconds."""
 
 
 def draw(measured: Sequence[Step], model: ServedModel, chip: Chip, path: Path) -> None:
-    """Draw a PNG. A step yields one token per sequence, so its duration is the time per token of a stream."""
+    """Draw the measured and predicted step times, and write a PNG to `path`. A step yields one token per sequence, so
+    its duration is the time per token of a stream."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
@@ -69,5 +71,6 @@ def _panel(panel: "Axes", measured: Sequence[Step], model: ServedModel, chip: Ch
 
 
 def floor_s(model: ServedModel, bandwidth: float, batch: int, context: int) -> float:
-    """Return the lower bound of a step in seconds: the time to read weights and KV once from memory."""
+    """Return the minimum duration of a decode step in seconds: the time to read weights and KV once from memory at
+    `bandwidth` bytes per second."""
     return (model.all_weight_bytes + batch * model.kv_read_bytes(context)) / bandwidth

@@ -1,17 +1,17 @@
-"""Plot of `benchmarks.interference`: how often a stream waits longer than a given time for its next token, alone and
-while long prompts arrive; one panel per side."""
+"""Plot of the results of `benchmarks.interference`, with one panel per side of the comparison. It shows how often a
+stream waits longer than a given time for its next token, while the streams run alone and while long prompts arrive."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 Rounds = Sequence[tuple[Sequence[float], Sequence[float]]]
-"""For each round, milliseconds between tokens: (streams alone, while prompts arrive)."""
+"""Times between two tokens in milliseconds, for each round: (while the streams run alone, while prompts arrive)."""
 _TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
 
 def draw(sides: Mapping[str, Rounds], path: Path) -> None:
-    """Draw the sides' distributions as a PNG."""
+    """Draw the distributions of all sides, and write a PNG to `path`."""
     from matplotlib.figure import Figure
 
     all_ms = [ms for rounds in sides.values() for each in rounds for part in each for ms in part]

@@ -1,4 +1,5 @@
-"""Plot of `benchmarks.offload`: speedup over `host`, over batch size and over length, and the parts of a step."""
+"""Plot of the results of `benchmarks.offload`: speedup over the policy `host` for all batch sizes and for all lengths,
+and the duration of each part of a step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def draw(cells: Sequence[CellTimes], breakdowns: Sequence[Breakdown], path: Path) -> None:
-    """Draw a PNG. The plot over batch size uses the length that most cells have, and the plot over length the most
-    frequent batch size."""
+    """Draw the plot and write a PNG to `path`. The panel over batch sizes shows the cells of the most frequent length.
+    The panel over lengths shows the cells of the most frequent batch size."""
     from matplotlib.figure import Figure
 
     num_panels = 3 if breakdowns else 2
@@ -29,14 +30,16 @@ def draw(cells: Sequence[CellTimes], breakdowns: Sequence[Breakdown], path: Path
 
 
 def along_batch(cells: Sequence[CellTimes]) -> list[CellTimes]:
-    """Return the cells of the most frequent length (of equals, the longest), ordered by batch size."""
+    """Select the sequence length that most cells have, and return its cells ordered by batch size. If several lengths
+    are equally frequent, the longest is selected."""
     contexts = Counter(cell.context for cell in cells)
     context = max(contexts, key=lambda each: (contexts[each], each))
     return sorted((cell for cell in cells if cell.context == context), key=lambda cell: cell.batch)
 
 
 def along_context(cells: Sequence[CellTimes]) -> list[CellTimes]:
-    """Return the cells of the most frequent batch size (of equals, the largest), ordered by length."""
+    """Select the batch size that most cells have, and return its cells ordered by length. If several batch sizes are
+    equally frequent, the largest is selected."""
     batches = Counter(cell.batch for cell in cells)
     batch = max(batches, key=lambda each: (batches[each], each))
     return sorted((cell for cell in cells if cell.batch == batch), key=lambda cell: cell.context)

@@ -1,5 +1,5 @@
-"""Plot of `benchmarks.served`: metrics of each server in each cell, as seen by clients; median and range of the
-rounds."""
+"""Plot of the results of `benchmarks.served`: metrics of each server in each cell of the grid, as seen by clients. It
+shows the median and the range of the rounds."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _COLOURS = {"baton": "tab:blue", "vllm": "0.6", "llama.cpp": "tab:orange"}
 
 
 def draw(cells: Mapping[str, Mapping[str, Sequence[Answered]]], path: Path) -> None:
-    """Draw a PNG with a group of bars per cell, one bar per server that was measured."""
+    """Draw a PNG with one group of bars per cell of the grid, and one bar per measured server."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 8.5), layout="constrained")

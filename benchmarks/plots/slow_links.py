@@ -11,25 +11,25 @@ _STYLES = {
     "zigzag": ("zigzag ring", "tab:purple"),
     "single": ("one rank", "0.5"),
 }
-"""(label, colour) of each scheme."""
+"""Label and colour of each scheme in the plot."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Curves of one prompt length, one per scheme."""
+    """Measured and predicted times to first token for one prompt length."""
 
     num_tokens: int
     links_mb_s: Sequence[float]
     measured: Mapping[str, Sequence[Sequence[float]]]
-    """Measured seconds by scheme; one list of rounds per link."""
+    """Measured seconds by scheme. Each scheme has one list per link, with the seconds of every round."""
     grid_mb_s: Sequence[float]
-    """Bandwidths in MB/s of the predictions."""
+    """Bandwidths in MB/s for which times are predicted."""
     predicted: Mapping[str, Sequence[float]]
-    """Predicted seconds by scheme, one per bandwidth of the grid."""
+    """Predicted seconds by scheme, one for each bandwidth in `grid_mb_s`."""
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Draw the curves as a PNG."""
+    """Draw the curves, and write a PNG to `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(curves), 4.4), layout="constrained")

@@ -1,4 +1,5 @@
-"""Plot of benchmarks.speculation: speedup over contexts, and throughput over time per token."""
+"""Plot of the results of `benchmarks.speculation`: the speedup by speculation over context length, and the throughput
+over the time per token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +13,19 @@ class Cell:
     batch: int
     context: int
     best: float
-    """Speedup of the best fixed number of drafts over plain steps."""
+    """Speedup with the best fixed number of drafts, compared with steps without speculation."""
     auto: float
-    """Speedup of planned rounds over plain steps."""
+    """Speedup with `speculation = auto`, which plans the number of drafts of each step, compared with steps without
+    speculation."""
     plain_rate: float
-    """Tokens per second of plain steps, over all sequences."""
+    """Tokens per second of all sequences together, without speculation."""
     auto_rate: float
-    """Tokens per second of planned rounds, over all sequences."""
+    """Tokens per second of all sequences together, with `speculation = auto`."""
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Draw a PNG: on the left the speedup, on the right tokens per second over time per token."""
+    """Draw a PNG with two panels. The left one shows the speedup over context length. The right one shows tokens per
+    second over the time per token."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")

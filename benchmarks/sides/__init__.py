@@ -1,1 +1,1 @@
-"""Sides of comparisons, each of which runs in a separate process."""
+"""Systems that benchmarks compare (sides), each of which runs in a separate process."""

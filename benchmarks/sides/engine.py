@@ -1,6 +1,7 @@
-"""The bare engine as a side of a comparison: one GenerationEngine in a separate process, called without gRPC or Ray.
+"""Bare engine as one side of a comparison: a GenerationEngine in a separate process, called without gRPC or Ray.
 
-It prefills the prompts itself. Its process waits for a load, runs it, answers with the times, and waits again.
+The engine prefills the prompts itself. Its process waits for a load, runs it, answers with the times, and waits for the
+next load.
 """
 
 import asyncio
@@ -38,18 +39,18 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Arguments of the engine's process. The engine is configured like that of a cluster's generation group."""
+    """Arguments of the bare engine's process. The engine has the same configuration as a cluster's generation group."""
 
     folder: Path
     dtype: str
     num_threads: int
     cores: tuple[int, ...]
-    """Cores that the process is pinned to; empty: not pinned."""
+    """Cores that the process is pinned to. Empty: not pinned."""
     config: EngineConfig
 
 
 class EngineSide:
-    """Side (benchmarks.support.streams) with the engine's process."""
+    """Side of a comparison (`benchmarks.support.streams`) that runs loads on a bare engine in a separate process."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -63,7 +64,8 @@ class EngineSide:
 
 @contextlib.asynccontextmanager
 async def engine_alone(spec: EngineSpec) -> AsyncIterator[EngineSide]:
-    """Start an engine and yield its side when it is ready. Its process ends with the block."""
+    """Context manager. Start a bare engine in a separate process, and yield its side when it is ready. The process ends
+    with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, spec), daemon=True)

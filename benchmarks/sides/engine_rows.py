@@ -1,7 +1,8 @@
-"""A generation engine with running sequences, whose KV was pushed to leased slots as by a prefill group.
+"""Generation engine with running sequences, whose KV was pushed to leased slots as by a prefill group.
 
-So a step is that of a served request, including the policy's memory, batching, sampling, text and events. Only the
-content is artificial: random KV, and the same prompt token everywhere. Used only by the thread that creates it.
+A measured step is therefore the same as a step of served requests, including the policy's memory, batching, sampling,
+text and events. Only the content is artificial: the KV is random, and all prompt tokens are the same token. Must be
+used only by the thread that creates it.
 """
 
 import asyncio
@@ -35,8 +36,8 @@ _SPREAD = 0.1
 
 
 def row_lengths(batch: int, context: int, less: int = 0) -> list[int]:
-    """Return the length of each sequence: spread evenly within a tenth below and above `context`, minus `less`
-    tokens."""
+    """Return the lengths of `batch` sequences in tokens. They are spread evenly from 10 % below to 10 % above
+    `context`, and `less` is subtracted from each."""
     shares = [(2 * row + 1) / batch - 1 for row in range(batch)]
     return [max(1, round(context * (1 + _SPREAD * share)) - less) for share in shares]
 
@@ -53,8 +54,9 @@ class EngineRows:
     def running(
         cls, decoder: Decoder, folder: Path, lengths: Sequence[int], max_steps: int, config: EngineConfig
     ) -> Iterator["EngineRows"]:
-        """Create an engine with one sequence for each of `lengths`, which can run `max_steps` steps, and close it at
-        the end of the block. Raises InvalidArgumentError and ResourceExhaustedError if the KV does not fit."""
+        """Context manager. Create an engine with one sequence for each of `lengths`, in tokens, and yield it. Each
+        sequence can run `max_steps` steps. The engine is closed on exit. Raises InvalidArgumentError or
+        ResourceExhaustedError if the KV does not fit."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
         running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config))
@@ -93,8 +95,8 @@ class EngineRows:
 
 
 def num_rows_that_fit(decoder: Decoder, length: int, config: EngineConfig) -> tuple[int, str]:
-    """Return how many sequences of `length` tokens, with room for one more each, fit in memory, and why the next does
-    not. The reason is empty if all slots are used."""
+    """Open sequences of `length` tokens, with memory for one more token each, until the next one is refused. Return the
+    number of sequences and the reason of the refusal. The reason is empty if all slots are used."""
     memory = make_memory(decoder, config)
     slots = SlotTable(memory, SystemClock(), endpoint="none:0")
     try:

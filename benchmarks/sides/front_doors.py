@@ -1,6 +1,7 @@
-"""Baton's front door: a cluster of `baton serve` in separate processes, called over gRPC.
+"""Client of a Baton cluster for benchmarks. The cluster runs `baton serve` in separate processes, and is called over
+gRPC.
 
-It is called on the caller's event loop. Times are those at which this loop receives a message.
+The calls run on the caller's event loop. Times are those at which this loop receives a message.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from deploy.commands.record import load_record
 
 
 class BatonDoor:
-    """Front door (benchmarks.support.answers) of a cluster of `baton serve`."""
+    """FrontDoor (a server that benchmarks can call, see `benchmarks.support.answers`) of a cluster of `baton serve`."""
 
     def __init__(self, cluster: OwnCluster, client: AsyncClient) -> None:
         self._cluster = cluster
@@ -26,8 +27,9 @@ class BatonDoor:
     @classmethod
     @contextlib.asynccontextmanager
     async def opened(cls, settings: Sequence[str], say: Callable[[str], None]) -> AsyncIterator["BatonDoor"]:
-        """Start a cluster with these settings, and end it with the block. `say` receives its lines. Raises ConfigError
-        or UnavailableError if it does not start."""
+        """Context manager. Start a cluster with these settings, and yield its front door. The cluster is ended on exit.
+        `say` is called with each line that the cluster prints. Raises ConfigError or UnavailableError if the cluster
+        does not start."""
         options = [part for setting in settings for part in ("--set", setting)]
         async with (
             own_cluster("served-bench", options, say) as cluster,
@@ -43,8 +45,9 @@ class BatonDoor:
         return own | rays
 
     def processes(self) -> tuple[set[int], set[int], set[int]]:
-        """Return three sets of process ids: Baton's own processes (launcher, supervisor, orchestrator, workers), Ray's
-        processes, and those of the first set that are Ray actors, whose main threads run Ray's loops."""
+        """Return three sets of process ids: Baton's own processes, Ray's processes, and Ray actors. Baton's own
+        processes are the launcher, supervisor, orchestrator and workers. The Ray actors are those of Baton's own
+        processes whose main threads run Ray's loops."""
         record = load_record(self._cluster.name)
         assert record is not None, "a cluster that serves has a record"
         everything = with_descendants([record.launcher_pid])
@@ -71,12 +74,14 @@ class BatonDoor:
 
 
 def last_of_step(token_ns: list[int], num_tokens: int) -> list[int]:
-    """Return the times with the last `num_tokens` of them, which belong to one step, replaced by the latest one."""
+    """Replace the last `num_tokens` times of `token_ns`, which belong to tokens of one step, by the latest of them.
+    Return the new list."""
     return [*token_ns[:-num_tokens], token_ns[-1]]
 
 
 def checked(answer: Answer, ask: Ask) -> Answer:
-    """Return the answer if it has the requested number of tokens and at least two messages, else raise RuntimeError."""
+    """Return the answer unchanged. Raises RuntimeError if it does not have the requested number of tokens, or has fewer
+    than two messages."""
     if answer.num_tokens != ask.max_tokens or len(answer.message_ns) < 2:
         raise RuntimeError(f"asked for {ask.max_tokens} tokens in two messages or more, and got {answer}")
     return answer

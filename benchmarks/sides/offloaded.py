@@ -1,4 +1,5 @@
-"""Sequences of one residency policy on its own emulated device, which are fed text, for `benchmarks.offload`."""
+"""Sequences of one residency policy on its own emulated device, for `benchmarks.offload`. Each step feeds the next
+tokens of a text."""
 
 import contextlib
 import statistics
@@ -21,7 +22,7 @@ STEPS_A_ROUND = COUNTED_STEPS + 1
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedSelection(SelectionSource):
-    """Selection that was loaded or fitted earlier and is shared by several policies, because fitting is slow."""
+    """Key selection that was loaded or fitted earlier. Several policies share it, because fitting is slow."""
 
     prepared: PreparedSelection
 
@@ -35,18 +36,20 @@ class LoadedSelection(SelectionSource):
 
 
 class Side:
-    """Sequences of one policy on its own device."""
+    """Sequences of one residency policy on an emulated device of their own."""
 
     def __init__(self, rows: PassageRows, device: MeasuredDevice, clock: PartClock | None = None) -> None:
-        """`clock`: times the parts of the rows' steps."""
+        """Wrap sequences that run on `device`. `clock` measures the parts of their steps; None: parts are not
+        measured."""
         self._rows, self.device, self._clock = rows, device, clock
         self.step_bytes = self.counted_bytes = 0.0
-        """Bytes over the link per step: `step_bytes` as counted by the link, `counted_bytes` as counted by the
-        steps."""
+        """Mean number of bytes that crossed the link per step. `step_bytes` was counted by the link, and
+        `counted_bytes` by the steps."""
         self.hidden = 1.0
-        """Fraction of the fetch time during which no step waited."""
+        """Fraction of the fetch time that overlapped with computation, because no step waited for the fetch."""
         self.parts_ms: Mapping[Part, float] = {}
-        """Milliseconds of a step by part, if there is a clock. Their sum may be less than the step."""
+        """Mean milliseconds of each part of a step. Empty without a clock. The sum of the parts may be less than the
+        duration of the step."""
 
     def step_ms(self) -> float:
         """Return the mean milliseconds of COUNTED_STEPS steps, after one warm-up step."""
@@ -77,8 +80,9 @@ def running(
     *,
     clock: PartClock | None = None,
 ) -> Iterator[Side]:
-    """Open rows of a policy on a device with `room` bytes for KV, whose steps' parts a `clock` times; close them
-    afterwards."""
+    """Context manager. Open sequences of a residency policy on an emulated device, yield them as a side, and close them
+    on exit. `room` is the device memory for KV in bytes; None: no limit. `clock` measures the parts of the steps; None:
+    parts are not measured."""
     device = MeasuredDevice(rate) if clock is None else TimedDevice(rate, clock)
     decoder = _decoder(source.decoder, device, clock)
     shape = shape_for(decoder, [context.passage for context in contexts])

@@ -1,6 +1,7 @@
-"""Commands and settings of the servers that Baton is compared with, chosen for their best performance on these cores.
+"""Commands and settings of the servers that Baton is compared with, chosen for their best performance on the given
+cores.
 
-No server caches KV of earlier prompts, so that every prompt is computed. None logs requests.
+Prefix caching is off in all servers, so that every prompt is computed. Logging of requests is off too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from benchmarks.sides.peer_server import MODEL, Peer
 
 VLLM, LLAMA_CPP = "vllm", "llama.cpp"
 _VLLM_MODULE = "vllm.entrypoints.openai.api_server"
-"""Module behind `vllm serve`. The command itself fails in the CPU build, whose package has another name."""
+"""Module that `vllm serve` runs. It is run directly, because the command `vllm serve` fails in the CPU build, whose
+package has a different name."""
 _VLLM_KV_GB = 4
 _MAX_TOKENS = 8192
 """Maximum number of tokens of a sequence."""
@@ -28,12 +30,12 @@ def vllm(
     options: Sequence[str] = (),
     environment: Mapping[str, str],
 ) -> Peer:
-    """Return vLLM's CPU build (peers/setup_vllm_cpu.sh), run by the Python of its environment, with one thread per
-    core. `model`: Hugging Face folder. `options`, `environment`: additional options and environment variables of `vllm
-    serve`.
+    """Return vLLM's CPU build (peers/setup_vllm_cpu.sh) with one thread per core. `python` is the Python of its
+    environment, and `model` a Hugging Face folder. `options` and `environment` are additional options and environment
+    variables of `vllm serve`.
 
-    Chunked prefill is on, with vLLM's default chunk size for servers. OMP_NUM_THREADS is not set, because according to
-    vLLM's warning its other processes would then busy-wait.
+    Chunked prefill is on, with vLLM's default chunk size for servers. OMP_NUM_THREADS is not set, because with it
+    vLLM's other processes would busy-wait, according to vLLM's warning.
     """
     variables = {
         "HF_HUB_OFFLINE": "1",
@@ -56,11 +58,11 @@ def vllm(
 
 
 def llama_cpp(server: Path, model: Path, cores: Sequence[int], num_slots: int, *, options: Sequence[str] = ()) -> Peer:
-    """Return llama.cpp's llama-server (peers/setup_llamacpp.sh), with one thread per core and `num_slots` slots.
-    `model`: GGUF file, whose weights are used as stored. `options`: additional options of `llama-server`.
+    """Return llama.cpp's `llama-server` (peers/setup_llamacpp.sh), with one thread per core and `num_slots` slots.
+    `model` is a GGUF file, whose weights are used as stored. `options` are additional options of `llama-server`.
 
-    Each slot has memory for a sequence of the maximum length. The comments that llama-server sends on silent streams
-    are off.
+    Each slot has memory for a sequence of the maximum length. The comments that `llama-server` sends on silent streams
+    are turned off.
     """
     command = [str(server), "--model", str(model), "--alias", MODEL, "--threads", str(len(cores))]
     command += ["--parallel", str(num_slots), "--ctx-size", str(num_slots * _MAX_TOKENS)]

@@ -1,6 +1,7 @@
-"""A server with OpenAI's API that Baton is compared with: started in its own environment, called, and ended.
+"""Server with OpenAI's API that Baton is compared with (peer). The server is started in its own environment, called,
+and ended.
 
-`benchmarks.sides.peer_commands` creates one for each supported server.
+`benchmarks.sides.peer_commands` creates a Peer for each supported server.
 """
 
 import asyncio
@@ -23,37 +24,39 @@ from benchmarks.support.processor_time import with_descendants
 
 HOST = "127.0.0.1"
 MODEL = "model"
-"""Name under which peers serve the model."""
+"""Model name under which the peers serve the model."""
 _HEALTH = "/health"
-"""Path that returns status 200 when the server is ready. While it loads, it returns another status or does not
-listen."""
+"""HTTP path that returns status 200 when the server is ready. While the server loads, it returns another status or does
+not accept connections."""
 _POLL_S, _ANSWER_S, _END_S = 0.25, 5.0, 30.0
 _NUM_LINES = 20
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A server that can be started, with the parts of its API that are specific to it."""
+    """Description of a server that Baton is compared with: how to start it, and the parts of its API that differ
+    between servers."""
 
     name: str
-    """Name of the server as a baseline."""
+    """Name of the server, which is also the name of the baseline in output rows."""
     weights: str
     """Format of the weights used for computation."""
     command: Sequence[str]
-    """Command that serves the model as MODEL; `--host` and `--port` are appended."""
+    """Command that serves the model under the name MODEL. The options `--host` and `--port` are appended."""
     version: tuple[str, str]
-    """(path of a JSON document, name of its field with the version)."""
+    """Location of the server's version: (HTTP path of a JSON document, name of the field with the version)."""
     count: tuple[str, str]
-    """(name of an object in a message, name of its field with the number of output tokens so far)."""
+    """Location of the token count in a stream's messages: (name of an object, name of its field with the number of
+    output tokens so far)."""
     fields: Mapping[str, object]
-    """Fields of a request in addition to those sent to all peers."""
+    """Fields of a request that only this server receives, in addition to the fields that all servers receive."""
 
 
 class PeerDoor:
-    """Front door (benchmarks.support.answers) of a running peer."""
+    """FrontDoor (a server that benchmarks can call, see `benchmarks.support.answers`) of a running peer."""
 
     def __init__(self, peer: Peer, port: int, version: str, pid: int) -> None:
-        """`pid`: root of the server's process tree."""
+        """Connect to a running peer on `port`. `pid` is the root of the server's process tree."""
         self._peer = peer
         self._port = port
         self._pid = pid
@@ -92,8 +95,9 @@ class PeerDoor:
 
 @contextlib.asynccontextmanager
 async def peer_server(peer: Peer) -> AsyncIterator[PeerDoor]:
-    """Start a peer and yield its front door when it is ready, which may take minutes. All its processes end with the
-    block. Raises RuntimeError with its last lines if it ends before it is ready."""
+    """Context manager. Start a peer and yield its front door when the peer is ready, which may take minutes. All its
+    processes are ended on exit. Raises RuntimeError with the peer's last output lines if the peer ends before it is
+    ready."""
     port = _free_port()
     command = [*peer.command, "--host", HOST, "--port", str(port)]
     process = await asyncio.create_subprocess_exec(

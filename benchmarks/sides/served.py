@@ -1,4 +1,4 @@
-"""A served cluster on Ray as a side of a comparison, called over gRPC. Runs on the benchmark's event loop."""
+"""Served cluster on Ray as one side of a comparison, called over gRPC. Runs on the benchmark's event loop."""
 
 import asyncio
 from time import time_ns
@@ -10,7 +10,7 @@ from benchmarks.support.streams import Load, Measured, StreamTimes
 
 
 class ServedSide:
-    """Side (benchmarks.support.streams) with a client of a running cluster."""
+    """Side of a comparison (`benchmarks.support.streams`) that calls a running cluster through a client."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -21,8 +21,8 @@ class ServedSide:
         return Measured(tuple([times for times, _ in await asyncio.gather(*asked)]))
 
     async def spans(self, prompt: tuple[int, ...]) -> dict[str, float]:
-        """Send one request for one token. Return the milliseconds from the call to the token's arrival, split into
-        stages by name. All stages except `chain` are overhead of serving."""
+        """Send one request for one token. Return the milliseconds of each stage by name, from the call to the token's
+        arrival. All stages except `chain` are overhead of serving."""
         times, timings = await self._follow(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         return split(times, timings)
 
@@ -39,8 +39,8 @@ class ServedSide:
 
 
 def split(times: StreamTimes, timings: Timings) -> dict[str, float]:
-    """Return the milliseconds of the consecutive stages between the call and the arrival of its first token. All times
-    must be from one machine's clock."""
+    """Split the time from sending a request to receiving its first token into consecutive stages. Return the
+    milliseconds of each stage by name. All times must be from the clock of one machine."""
     instants = {
         "in": timings.received_ns,
         "queue": timings.admitted_ns,

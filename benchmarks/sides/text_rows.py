@@ -1,6 +1,7 @@
-"""Generation engines whose sequences continue natural texts, with real KV that is prefilled once for all engines.
+"""Generation engines whose sequences continue natural texts. Their KV is real; it is prefilled once and used by all
+engines.
 
-So drafts are accepted at realistic rates, which random KV would not give. Used by one thread.
+Drafts are therefore accepted at realistic rates, which is not the case with random KV. Must be used by one thread.
 """
 
 import asyncio
@@ -34,13 +35,13 @@ from generate_workers.speculation.streaming_view import StreamingView
 
 _TTL_S = 3600.0
 _CHUNK = 512
-"""Number of tokens that are prefilled at a time."""
+"""Number of prompt tokens per forward pass of the prefill."""
 NO_DRAFTS = SpeculationStats()
 
 
 @dataclass(frozen=True)
 class PrefilledText:
-    """A prompt, its KV, and the token that follows it."""
+    """Prompt with its KV, and the token that follows the prompt."""
 
     token_ids: tuple[int, ...]
     kv: KvBuffer
@@ -49,7 +50,7 @@ class PrefilledText:
     @classmethod
     @torch.inference_mode()
     def of(cls, decoder: Decoder, token_ids: Sequence[int]) -> "PrefilledText":
-        """Prefill a prompt, and sample the next token greedily."""
+        """Prefill a prompt, and sample the next token greedily. Return both."""
         with torch.inference_mode(False):
             kv = KvBuffer(decoder.layout, TokenRange(0, len(token_ids)))
         hidden_TD = torch.empty(0)
@@ -61,20 +62,20 @@ class PrefilledText:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates over a number of steps."""
+    """Rates measured over a number of steps."""
 
     rate: float
     """Tokens per second of all sequences together."""
     tokens_step: float
-    """Mean number of tokens per sequence and step."""
+    """Mean number of tokens that a sequence generates per step."""
     accepted_share: float
-    """Fraction of the drafts that were accepted; 0 if there were none."""
+    """Fraction of the drafts that were accepted. 0 if no drafts were made."""
     link_mb: float
-    """Megabytes copied between host and device per token."""
+    """Megabytes copied between host and device per generated token."""
 
 
 class TextRows:
-    """Engine with one running sequence for each text. Create with `running`."""
+    """Generation engine with one running sequence for each text. Create with `running`."""
 
     def __init__(self, engine: GenerationEngine, decoder: Decoder, slots: SlotTable, lengths: Sequence[int]) -> None:
         self.engine = engine
@@ -82,7 +83,7 @@ class TextRows:
         self._residency = slots.memory.residency
         self._lengths = lengths
         self.num_tokens = 0
-        """Number of tokens sampled so far, in all sequences."""
+        """Number of tokens sampled so far, in all sequences together."""
 
     @classmethod
     @contextlib.contextmanager
@@ -96,8 +97,9 @@ class TextRows:
         *,
         speculation: str,
     ) -> Iterator["TextRows"]:
-        """Create an engine whose sequences have their prompts' KV, and close it at the end of the block. `speculation`:
-        name of the drafts, as in `make_speculation`."""
+        """Context manager. Create an engine with one sequence per text, whose prompt's KV is copied to a slot, and
+        yield it. The engine is closed on exit. `speculation` is the name of the drafting method, as in
+        `make_speculation`."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
         model = ServedModel(decoder, Tokenizer.load(folder))
@@ -121,9 +123,9 @@ class TextRows:
 
     @torch.inference_mode()
     def bare_ms(self, num_drafts: int, keys: DraftKeys | None = None) -> float:
-        """Return the milliseconds of one forward pass with logits, without the engine. With `keys` None: each
-        sequence's last prompt token and `num_drafts` drafts attend to all keys. Otherwise: one token per sequence
-        attends to `keys`. Overwrites the KV of the sequences."""
+        """Return the milliseconds of one forward pass with logits, without the engine. If `keys` is None, each
+        sequence's last prompt token and `num_drafts` draft tokens attend to all keys. Otherwise each sequence's tokens
+        attend only to the keys that `keys` describes, as in drafting. Overwrites the KV of the sequences."""
         spans = [(SlotId(slot), TokenRange(end - 1, end + num_drafts)) for slot, end in enumerate(self._lengths)]
         view = self._residency if keys is None else StreamingView(self._residency, keys)
         token_ids = [1] * sum(len(tokens) for _, tokens in spans)
@@ -134,7 +136,7 @@ class TextRows:
         return (time.perf_counter() - start_s) * 1e3
 
     def measure(self, num_tokens: int) -> Measured:
-        """Step until at least `num_tokens` more tokens have been sampled, and return the rates."""
+        """Step the engine until at least `num_tokens` more tokens have been sampled. Return the rates."""
         before, start_s = self.num_tokens, time.perf_counter()
         first, link_bytes = self.engine.status(), self._residency.num_link_bytes
         with torch.inference_mode():

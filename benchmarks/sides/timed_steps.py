@@ -1,9 +1,11 @@
-"""Steps on an emulated device whose parts are measured (`benchmarks.support.step_parts`) by wrappers around its ports.
+"""Wrappers that measure the parts of steps on an emulated device (`benchmarks.support.step_parts`).
 
 The wrappers enclose the parts of a step: a policy's residency and its hooks between layers, the link, and the decoder's
-linear layers and attention. The measured code does not depend on them. All are used by the thread that runs steps. The
-decoder runs its layers piece by piece. Policy `device` otherwise runs all layers in one native call, which has no
-parts, so a timed step of `device` takes longer than an untimed one.
+linear layers and attention. The measured code does not depend on the wrappers. All wrappers are used by the thread that
+runs the steps.
+
+The wrapped decoder runs each layer in several calls. Without the wrappers, policy `device` runs all layers in one
+native call, which cannot be split into parts. A timed step of `device` therefore takes longer than an untimed one.
 """
 
 import time
@@ -31,10 +33,10 @@ from generate_workers.residency.traits import PolicyTraits
 
 
 class TimedDecoder(Decoder):
-    """Decoder with timed linear layers, attention and layer hooks of policies."""
+    """Decoder that measures the time of linear layers, of attention, and of a policy's hooks between layers."""
 
     def __init__(self, decoder: Decoder, device: EmulatedDevice, clock: PartClock) -> None:
-        """Run the model of `decoder` on `device`."""
+        """Create a decoder with the model of `decoder` on `device`. `clock` measures the parts of its steps."""
         super().__init__(decoder.config, decoder.weights, device=device)
         self.fused = None  # one call for all layers has no parts
         self._clock = clock
@@ -45,12 +47,12 @@ class TimedDecoder(Decoder):
             return super().project(layer, hidden_TD, step)
 
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
-        """Complete the layer, and measure the time."""
+        """Run the part of a layer after attention (output projection and MLP), and measure the time."""
         with self._clock.part(Part.LINEAR):
             return super().complete(layer, hidden_TD, attended_TNH)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return the logits, and measure the time."""
+        """Return the logits of the hidden states, and measure the time."""
         with self._clock.part(Part.LINEAR):
             return super().logits(hidden_RD)
 
@@ -63,7 +65,7 @@ class TimedDecoder(Decoder):
         most_queries: int = 1,
         picks: StepPicks | None = None,
     ) -> Tensor:
-        """Run all layers, and measure the time of the layer hooks."""
+        """Run all layers, and measure the time of the policy's hooks between them. Return the hidden states."""
         timed = None if turns is None else TimedTurns(turns, self._clock)
         return super().forward(token_ids, spans, timed, most_queries=most_queries, picks=picks)
 
@@ -80,68 +82,71 @@ class TimedDecoder(Decoder):
 
 
 class TimedTurns:
-    """LayerTurns of a policy that measure their time."""
+    """Wrapper of LayerTurns (a policy's hooks before and after each layer) that measures the time of the hooks."""
 
     def __init__(self, turns: LayerTurns, clock: PartClock) -> None:
         self._turns, self._clock = turns, clock
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Run the policy's hook before a layer."""
+        """Run the policy's hook before a layer, and measure its time."""
         with self._clock.part(Part.POLICY):
             self._turns.begin(layer, hidden_TD)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the keys that the policy selects."""
+        """Return the keys that the policy selects for a layer's queries, and measure the time. None: all keys are
+        used."""
         with self._clock.part(Part.POLICY):
             return self._turns.picks(layer, q_TNH)
 
     def end(self, layer: int) -> None:
-        """Run the policy's hook after a layer."""
+        """Run the policy's hook after a layer, and measure its time."""
         with self._clock.part(Part.POLICY):
             self._turns.end(layer)
 
 
 class TimedResidency:
-    """Residency that measures the time to enter and to leave a step."""
+    """Wrapper of a residency policy that measures the time to enter and to leave a step."""
 
     def __init__(self, residency: Residency, clock: PartClock) -> None:
         self._inner, self._clock = residency, clock
 
     @property
     def traits(self) -> PolicyTraits:
-        """Return the policy's traits."""
+        """Properties of the wrapped residency policy."""
         return self._inner.traits
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the staging frames for pushed KV."""
+        """Staging buffers for KV that is pushed to the policy. None if the policy has none."""
         return self._inner.frames
 
     @property
     def num_link_bytes(self) -> int:
-        """Return the number of bytes that crossed the link so far."""
+        """Number of bytes that have crossed the link so far."""
         return self._inner.num_link_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the number of bytes that the policy uses in addition to its sequences."""
+        """Number of bytes that the policy uses in addition to the KV of its sequences."""
         return self._inner.scratch_bytes
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the number of bytes of a sequence of `num_tokens` tokens."""
+        """Return the memory in bytes that a sequence of `num_tokens` tokens needs."""
         return self._inner.bytes_for(num_tokens)
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
-        """Begin a claim on a slot."""
+        """Claim a slot for a sequence of `num_tokens` tokens, with memory for `capacity_tokens` tokens. Return its
+        KV."""
         return self._inner.open(slot, num_tokens, capacity_tokens)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy the first tokens of a sequence to another slot."""
+        """Copy the first `num_tokens` tokens of a sequence from slot `source` to slot `target`."""
         self._inner.copy(source, target, num_tokens)
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[StepKv]:
-        """Enter the policy's step, yield it, and leave it."""
+        """Context manager. Enter the wrapped policy's step, yield it, and leave it. The times to enter and to leave are
+        measured."""
         with ExitStack() as entered:
             with self._clock.part(Part.POLICY):
                 step = entered.enter_context(self._inner.step(rows))
@@ -155,36 +160,36 @@ class TimedResidency:
 
 
 class TimedTransfer:
-    """Transfer whose waiting time is measured."""
+    """Wrapper of a transfer that measures how long callers wait for the transfer."""
 
     def __init__(self, transfer: Transfer, clock: PartClock) -> None:
         self._transfer, self._clock = transfer, clock
 
     def result(self) -> None:
-        """Wait until everything is copied, and raise the transfer's error, if any."""
+        """Wait until everything is copied, and measure the time. Raises the transfer's error, if any."""
         with self._clock.part(Part.TRANSFER):
             self._transfer.result()
 
     def join(self) -> None:
-        """Wait, as the link's transfer does, before the data is used."""
+        """Wait until the copied data may be used, as the wrapped transfer does, and measure the time."""
         with self._clock.part(Part.TRANSFER):
             self._transfer.join()
 
     def wait(self) -> None:
-        """Wait until the copying has ended, even if it failed."""
+        """Wait until the copying has ended, even if it failed, and measure the time."""
         with self._clock.part(Part.TRANSFER):
             self._transfer.wait()
 
 
 class _Awaited(Running):
-    """A fetch that adds the time spent waiting for it to the link's `waited_s`."""
+    """Running fetch. The time that callers wait for it is added to the link's `waited_s`."""
 
     def __init__(self, future: "Future[None]", link: "MeasuredLink") -> None:
         super().__init__(future)
         self._link = link
 
     def result(self) -> None:
-        """Wait for the thread. Raises the error of the copy."""
+        """Wait until the thread has completed the copy. Raises the error of the copy, if any."""
         began_s = time.monotonic()
         try:
             super().result()
@@ -214,12 +219,12 @@ class MeasuredLink(PacedLink):
 
 
 class MeasuredDevice(EmulatedDevice):
-    """An emulated device with a MeasuredLink."""
+    """Emulated device whose link is a MeasuredLink, which measures fetches."""
 
     link: MeasuredLink
 
     def __init__(self, rate: LinkRate) -> None:
-        """`rate`: of the link."""
+        """Create a device whose link has the given rate."""
         super().__init__(rate)
         self._connect(MeasuredLink(rate))
 
@@ -228,33 +233,33 @@ class MeasuredDevice(EmulatedDevice):
 
 
 class TimedLink(MeasuredLink):
-    """A MeasuredLink whose transfers are timed where they are waited for."""
+    """MeasuredLink that measures the time spent waiting for each transfer."""
 
     def __init__(self, rate: LinkRate, clock: PartClock) -> None:
         super().__init__(rate)
         self._clock = clock
 
     def fetch(self, copies: Copies) -> Transfer:
-        """Start copying to the device."""
+        """Start copying data to the device. Return the transfer."""
         return TimedTransfer(super().fetch(copies), self._clock)
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Start copying selected keys and values to the device."""
+        """Start copying selected keys and values to the device. Return the transfer."""
         return TimedTransfer(super().fetch_heads(heads), self._clock)
 
     def store(self, copies: Copies) -> Transfer:
-        """Start copying to host memory."""
+        """Start copying data to host memory. Return the transfer."""
         return TimedTransfer(super().store(copies), self._clock)
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Start copying rows to host memory."""
+        """Start copying single rows to host memory. Return the transfer."""
         return TimedTransfer(super().store_rows(rows), self._clock)
 
 
 class TimedDevice(MeasuredDevice):
-    """An emulated device whose link is timed."""
+    """Emulated device that measures the time spent waiting for its link."""
 
     def __init__(self, rate: LinkRate, clock: PartClock) -> None:
-        """`rate`: rate of the link."""
+        """Create a device whose link has the given rate. `clock` measures the time spent waiting for the link."""
         super().__init__(rate)
         self._connect(TimedLink(rate, clock))

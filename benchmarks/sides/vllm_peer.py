@@ -1,4 +1,5 @@
-"""vLLM in its own environment, in a process that answers questions (peers/vllm_cpu_bench.py --serve)."""
+"""vLLM in a separate process with its own environment. The process answers questions (peers/vllm_cpu_bench.py
+--serve)."""
 
 import contextlib
 import json
@@ -12,7 +13,7 @@ _SCRIPT = Path(__file__).parents[1] / "peers" / "vllm_cpu_bench.py"
 
 
 class VllmPeer:
-    """One vLLM process, idle between questions. Used by one thread."""
+    """Connection to one vLLM process, which is idle between questions. Must be used by one thread."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -29,8 +30,9 @@ class VllmPeer:
         *,
         options: Sequence[str] = (),
     ) -> Iterator["VllmPeer"]:
-        """Start vLLM, and yield it when it is ready, after about a minute. It ends with the block. `settings`:
-        environment variables of vLLM. `options`: options of the script."""
+        """Context manager. Start vLLM in a separate process, and yield it when it is ready, after about a minute. The
+        process ends with the block. `settings` are environment variables of vLLM, and `options` are options of the
+        script."""
         threads = ",".join(str(core) for core in cores)
         all_settings = {"VLLM_CPU_OMP_THREADS_BIND": threads, "OMP_NUM_THREADS": str(len(cores)), **settings}
         environment = ["env", *(f"{name}={value}" for name, value in all_settings.items())]
@@ -41,8 +43,8 @@ class VllmPeer:
             process.stdin.close()  # this ends the process
 
     def ask(self, question: Mapping[str, object]) -> dict[str, object]:
-        """Send a question to the script, and return its answer when vLLM is idle again. Raises RuntimeError if the
-        process has ended."""
+        """Send a question to the vLLM process, and return its answer. vLLM is idle again when the answer arrives.
+        Raises RuntimeError if the process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()

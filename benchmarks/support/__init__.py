@@ -1,1 +1,1 @@
-"""Helpers that several benchmarks share: pairs of measurements, reports, loads, rates."""
+"""Helpers that several benchmarks use: alternating measurements, reports, loads, and rates of the hardware."""

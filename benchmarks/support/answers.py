@@ -1,4 +1,5 @@
-"""Answers of a server to concurrent requests, as its clients see them: times of messages, and latencies. Pure."""
+"""Answers of a server to concurrent requests, as the server's clients see them: times of messages, and latencies.
+Performs no I/O."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,19 +12,19 @@ from benchmarks.support.open_loop import percentile
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a load."""
+    """One request of a load: its prompt, the length of its answer, and the time at which it is sent."""
 
     prompt: tuple[int, ...]
     max_tokens: int
-    """Exact number of output tokens of the answer."""
+    """Exact number of output tokens that the server must return."""
     at_s: float = 0.0
-    """Time at which it is sent, in seconds from the start of the load."""
+    """Time at which the request is sent, in seconds from the start of the load."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Times of one request in unix nanoseconds: when it was sent, and when each message with tokens arrived. A message
-    holds the tokens of one step: with speculation, possibly several."""
+    """Times of one request in nanoseconds since the Unix epoch: when it was sent, and when each message with tokens
+    arrived. A message contains the tokens of one step. With speculation, a step may yield several tokens."""
 
     asked_ns: int
     message_ns: tuple[int, ...]
@@ -31,74 +32,75 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token."""
+        """Time to first token of this request, in seconds."""
         return (self.message_ns[0] - self.asked_ns) / 1e9
 
     @property
     def tpot_ms(self) -> float:
-        """Milliseconds per output token after the first message."""
+        """Mean time per output token after the first message, in milliseconds."""
         return (self.message_ns[-1] - self.message_ns[0]) / (self.num_tokens - 1) / 1e6
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Milliseconds between consecutive messages."""
+        """Times between consecutive messages of this request, in milliseconds."""
         return [(after - before) / 1e6 for before, after in pairwise(self.message_ns)]
 
 
 @dataclass(frozen=True)
 class Answered:
-    """Answers to one load, in the order of its requests."""
+    """Answers of a server to one load, in the order of the load's requests."""
 
     answers: Sequence[Answer]
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first request to the last token."""
+        """Seconds from the time at which the first request was sent until the last token arrived."""
         first_ns = min(each.asked_ns for each in self.answers)
         return (max(each.message_ns[-1] for each in self.answers) - first_ns) / 1e9
 
     @property
     def tokens_s(self) -> float:
-        """Output tokens of all requests per second, from the first request to the last token."""
+        """Throughput: output tokens of all requests per second, from the first request to the last token."""
         return sum(each.num_tokens for each in self.answers) / self.seconds
 
     @property
     def ttft_s(self) -> float:
-        """Median seconds to the first token over the requests."""
+        """Median time to first token of the requests, in seconds."""
         return statistics.median(each.ttft_s for each in self.answers)
 
     @property
     def last_ttft_s(self) -> float:
-        """Seconds to the first token of the request sent last."""
+        """Time to first token of the request that was sent last, in seconds."""
         return max(self.answers, key=lambda each: each.asked_ns).ttft_s
 
     @property
     def tpot_ms(self) -> float:
-        """Median milliseconds per output token after the first message, over the requests."""
+        """Median, over the requests, of the mean time per output token after the first message, in milliseconds."""
         return statistics.median(each.tpot_ms for each in self.answers)
 
     @property
     def gap_ms(self) -> float:
-        """Median milliseconds between consecutive messages of a request."""
+        """Median, over all requests, of the time between consecutive messages of a request, in milliseconds."""
         return statistics.median(self.gaps_ms)
 
     @property
     def p99_ms(self) -> float:
-        """99th percentile of the milliseconds between consecutive messages of a request."""
+        """99th percentile, over all requests, of the time between consecutive messages of a request, in
+        milliseconds."""
         return percentile(self.gaps_ms, 99)
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Milliseconds between consecutive messages of a request, for all requests."""
+        """Times between consecutive messages of the same request in milliseconds, for all requests."""
         return [gap for each in self.answers for gap in each.gaps_ms]
 
 
 class FrontDoor(Protocol):
-    """Running server, called through the interface of its clients."""
+    """Interface of a running server that benchmarks call in the same way as its clients do."""
 
     async def answer(self, asks: Sequence[Ask]) -> Answered:
-        """Send all requests, each at its time, and return the answers when all have ended. Raises RuntimeError for an
-        answer that does not match its request."""
+        """Send each request at its own time, and return the answers when all have ended. Raises RuntimeError if an
+        answer does not match its request."""
         ...
 
     def pids(self) -> set[int]:

@@ -1,4 +1,5 @@
-"""Arrivals of prompts: two long prompts at once, and short ones while the long ones are served. Pure."""
+"""Arrival times of a burst of prompts: two long prompts at once, and short prompts while the long ones are served.
+Performs no I/O."""
 
 import random
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ class Arrival:
 
 
 def burst(seed: int, long_tokens: int = LONG_TOKENS, short_tokens: int = SHORT_TOKENS) -> tuple[Arrival, ...]:
-    """Return two long prompts at 0 s and ten short ones at random times between 0.2 and 2 s, in order, determined by
-    the seed."""
+    """Return the arrivals of two long prompts at 0 s, and of ten short ones at random times between 0.2 and 2 s,
+    ordered by time. The same seed gives the same arrivals."""
     rng = random.Random(seed)
     first = seed * (_NUM_LONG + _NUM_SHORT)
     long = [Arrival(0.0, long_tokens, first + index) for index in range(_NUM_LONG)]

@@ -1,4 +1,5 @@
-"""Cells of a grid of closed loads: a number of concurrent streams, optionally joined by a long prompt. Pure."""
+"""Cells of a benchmark's grid. Each cell is a load of concurrent streams, optionally joined by a long prompt. Performs
+no I/O."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ _CELL = re.compile(r"(\d+)x(\d+):(\d+)(?:\+(\d+):(\d+)@(\d+(?:\.\d+)?))?")
 
 @dataclass(frozen=True)
 class Joining:
-    """Prompt that joins running streams."""
+    """Prompt that arrives while other streams are running."""
 
     num_tokens: int
     max_tokens: int
@@ -22,7 +23,8 @@ class Joining:
 
 @dataclass(frozen=True)
 class Cell:
-    """One load: `num_streams` prompts of equal length, all sent at once."""
+    """One load of a grid: `num_streams` prompts of equal length that are sent at once, optionally joined later by one
+    more prompt."""
 
     num_streams: int
     num_tokens: int
@@ -32,8 +34,9 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> "Cell":
-        """Parse STREAMSxPROMPT:OUTPUT, or STREAMSxPROMPT:OUTPUT+PROMPT:OUTPUT@SECONDS with a prompt that joins. Raises
-        ValueError for any other text, and for outputs of fewer than two tokens, which have no gap."""
+        """Parse a cell from the text STREAMSxPROMPT:OUTPUT, where PROMPT and OUTPUT are numbers of tokens.
+        +PROMPT:OUTPUT@SECONDS can be appended for a prompt that joins later. Raises ValueError if the text is not
+        valid, or if an output has fewer than two tokens, because then no time between tokens can be measured."""
         found = _CELL.fullmatch(text)
         if found is None:
             raise ValueError(
@@ -48,18 +51,18 @@ class Cell:
 
     @property
     def sizes(self) -> Sequence[Joining]:
-        """Sizes of all requests, in the order in which they are sent."""
+        """Prompt length, output length and arrival time of all requests, in the order in which they are sent."""
         streams = [Joining(self.num_tokens, self.max_tokens, 0.0)] * self.num_streams
         return [*streams, *([self.joining] if self.joining else [])]
 
     @property
     def keys(self) -> dict[str, object]:
-        """Key-value pairs that identify this cell in the case of a result row."""
+        """Key-value pairs that identify this cell in the case name of an output row."""
         keys: dict[str, object] = {"tokens": self.num_tokens, "streams": self.num_streams, "output": self.max_tokens}
         return keys if self.joining is None else {**keys, "joining": self.joining.num_tokens}
 
     def asks(self, passages: Passages) -> list[Ask]:
-        """Return the requests of the load, with prompts that were not used before."""
+        """Return the requests of the load. Their prompts are passages that have not been used before."""
         return [Ask(passages.take(each.num_tokens), each.max_tokens, each.at_s) for each in self.sizes]
 
     def __str__(self) -> str:
@@ -69,5 +72,5 @@ class Cell:
 
 
 def parse_grid(text: str) -> list[Cell]:
-    """Parse cells separated by commas. Raises ValueError for any other text."""
+    """Parse cells that are separated by commas (see `Cell.parse`). Raises ValueError if the text is not valid."""
     return [Cell.parse(each) for each in text.split(",")]

@@ -1,6 +1,7 @@
-"""Crossings of two curves, and whether a prediction agrees with them. Pure.
+"""Points at which two curves cross, and the error of a prediction at these points. Performs no I/O.
 
-Curves are sampled at the same ascending points, here bandwidths. Between two points they are straight in log-log scale.
+Curves are sampled at the same ascending points, which in the benchmarks are bandwidths. Between two points, curves are
+straight lines in log-log scale.
 """
 
 import math
@@ -8,7 +9,8 @@ from collections.abc import Sequence
 
 
 def crossing(points: Sequence[float], ratios: Sequence[float]) -> float | None:
-    """Return the first point at which the ratio of two curves passes 1; None if there is none."""
+    """Return the first point at which the ratio of two curves crosses 1. `ratios` has one value for each of `points`.
+    Return None if the ratio never crosses 1."""
     for index in range(len(points) - 1):
         low, high = math.log(ratios[index]), math.log(ratios[index + 1])
         if low == 0.0:
@@ -20,7 +22,8 @@ def crossing(points: Sequence[float], ratios: Sequence[float]) -> float | None:
 
 
 def value_at(points: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Return the value of a curve at `at`; outside of its points, the value of the nearest point."""
+    """Return the value of a curve at the point `at`. Outside of the curve's points, return the value of the nearest
+    point."""
     if at <= points[0]:
         return values[0]
     for index in range(len(points) - 1):
@@ -32,12 +35,13 @@ def value_at(points: Sequence[float], values: Sequence[float], at: float) -> flo
 
 
 def disagreement(points: Sequence[float], measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Return the largest gap between two curves, as a fraction, where measurement and prediction disagree on which is
-    lower.
+    """Return the largest relative difference between two curves where measurement and prediction disagree on which
+    curve is lower.
 
-    `measured` and `predicted` are ratios of one curve to the other. At a crossing of one of them, the gap is the
-    difference of the other's ratio from 1; the larger gap counts. If neither has a crossing: 0 if both agree on which
-    curve is lower, else the smallest measured gap.
+    `measured` and `predicted` are the ratios of one curve to the other at `points`, as measured and as predicted. A
+    ratio crosses 1 where both curves are equal. If one of the ratios crosses 1 at some point, the difference there is
+    the distance of the other ratio from 1. The larger difference is returned. If neither ratio crosses 1, the result is
+    0 if both agree on which curve is lower. Otherwise it is the smallest difference between the measured curves.
     """
     gaps = []
     for ours, theirs in ((predicted, measured), (measured, predicted)):

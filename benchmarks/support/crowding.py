@@ -1,5 +1,5 @@
-"""Fraction of the processors' time that other programs used during a measurement. If it is large, results are
-unreliable."""
+"""Measures the fraction of the processors' time that other programs used during a benchmark. If the fraction is large,
+the benchmark's results are unreliable."""
 
 import os
 from pathlib import Path
@@ -10,14 +10,15 @@ _BUSY = (0, 1, 2, 5, 6, 7)
 
 
 class Crowding:
-    """Measures from its creation. Linux only; on other systems the result is 0."""
+    """Measures the processor time of other programs since this object was created. Linux only; on other systems the
+    result is 0."""
 
     def __init__(self) -> None:
         self._before = _read()
 
     def share(self) -> float:
-        """Return the fraction of all processors' time that other processes used. Children of this process count as its
-        own only after they have ended."""
+        """Return the fraction of the time of all processors that other processes used. A running child process of this
+        process counts as another process. After it has ended, it counts as part of this process."""
         busy_s, own_s, all_s = (after - before for after, before in zip(_read(), self._before, strict=True))
         return max(busy_s - own_s, 0.0) / all_s if all_s else 0.0
 

@@ -1,7 +1,8 @@
-"""A light HTTP client for streamed answers: one POST, answered by a chunked stream of server-sent events.
+"""Lightweight HTTP client for streamed answers. It sends one POST request, and reads a chunked stream of server-sent
+events.
 
-Runs on the caller's event loop. Its work per event is similar to that of gRPC's client, so that both sides of a
-comparison cost this process about the same.
+Runs on the caller's event loop. Its work per event is similar to that of gRPC's client, so that HTTP and gRPC servers
+can be compared fairly.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ _DONE = b"[DONE]"
 
 
 class EventStream:
-    """Connection to an HTTP server on this machine, for one request. Create with `connected`."""
+    """Connection to an HTTP server on this machine. It is used for one request. Create with `connected`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
         self._reader = reader
@@ -25,8 +26,8 @@ class EventStream:
     @classmethod
     @contextlib.asynccontextmanager
     async def connected(cls, host: str, port: int) -> AsyncIterator["EventStream"]:
-        """Connect and yield the connection. It is closed at the end of the block, which ends a request that is still
-        running."""
+        """Context manager. Connect to the server and yield the connection. The connection is closed on exit, which ends
+        a request that is still running."""
         reader, writer = await asyncio.open_connection(host, port)
         try:
             yield cls(reader, writer, f"{host}:{port}")
@@ -36,8 +37,8 @@ class EventStream:
                 await writer.wait_closed()
 
     async def post(self, path: str, body: object) -> AsyncIterator[dict[str, Any]]:
-        """Send `body` as JSON, and yield the JSON of each event as it arrives. Raises RuntimeError if the answer is not
-        200, is not chunked, or ends too early."""
+        """Send `body` as JSON, and yield the JSON of each event as it arrives. Raises RuntimeError if the status is not
+        200, or if the answer is not chunked or ends too early."""
         data = json.dumps(body, separators=(",", ":")).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         self._writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)

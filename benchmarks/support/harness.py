@@ -1,8 +1,10 @@
-"""Common parts of all benchmarks: alternating measurements, rows in one format, and a description of the machine.
+"""Common parts of all benchmarks: alternating measurements, output rows in one format, and a description of the
+machine.
 
-Machines are noisy, so two sides are always measured alternately (A, B, A, B, ...) and compared by the median of the
-pairs' ratios. A row is `{"bench", "case", "metric", "value", "unit", "baseline", "baseline_value", "ratio"}`. `ratio`
-is how many times better than the baseline the value is; above 1 is better, for every metric.
+The speed of a machine varies over time. Two sides are therefore always measured alternately (A, B, A, B, ...). Each
+measurement of A is divided by the next one of B, and the median of these ratios is reported. An output row is
+`{"bench", "case", "metric", "value", "unit", "baseline", "baseline_value", "ratio"}`. For every metric, a `ratio` above
+1 means that the value is better than the baseline.
 """
 
 import argparse
@@ -29,16 +31,16 @@ from deploy.config.environment import DEFAULT_MODEL
 PAIRS = 9
 QUICK_PAIRS = 3
 _RATES = ("gb_s", "gb_cpu_s", "tokens_s", "tokens_step", "gflops", "goodput")
-"""Metrics for which larger is better."""
+"""Metrics for which a larger value is better. For all other metrics, a smaller value is better."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Result row: one measured value, and the baseline's value."""
+    """Output row of a benchmark: one measured value compared with the value of a baseline."""
 
     bench: str
     case: str
-    """Case as key=value pairs joined by commas."""
+    """Name of the measured case: key=value pairs separated by commas."""
     metric: str
     value: float
     unit: str
@@ -49,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Alternating measurements of two sides, in the same unit."""
+    """Measurements of two sides that were taken alternately. Both are in the same unit."""
 
     ours: list[float]
     theirs: list[float]
@@ -63,8 +65,8 @@ class Pairs:
         return statistics.median(self.theirs)
 
     def quartiles(self, smaller_is_better: bool) -> tuple[float, float, float]:
-        """Return the lower quartile, median and upper quartile of the pairs' ratios. A ratio above 1 means that `ours`
-        is better. For one pair all three are equal."""
+        """Return the lower quartile, median and upper quartile of the ratios of the pairs. A ratio above 1 means that
+        `ours` is better. If there is only one pair, all three are equal."""
         pairs = zip(self.ours, self.theirs, strict=True)
         ratios = [b / a if smaller_is_better else a / b for a, b in pairs]
         low, middle, high = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
@@ -72,7 +74,8 @@ class Pairs:
 
 
 def interleave(ours: Callable[[], float], theirs: Callable[[], float], pairs: int) -> Pairs:
-    """Measure both sides alternately, `pairs` times each, after one unrecorded round."""
+    """Call `ours` and `theirs` alternately, `pairs` times each, and return the measurements. One warm-up call of each
+    is discarded."""
     ours(), theirs()
     mine, other = [], []
     for _ in range(pairs):
@@ -82,19 +85,21 @@ def interleave(ours: Callable[[], float], theirs: Callable[[], float], pairs: in
 
 
 def random_prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
-    """Return token ids that exist in most vocabularies, determined by the seed."""
+    """Return `num_tokens` random token ids, all of which exist in most vocabularies. The same seed gives the same
+    ids."""
     rng = random.Random(seed)
     return tuple(rng.randint(100, 40_000) for _ in range(num_tokens))
 
 
 def case(**keys: object) -> str:
-    """Return a case name such as `tokens=512,ranks=2` from keyword arguments in their order. A key has the same meaning
-    in all benchmarks. Keys with a unit: `link` in MB/s, `context` in keys, `tokens` in tokens of a prompt or chunk."""
+    """Return a case name such as `tokens=512,ranks=2`, made of the keyword arguments in their order. A key has the same
+    meaning in all benchmarks: `link` is in MB/s, `context` is a number of keys, and `tokens` is the length of a prompt
+    or chunk."""
     return ",".join(f"{key}={value}" for key, value in keys.items())
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that every benchmark has."""
+    """Return a command line parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object per row on standard output")
     parser.add_argument("--quick", action="store_true", help="fewer cases and pairs: a smoke test, not a claim")
@@ -110,7 +115,7 @@ def _finite(value: object) -> object:
 
 
 class Reporter:
-    """Prints each row when it is added, as a JSON line or as text, and a table at the end."""
+    """Prints each output row when it is added, as a JSON line or as text, and a table of all rows at the end."""
 
     def __init__(self, bench: str, as_json: bool) -> None:
         self._bench = bench
@@ -122,7 +127,8 @@ class Reporter:
         self._console.print(f"{bench}: {describe_machine()}", style="dim", highlight=False)
 
     def add(self, case_name: str, metric: str, unit: str, baseline: str, pairs: Pairs) -> Row:
-        """Report one comparison and return its row. Larger is better for rates, smaller for all other metrics."""
+        """Add and print one comparison, and return its row. For the metrics in `_RATES` a larger value is better; for
+        all other metrics a smaller one."""
         low, ratio, high = pairs.quartiles(smaller_is_better=metric not in _RATES)
         ours, theirs = pairs.our_median, pairs.their_median
         row = Row(self._bench, case_name, metric, round(ours, 6), unit, baseline, round(theirs, 6), round(ratio, 3))
@@ -134,27 +140,28 @@ class Reporter:
         return row
 
     def close(self) -> None:
-        """Print the table of all rows."""
+        """Print a table of all rows that were added."""
         self._console.print(self._table)
 
 
 class Bars:
-    """Checks values against bars. Prints each result at once, and all of them at the end."""
+    """Checks measured values against the benchmark's limits (bars). Prints each result at once, and all results at the
+    end."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._verdicts: list[tuple[bool, str]] = []
 
     def at_least(self, what: str, value: float, bar: float) -> None:
-        """Check that a value is not below its bar."""
+        """Check that `value` is at least `bar`, and print the result. `what` describes the value."""
         self._check(f"{what}: {value:.3f}, at least {bar:g}", value >= bar)
 
     def at_most(self, what: str, value: float, bar: float) -> None:
-        """Check that a value is not above its bar."""
+        """Check that `value` is at most `bar`, and print the result. `what` describes the value."""
         self._check(f"{what}: {value:.3f}, at most {bar:g}", value <= bar)
 
     def close(self) -> int:
-        """Print all results; return the exit status, 1 if a bar is missed."""
+        """Print all results. Return the exit status: 0, or 1 if a value misses its limit."""
         for verdict in self._verdicts:
             self._print(verdict)
         return 0 if all(holds for holds, _ in self._verdicts) else 1
@@ -170,7 +177,8 @@ class Bars:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a line on standard error that counts rounds on a terminal. Yields a function to call after each round."""
+    """Context manager. Show the progress of `total` rounds on standard error: a line that counts rounds on a terminal,
+    else one line at the start. Yield a function that must be called after each round."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console.print(f"  {what}: {total} rounds", style="dim")
@@ -187,7 +195,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def describe_machine() -> str:
-    """Return the processor, library versions and commit in one line."""
+    """Return one line with the processor's name, the versions of libraries, and the commit."""
     cpu = _cpu_name()
     versions: Mapping[str, str] = {name: version(name) for name in ("torch", "grpcio", "transformers")}
     commit = subprocess.run(
@@ -207,7 +215,7 @@ def _cpu_name() -> str:
 
 
 def resolve(args: argparse.Namespace) -> Path:
-    """Return the model's folder, converting the model first if necessary."""
+    """Return the model's folder. If necessary, the model is converted first."""
     from baton.modeling.checkpoints.catalog import resolve_model
     from baton.text.gguf_tokenizer import write_tokenizer
 

@@ -1,6 +1,7 @@
-"""Running streams with prompts that arrive meanwhile: gaps between tokens, and times to first token.
+"""Load of continuously running streams and of prompts that arrive in the meantime. Measures the streams' times between
+tokens, and the prompts' times to first token.
 
-Drives a scheduler in this process, on its event loop. Times of tokens are those of the engine that made them.
+Calls a scheduler in this process, on its event loop. The time of a token is taken by the engine that generated it.
 """
 
 import asyncio
@@ -30,9 +31,10 @@ from orchestrator.scheduler import RequestScheduler
 STREAM_TOKENS = 192
 """Number of prompt tokens of each running stream."""
 _OUTPUT_TOKENS = 4000
-"""Number of output tokens of a running stream, after which a new stream replaces it."""
+"""Number of output tokens of a running stream. When a stream has generated all of them, a new stream replaces it."""
 _FIRST_SEED = 1_000_000
-"""Seed of the first running stream's prompt, far from those of other prompts, so that no prompts are equal."""
+"""Seed of the prompt of the first running stream. It is much larger than the seeds of other prompts, so that all
+prompts differ."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,19 @@ class Asked:
     num_tokens: int
     ttft_s: float
     reason: str
-    """Reason for the placement of the prompt's prefill."""
+    """Scheduler's reason to prefill the prompt on a chain or on the generation engine."""
 
 
 @dataclass
 class Gaps:
-    """Times at which the tokens of each running stream were made, in unix nanoseconds."""
+    """Times at which the tokens of each running stream were generated, in nanoseconds since the Unix epoch."""
 
     token_ns: list[list[int]] = field(default_factory=list)
-    """One list of times per stream."""
+    """Times of tokens in nanoseconds since the Unix epoch, one list per stream."""
 
     def between_ms(self, start_ns: int, end_ns: int) -> list[float]:
-        """Return the milliseconds between consecutive tokens of a stream, for tokens made between `start_ns` and
-        `end_ns`."""
+        """Return the times between consecutive tokens of a stream in milliseconds, for all streams. Only tokens that
+        were generated between `start_ns` and `end_ns` are included."""
         return [
             (after - before) / 1e6
             for times in self.token_ns
@@ -64,8 +66,8 @@ class Gaps:
 
 
 def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arrival, ...]:
-    """Return short prompts (32 to 256 tokens) and long ones (2,000 to 4,000) at random times within `seconds`,
-    determined by the seed. A long one arrives first."""
+    """Return the arrivals of short prompts (32 to 256 tokens) and of long ones (2,000 to 4,000) at random times within
+    `seconds` seconds. The first prompt is a long one. The same seed gives the same arrivals."""
     rng = random.Random(seed)
     sizes = [rng.randint(32, 256) for _ in range(num_short)] + [rng.randint(2000, 4000) for _ in range(num_long)]
     times = [rng.uniform(0.0, seconds) for _ in sizes]
@@ -75,7 +77,8 @@ def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arr
 
 
 async def ask(scheduler: RequestScheduler, arrival: Arrival) -> Asked:
-    """Send a prompt for one token at its arrival time, and return when its stream has ended."""
+    """Wait until the prompt's arrival time, send the prompt with a request for one token, and read its stream to the
+    end. Return the result."""
     await asyncio.sleep(arrival.at_s)  # from the load's start
     clock, first_s, timings = SystemClock(), math.nan, None
     start_s = clock.now_s()
@@ -92,7 +95,8 @@ async def ask(scheduler: RequestScheduler, arrival: Arrival) -> Asked:
 
 @contextlib.asynccontextmanager
 async def streaming(scheduler: RequestScheduler, num_streams: int) -> AsyncIterator[Gaps]:
-    """Keep `num_streams` streams running during the block, which begins when each has received its first token."""
+    """Context manager. Keep `num_streams` streams running until exit, and yield the times of their tokens. Enters when
+    each stream has received its first token."""
     gaps, begun = Gaps(), asyncio.Semaphore(0)
     tasks = [asyncio.create_task(_run_on(scheduler, number, gaps, begun)) for number in range(num_streams)]
     try:
@@ -129,7 +133,8 @@ async def _run_on(scheduler: RequestScheduler, number: int, gaps: Gaps, begun: a
 async def controlled(
     cluster: LocalCluster, planner: ChainPlanner, config: OrchestratorConfig
 ) -> AsyncIterator[RequestScheduler]:
-    """Run a controller over a running cluster; close it when the block is left."""
+    """Context manager. Run an orchestrator's scheduler over a running local cluster, and yield it. The scheduler is
+    closed on exit."""
     orchestrator = build_orchestrator(cluster.members, planner, SystemClock(), secret=cluster.secret, config=config)
     orchestrator.start()
     try:

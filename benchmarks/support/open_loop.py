@@ -1,7 +1,7 @@
-"""Open-loop load: requests at random times, and their outcomes.
+"""Open-loop load: sends requests at random times, and records their outcomes.
 
-Drives a scheduler in this process, on its event loop, so that the time until a refusal is the server's own. Arrivals do
-not wait for earlier answers, so a slow server gets as many requests as a fast one.
+The load calls a scheduler in this process, on its event loop. The measured time until a refusal is therefore the
+server's own. Arrivals do not wait for earlier answers, so a slow server receives as many requests as a fast one.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _NUM_PROMPTS = 64
 
 @dataclass(frozen=True)
 class Ask:
-    """Parameters of every request of a load."""
+    """Parameters that all requests of a load have in common."""
 
     num_tokens: int
     """Number of prompt tokens."""
@@ -45,20 +45,20 @@ class Fate:
     """Arrival time of the request."""
     end_s: float
     first_s: float | None
-    """Arrival time of its first token; None if there was none."""
+    """Time at which the first token of the request arrived. None if no token arrived."""
     refused: bool
-    """True: it was refused, either at once or when another request replaced it in the queue."""
+    """True if the request was refused, either on arrival or later, when another request replaced it in the queue."""
     in_time: bool
-    """True: it received all requested tokens."""
+    """True if the request received all requested tokens, within its deadline if it has one."""
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from arrival to first token; infinite without a first token."""
+        """Time from the request's arrival to its first token, in seconds. Infinite if no token arrived."""
         return math.inf if self.first_s is None else self.first_s - self.at_s
 
 
 class Source:
-    """Sends the same kind of request to a scheduler repeatedly, with different prompts."""
+    """Sends requests with the same parameters and different prompts to a scheduler, and records their outcomes."""
 
     def __init__(self, scheduler: RequestScheduler, seed: int) -> None:
         self._scheduler = scheduler
@@ -68,7 +68,8 @@ class Source:
         self._num_asked = 0
 
     async def one(self, ask: Ask, start_s: float) -> Fate:
-        """Send one request and return its outcome. Raises all errors except refusals and exceeded deadlines."""
+        """Send one request and return its outcome. `start_s` is the start of the load. A refusal and an exceeded
+        deadline are outcomes; all other errors are raised."""
         clock = self._clock
         at_s, first_s, error = clock.now_s() - start_s, None, None
         try:
@@ -85,8 +86,8 @@ class Source:
         return Fate(at_s, end_s, first_s, isinstance(error, ResourceExhaustedError), error is None)
 
     async def at_once(self, ask: Ask, num_streams: int, seconds: float) -> list[Fate]:
-        """Run `num_streams` streams for `seconds` seconds, each of which sends a new request when its last one was
-        served. This measures the capacity."""
+        """Run `num_streams` streams for `seconds` seconds, and return the outcomes of all requests. Each stream sends
+        its next request when its previous one has ended. Used to measure the server's capacity."""
         start_s = self._clock.now_s()
 
         async def stream() -> list[Fate]:
@@ -98,8 +99,8 @@ class Source:
         return [fate for fates in await asyncio.gather(*(stream() for _ in range(num_streams))) for fate in fates]
 
     async def at_rate(self, ask: Ask, rate: float, seconds: float) -> list[Fate]:
-        """Send requests at random times for `seconds` seconds, on average `rate` per second. Return when the last one
-        has ended."""
+        """Send requests at random times for `seconds` seconds, on average `rate` per second. When all have ended,
+        return their outcomes."""
         start_s, tasks = self._clock.now_s(), []
         self._seed += 1
         for at_s in arrival_times(rate, seconds, self._seed):
@@ -122,22 +123,24 @@ class Source:
 
 
 def arrival_times(rate: float, seconds: float, seed: int) -> Iterator[float]:
-    """Yield the arrival times of a Poisson process in seconds from the start, ascending, determined by the seed."""
+    """Yield the arrival times of a Poisson process with `rate` arrivals per second, in ascending order. Times are in
+    seconds from the start, and end at `seconds`. The same seed gives the same times."""
     rng, at_s = random.Random(seed), 0.0
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
         yield at_s
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` percent of the values do not exceed; NaN if there are no
-    values."""
+    """Return a percentile: the smallest of the values such that at least `percent` percent of the values are not
+    larger. NaN if `values` is empty."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def throughput(fates: Sequence[Fate], from_s: float, to_s: float) -> float:
-    """Return the number of requests per second that ended between these times with all requested tokens."""
+    """Return the number of requests per second that were completed, with all requested tokens, between `from_s` and
+    `to_s`. Both are in seconds from the start of the load."""
     return sum(fate.in_time and from_s < fate.end_s <= to_s for fate in fates) / (to_s - from_s)
 
 

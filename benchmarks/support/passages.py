@@ -1,4 +1,4 @@
-"""Prompts that are passages of novels (tests/data) with different beginnings."""
+"""Prompts for benchmarks: passages of novels (tests/data), each with a different beginning."""
 
 import gzip
 from pathlib import Path
@@ -8,12 +8,13 @@ from baton.text.tokenizer import Tokenizer
 _DATA = Path(__file__).parents[2] / "tests" / "data"
 _TEXTS = ("emma", "persuasion", "prideprejudice")
 _BEGINNING = 16
-"""Number of tokens at the beginning of a prompt that differ from all other prompts: fewer than in a block of cached
-KV."""
+"""Number of tokens within which the beginning of each prompt differs from those of all other prompts. It is less than
+the length of a block of the prefix cache, so no prompt reuses cached KV."""
 
 
 class Passages:
-    """Returns consecutive passages. At the end of the novels, it continues near the beginning at another offset."""
+    """Source of consecutive passages of the novels. At the end of the novels, it continues from the beginning with a
+    different offset."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = token_ids
@@ -22,13 +23,13 @@ class Passages:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Passages":
-        """Make passages of the novels with this tokenizer."""
+        """Return a source of passages of the novels, encoded with this tokenizer."""
         texts = (gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode() for name in _TEXTS)
         return cls(tuple(token for text in texts for token in tokenizer.encode(text)))
 
     def take(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the next passage of `num_tokens` tokens that begins differently from all earlier passages. Raises
-        ValueError when the novels have no such passage left."""
+        """Return the next passage of `num_tokens` tokens. Its beginning differs from the beginnings of all earlier
+        passages. Raises ValueError if the novels contain no further passage of this kind."""
         last = len(self._token_ids) - num_tokens
         for _ in range(max(last + 1, 0)):
             self._at = self._at if self._at <= last else len(self._beginnings) % (last + 1)

@@ -1,7 +1,8 @@
-"""Table of the steps of several policies in several cells: one line per policy, one column per batch size and length.
+"""Table that compares the step times of several residency policies: one line per policy, one column per batch size and
+length.
 
-Shows the metrics of InfiniGen's figures 14 to 16 (Lee et al., 2024): speedup over a policy that streams all KV, and the
-step time relative to a device that has room for all KV.
+It shows the metrics of figures 14 to 16 in the InfiniGen paper (Lee et al., 2024): the speedup over a policy that
+streams all KV from host memory, and the step time relative to a device that has memory for all KV.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from rich.table import Table
 from benchmarks.support.harness import Pairs
 
 IDEAL, STREAMED = "device", "host"
-"""IDEAL: policy whose device has room for all KV. STREAMED: policy that streams all KV in each step."""
+"""Names of the two reference policies. IDEAL keeps all KV in device memory. STREAMED keeps it in host memory, and
+streams all of it to the device in each step."""
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,18 @@ class CellTimes:
     batch: int
     context: int
     times_ms: Mapping[str, Sequence[float]]
-    """Milliseconds of a step by policy, one value per round."""
+    """Step times in milliseconds by policy, one value per round."""
 
     def pairs(self, policy: str, baseline: str) -> Pairs:
-        """Return the rounds of a policy paired with those of a baseline."""
+        """Return the step times of `policy` and of `baseline`, paired by round."""
         return Pairs(list(self.times_ms[policy]), list(self.times_ms[baseline]))
 
     def speedup(self, policy: str) -> float:
-        """Return the median speedup of a step over `host`."""
+        """Return the median ratio of the step time of the policy `host` to the step time of `policy`."""
         return self._times(policy, STREAMED)
 
     def share_of_ideal(self, policy: str) -> float:
-        """Return the median of (step time of `device` / step time of the policy)."""
+        """Return the median ratio of the step time of the policy `device` to the step time of `policy`."""
         return self._times(policy, IDEAL)
 
     def _times(self, policy: str, baseline: str) -> float:
@@ -41,8 +43,9 @@ class CellTimes:
 
 
 def policy_table(cells: Sequence[CellTimes]) -> Table:
-    """Return a table of all cells: median milliseconds of a step, speedup over `host`, and `device`'s step time as a
-    fraction of it. All cells must have the same policies."""
+    """Return a table of all cells (batch size and length). It shows each policy's median step time in milliseconds, its
+    speedup over the policy `host`, and the step time of the policy `device` divided by its own. All cells must have the
+    same policies."""
     title = f"a step: ms, times as fast as {STREAMED}, part of the ideal ({IDEAL}'s step / this step)"
     table = Table("policy", *(f"{cell.batch} x {cell.context}" for cell in cells), title=title)
     for policy in cells[0].times_ms:

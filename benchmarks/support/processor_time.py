@@ -8,22 +8,24 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-"""Resolution of a process's time in the kernel, in seconds."""
+"""Resolution in seconds with which the kernel counts a process's processor time."""
 
 QUIET_SHARE = 0.2
-"""Maximum number of cores that idle processes use together."""
+"""Maximum number of cores that processes may use together to count as idle."""
 _QUIET_S = 0.25
 _MOST_S = 60.0
 
 
 def used_s(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor seconds that each process has used in all its threads. Ended processes are left out."""
+    """Return the processor time that all threads of each process have used, in seconds. Processes that have ended are
+    omitted."""
     found = {pid: _fields(pid) for pid in pids}
     return {pid: (int(each[11]) + int(each[12])) * TICK_S for pid, each in found.items() if each}
 
 
 def main_threads_used_s(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor seconds that each process's main thread has used. Ended processes are left out."""
+    """Return the processor time that the main thread of each process has used, in seconds. Processes that have ended
+    are omitted."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -32,16 +34,17 @@ def main_threads_used_s(pids: Iterable[int]) -> dict[int, float]:
 
 
 def share_of_a_core(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> float:
-    """Return the number of cores used between two results of the functions above, at least one tick. Processes that are
-    in only one of them are ignored."""
+    """Return the number of cores that the processes used on average. `before` and `after` are their processor times in
+    seconds, measured `seconds` seconds apart. Processes that are in only one of them are ignored. The result is never
+    less than one clock tick of processor time."""
     total_s = sum(after[pid] - before[pid] for pid in before.keys() & after.keys())
     return max(total_s, TICK_S) / seconds
 
 
 def until_quiet(pids: Collection[int]) -> None:
-    """Wait until these processes together have used at most QUIET_SHARE of a core for a quarter of a second. vLLM's
-    worker busy-waits for a second after its last step, which would disturb the next measurement. Raises TimeoutError if
-    they are not idle within a minute."""
+    """Wait until these processes are idle: together they have used at most QUIET_SHARE of a core for a quarter of a
+    second. Used before a measurement, because vLLM's worker busy-waits for a second after its last step. Raises
+    TimeoutError if the processes are not idle within a minute."""
     limit_s = time.monotonic() + _MOST_S
     before, before_s = used_s(pids), time.monotonic()
     while time.monotonic() < limit_s:
@@ -54,7 +57,7 @@ def until_quiet(pids: Collection[int]) -> None:
 
 
 def with_descendants(pids: Collection[int]) -> set[int]:
-    """Return these processes and all their descendants."""
+    """Return the ids of these processes and of all their descendants."""
     everybody = (int(path.name) for path in _PROC.glob("[0-9]*"))
     parents = {pid: int(each[1]) for pid in everybody if (each := _fields(pid))}
     found = {*pids} & parents.keys()
@@ -64,7 +67,8 @@ def with_descendants(pids: Collection[int]) -> set[int]:
 
 
 def command_of(pid: int) -> str:
-    """Return the command line of a process, or the title that it set itself; empty if the process has ended."""
+    """Return the command line of a process, or the title that the process set for itself. Empty if the process has
+    ended."""
     try:
         return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:

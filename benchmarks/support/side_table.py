@@ -1,4 +1,5 @@
-"""Results of several servers for the same loads, as a Markdown table for documents: one line per cell. Pure."""
+"""Markdown table with the results of several servers for the same loads, one line per cell of the grid. Performs no
+I/O."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,8 @@ _COLUMNS = (("tokens_s", "tokens/s"), ("ttft_s", "first token p50, s"), ("p99_ms
 
 
 def side_table(cells: Mapping[str, Mapping[str, Sequence[Answered]]], notes: Sequence[str]) -> str:
-    """Return the table of the medians of the rounds, by cell and server, with the notes below. All cells must have the
-    same servers."""
+    """Return a Markdown table with the median over the rounds of each metric. `cells` contains the rounds' answers by
+    cell and server. `notes` are lines that are printed below the table. All cells must have the same servers."""
     sides = list(next(iter(cells.values())))
     heads = ["streams x prompt tokens : output tokens", *(f"{title}, {' / '.join(sides)}" for _, title in _COLUMNS)]
     lines = [heads, ["---"] * len(heads)]

@@ -1,4 +1,5 @@
-"""Parts of a generation step's time: a clock that separates them, and their measurements over a benchmark's rounds."""
+"""Measures how the time of a generation step is divided into parts: a clock that measures each part, and its results
+over the rounds of a benchmark."""
 
 import statistics
 import time
@@ -11,28 +12,29 @@ from rich.table import Table
 
 
 class Part(StrEnum):
-    """A part of a step's time."""
+    """Part of a generation step to which time is attributed."""
 
     TRANSFER = "transfer"
     """Waiting for copies over the link, in both directions."""
     POLICY = "policy"
-    """The policy's own work: predicting and selecting keys, tracking hot keys, weighing keys, unpacking, starting
-    transfers, entering and leaving the step."""
+    """Work of the residency policy: predicting, selecting and weighing keys, tracking frequently used keys, unpacking
+    KV, starting transfers, and entering and leaving the step."""
     ATTENTION = "attention"
     LINEAR = "linear"
-    """Projections, MLP and output head, with norms, positions, and writing the new tokens' KV."""
+    """Linear layers: projections, MLP and output head. Also includes norms, position embeddings, and writing the new
+    tokens' KV."""
 
 
 class PartClock:
-    """Adds up the seconds of each part of one thread's steps.
+    """Clock that adds up the seconds spent in each part of the steps of one thread.
 
-    Time counts for the part that was entered last. Exceptions: everything that a policy calls from its layer hooks
-    counts for the policy, such as the projection for predicted queries; and waiting for a transfer always counts for
-    the transfer. Entering and leaving a part costs about a microsecond.
+    Time is added to the part that was entered last, with two exceptions. Everything that a policy calls from its layer
+    hooks counts for the policy, for example the projection of predicted queries. Waiting for a transfer always counts
+    for the transfer. Entering and leaving a part takes about a microsecond.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """`now`: function that returns the time in seconds."""
+        """Create a clock. `now` is a function that returns the time in seconds."""
         self._now = now
         self._spent = dict.fromkeys(Part, 0.0)
         self._running: Part | None = None
@@ -40,13 +42,13 @@ class PartClock:
 
     @property
     def spent_s(self) -> Mapping[Part, float]:
-        """Return the seconds of each part so far, in calls that have ended."""
+        """Seconds spent in each part so far. A part that is still running is not included."""
         return dict(self._spent)
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Count the time inside the block for `part`, or for the policy if it is called from the policy's layer
-        hook."""
+        """Context manager. Add the time of the block to `part`. In a policy's layer hook, the time is added to the
+        policy instead, unless `part` is TRANSFER."""
         outer = self._running
         self._turn_to(outer if outer is Part.POLICY and part is not Part.TRANSFER else part)
         try:
@@ -63,33 +65,33 @@ class PartClock:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Parts of the time of one policy's steps, by round."""
+    """Times of the parts of one policy's steps, with one entry per round."""
 
     policy: str
     plain_ms: Sequence[float]
-    """Milliseconds of untimed steps in the same rounds."""
+    """Milliseconds of a step whose parts are not measured, one value per round."""
     timed_ms: Sequence[float]
-    """Milliseconds of timed steps."""
+    """Milliseconds of a step whose parts are measured, one value per round."""
     parts_ms: Sequence[Mapping[Part, float]]
-    """Milliseconds of each part of the timed steps."""
+    """Milliseconds of each part of a measured step, one mapping per round."""
 
     @property
     def other_ms(self) -> list[float]:
-        """Return the milliseconds of each round's timed steps that are outside of all parts."""
+        """Return the milliseconds of a step that are outside of all parts, one value per round."""
         return [step - sum(parts.values()) for step, parts in zip(self.timed_ms, self.parts_ms, strict=True)]
 
     @property
     def other_share(self) -> float:
-        """Return the median fraction of a timed step that is outside of all parts."""
+        """Return the median fraction of a step's time that is outside of all parts."""
         return statistics.median(other / step for other, step in zip(self.other_ms, self.timed_ms, strict=True))
 
     @property
     def times_plain(self) -> float:
-        """Return the median ratio of a timed step to an untimed one."""
+        """Return the median ratio of a step whose parts are measured to a step whose parts are not measured."""
         return statistics.median(timed / plain for timed, plain in zip(self.timed_ms, self.plain_ms, strict=True))
 
     def medians_ms(self) -> dict[str, float]:
-        """Return the median milliseconds of each part by name, and of the rest as `other`."""
+        """Return the median milliseconds of each part by name. The key `other` is the time outside of all parts."""
         parts = {part.value: statistics.median(parts[part] for parts in self.parts_ms) for part in Part}
         return parts | {"other": statistics.median(self.other_ms)}
 

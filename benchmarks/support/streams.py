@@ -1,7 +1,7 @@
-"""Measurements of concurrent streams of one side: when each was sent, and when its tokens were made.
+"""Measurements of concurrent streams: when each request was sent, and when its tokens were generated.
 
-Throughput is measured over the period in which all streams generate: from the last stream's first token to the first
-stream's last token. In this period the batch is full, on every side.
+Throughput is measured while all streams generate: from the time of the last stream's first token until the time of the
+first stream's last token. In this period, the batch is full.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from benchmarks.support.harness import random_prompt
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are sent to a side at the same time."""
+    """Requests that are sent at the same time."""
 
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each stream's prompt."""
@@ -23,42 +23,42 @@ class Load:
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """Times of one stream, in unix nanoseconds."""
+    """Times of one stream, in nanoseconds since the Unix epoch."""
 
     asked_ns: int
     first_ns: int
-    """Time at which the first token reached the side's caller."""
+    """Time at which the caller received the first token."""
     token_ns: tuple[int, ...]
-    """Time at which each token was made, by the clock of the engine that made it."""
+    """Time at which each token was generated, according to the clock of the generating engine."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one load on one side."""
+    """Times of all streams of one load, measured on one system."""
 
     streams: tuple[StreamTimes, ...]
 
     @property
     def ttft_s(self) -> float:
-        """Median seconds to the first token over the streams."""
+        """Median time to first token of the streams, in seconds."""
         return statistics.median((each.first_ns - each.asked_ns) / 1e9 for each in self.streams)
 
     @property
     def window_ns(self) -> tuple[int, int]:
-        """Period [start, end) in unix nanoseconds in which all streams generate."""
+        """Period in which all streams generate: [start, end) in nanoseconds since the Unix epoch."""
         return max(each.token_ns[0] for each in self.streams), min(each.token_ns[-1] for each in self.streams)
 
     @property
     def step_ms(self) -> float:
-        """Median milliseconds per output token after the first, over the streams."""
+        """Median, over the streams, of the mean milliseconds per output token after the first."""
         return statistics.median(
             (each.token_ns[-1] - each.token_ns[0]) / (len(each.token_ns) - 1) / 1e6 for each in self.streams
         )
 
     @property
     def tokens_s(self) -> float:
-        """Tokens per second of all streams in the period in which all generate. Raises ValueError if there is no such
-        period."""
+        """Tokens per second of all streams together, in the period in which all streams generate. Raises ValueError if
+        the streams never generate at the same time."""
         start, end = self.window_ns
         num_tokens = sum(start < ns <= end for each in self.streams for ns in each.token_ns)
         if end <= start or num_tokens < 2 * len(self.streams):
@@ -67,7 +67,7 @@ class Measured:
 
 
 class Side(Protocol):
-    """A side of a comparison that can stream: a served cluster, or a bare engine."""
+    """System that a benchmark compares with others and that can stream: a served cluster, or a bare engine."""
 
     async def measure(self, load: Load) -> Measured:
         """Send all requests at once, and return the measurements when all streams have ended."""
@@ -75,6 +75,7 @@ class Side(Protocol):
 
 
 def make_load(num_streams: int, num_tokens: int, max_tokens: int, seed: int) -> Load:
-    """Return a load of random prompts, determined by the seed."""
+    """Return a load of `num_streams` random prompts of `num_tokens` tokens, each with `max_tokens` output tokens. The
+    same seed gives the same prompts."""
     first = seed * num_streams
     return Load(tuple(random_prompt(num_tokens, first + each) for each in range(num_streams)), max_tokens)

@@ -1,5 +1,5 @@
-"""A gRPC channel from a command to the orchestrator of a running cluster. Each call contains the cluster's secret and,
-if the command has one, the operator's API key."""
+"""gRPC channel from a command to the orchestrator of a running cluster. Each call contains the cluster's secret and, if
+the command has one, the operator's API key."""
 
 import argparse
 import contextlib
@@ -19,20 +19,20 @@ _CONNECT_S = 5.0
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the name of a running cluster as an argument, and the option --target as its alternative, to an operator's
-    command."""
+    """Add the arguments that select a running cluster to a command: its name or, alternatively, the option --target
+    with its address."""
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     text = f"a cluster that was brought up on another machine, whose secret is in the variable {SECRET_VARIABLE}"
     parser.add_argument("--target", metavar="HOST:PORT", help=text)
 
 
 def add_timeout(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add the option --timeout, with the help `text`, to an operator's command."""
+    """Add the option --timeout to a command. `text` is the option's help text."""
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
 
 
 def add_key_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option --api-key-env to an operator's command."""
+    """Add the option --api-key-env, which names the environment variable with the operator's API key, to a command."""
     parser.add_argument(
         "--api-key-env",
         metavar="VARIABLE",
@@ -41,14 +41,15 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
 
 
 def given_key(args: argparse.Namespace) -> str | None:
-    """Return the API key from the environment variable that --api-key-env names; None without the option. Raises
-    ConfigError if the variable is not set."""
+    """Return the API key from the environment variable that --api-key-env names, or None if the option is not given.
+    Raises ConfigError if the variable is not set."""
     return None if args.api_key_env is None else read_variable(args.api_key_env)
 
 
 def cluster_channel(args: argparse.Namespace) -> AbstractContextManager["grpc.Channel"]:
-    """Connect to the cluster that the command's options name, as `admin_channel` does. Raises ConfigError if the
-    cluster does not run on this machine, and UnavailableError while it starts."""
+    """Return a context manager that connects to the cluster that the command's options name (see `admin_channel`).
+    Raises ConfigError if the cluster does not run on this machine, and UnavailableError while the cluster is
+    starting."""
     from deploy.commands.record import secret_for, serving_endpoint
 
     target = args.target or serving_endpoint(args.name)
@@ -57,9 +58,9 @@ def cluster_channel(args: argparse.Namespace) -> AbstractContextManager["grpc.Ch
 
 @contextlib.contextmanager
 def admin_channel(target: str, secret: "ClusterSecret", api_key: str | None = None) -> Iterator["grpc.Channel"]:
-    """Connect to the orchestrator at `target` and yield the channel, which adds the secret and the API key to each
-    call. gRPC errors in the `with` block become BatonErrors. Raises UnavailableError if no orchestrator answers within
-    5 s."""
+    """Context manager. Connect to the orchestrator at `target`, and yield a channel that adds the secret and the API
+    key to each call. gRPC errors in the block are converted to BatonErrors. Raises UnavailableError if no orchestrator
+    answers within 5 s."""
     import grpc  # imported here, so that --help and mistyped options are answered without grpc
 
     from baton.channel_options import Keepalive, channel_options

@@ -1,7 +1,7 @@
-"""Keeps the secrets of a cluster on the launcher's machine, in files that only the launcher's user can read.
+"""Stores the secrets of a cluster on the launcher's machine, in files that only the launcher's user can read.
 
-The files are in a folder next to the cluster's record. `baton serve` writes them before it starts any process, and
-`ClusterRecord.remove` removes them. Operators' commands on that machine read the cluster's secret from its file
+The files are in a folder next to the cluster's record file. `baton serve` writes them before it starts any process, and
+`ClusterRecord.remove` removes them. Operators' commands on this machine read the cluster's secret from its file
 (`deploy.commands.record.secret_for`). docs/security.md lists all secrets.
 """
 
@@ -20,8 +20,9 @@ _MOST_BYTES = 4096
 
 
 def keep_secrets(record: Path, secret: ClusterSecret) -> Path:
-    """Write the secret of the cluster whose record has the path `record`, and a new token for its Ray. Existing files
-    are replaced. Return the path of the token. Raises ConfigError if the files cannot be written."""
+    """Write the secret of the cluster whose record file is `record`, and a new authentication token for its Ray.
+    Existing files are replaced. Return the path of the token's file. Raises ConfigError if the files cannot be
+    written."""
     folder = _folder(record)
     try:
         remove_secrets(record)
@@ -35,14 +36,14 @@ def keep_secrets(record: Path, secret: ClusterSecret) -> Path:
 
 
 def token_path(record: Path) -> Path:
-    """Return the path of the token file of the Ray that was started for the cluster whose record has the path
-    `record`."""
+    """Return the path of the file with Ray's authentication token. `record` is the record file of the cluster for which
+    Ray was started."""
     return _folder(record) / _RAY
 
 
 def load_secret(record: Path) -> ClusterSecret:
-    """Return the secret of the cluster whose record has the path `record`. Raises ConfigError if the secret does not
-    exist, or if another user may have read or written it."""
+    """Return the secret of the cluster whose record file is `record`. Raises ConfigError if the secret does not exist,
+    or if another user could have read or written it."""
     path = _folder(record) / _CLUSTER
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="ascii") as file:
@@ -57,7 +58,7 @@ def load_secret(record: Path) -> ClusterSecret:
 
 
 def remove_secrets(record: Path) -> None:
-    """Remove the secrets of the cluster whose record has the path `record`. Does nothing if there are none."""
+    """Remove the secrets of the cluster whose record file is `record`. Does nothing if no secrets are stored."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(_folder(record))
 

@@ -1,5 +1,5 @@
-"""`baton flip`: changes the role of a worker of a running cluster, from prefill to generation or the reverse. The model
-stays loaded. With --undo the worker returns to its former role."""
+"""Implements `baton flip`: changes the role of a worker of a running cluster, from prefill to generation or the
+reverse. The model stays loaded. With --undo the worker returns to its former role."""
 
 import argparse
 
@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `baton flip`; return the exit status: 0 once the worker serves in its other role."""
+    """Run `baton flip`. Return the exit status 0 when the worker serves in its new role."""
     # Imported here, so that --help and mistyped options are answered without grpc.
     from deploy.commands.group_admin import group_admin
 

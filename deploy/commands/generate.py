@@ -1,5 +1,5 @@
-"""`baton generate`: sends one prompt to a running server. The generated text is written to standard output, everything
-else to standard error."""
+"""Implements `baton generate`: sends one prompt to a running server. Writes the generated text to standard output, and
+everything else to standard error."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from baton.calls.streams import Stream
 
 BROKEN_PIPE_STATUS = 141
-"""Exit status that shells give a program whose output pipe was closed (128 + SIGPIPE)."""
+"""Exit status of a program whose output pipe was closed (128 + SIGPIPE), as reported by shells."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

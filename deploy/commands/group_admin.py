@@ -24,7 +24,7 @@ _ANSWER_S = 10.0
 
 class GroupAdmin:
     """Sends orders to the groups of the cluster at the other end of `channel`. An order that takes longer than
-    `timeout_s` seconds (None: no limit) raises UnavailableError, and the cluster goes on with it."""
+    `timeout_s` seconds (None: no limit) raises UnavailableError, and the cluster continues with it."""
 
     def __init__(self, channel: grpc.Channel, timeout_s: float | None) -> None:
         self._admin = AdminStub(channel)
@@ -99,7 +99,8 @@ def group_admin(args: argparse.Namespace) -> Iterator[GroupAdmin]:
 
 
 def left_of(state: GroupState) -> str:
-    """Return the number of requests and slots that a group still holds, as readable text."""
+    """Return the work that a group has not finished yet, as readable text: its number of requests, and for a generation
+    group its number of occupied slots."""
     requests = f"{state.num_requests} request{'' if state.num_requests == 1 else 's'}"
     if (held := state.generation) is None:
         return requests

@@ -1,11 +1,13 @@
-"""The HTTP gateway of `baton serve`: a child process of the launcher, which is restarted whenever it ends.
+"""Runs the HTTP gateway of `baton serve` as a child process of the launcher, and restarts it when it ends.
 
-The launcher owns the socket. The address is bound before anything else starts, and stays bound when the process is
-restarted: connections that arrive meanwhile wait for the next process. The process (`deploy.front_doors.http_process`)
-is started when an HttpDoor is made. It reads two lines of JSON: first an HttpPlan, with which it loads everything while
-the cluster starts, and then an HttpTarget once the cluster serves. It writes one line when it serves, and then an empty
-line at each heartbeat. It exits at the end of its standard input, so it does not outlive a killed launcher. A thread of
-the launcher, `http-door`, waits for the end of the process, and kills it if the heartbeats stop.
+The launcher owns the listening socket. It binds the address before it starts anything else. The socket stays open when
+the process is restarted, and connections that arrive in the meantime wait for the next process.
+
+The process (`deploy.front_doors.http_process`) is started when an HttpDoor is created. It reads two lines of JSON:
+first an HttpPlan, with which it loads everything while the cluster starts, then an HttpTarget when the cluster serves.
+It writes one line when it serves, and an empty line at each heartbeat. It exits at the end of its standard input, so it
+does not outlive a killed launcher. A thread of the launcher, `http-door`, waits for the end of the process, and kills
+it if the heartbeats stop.
 """
 
 import contextlib
@@ -34,17 +36,18 @@ from gateway.listening import open_socket
 
 _MODULE = "deploy.front_doors.http_process"
 _START_S = 120.0
-"""Timeout in seconds for the process to start to serve. It loads a tokenizer, on a machine that may be busy."""
+"""Timeout in seconds for the process to start to serve. It must load a tokenizer, possibly on a busy machine."""
 _END_S = 10.0
-"""Seconds that the process has to exit by itself, after the grace period for its running requests."""
+"""Seconds within which the process must exit by itself after the grace period for running requests. If it does not, it
+is killed."""
 _EXAMPLE = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 48}'
 _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that stand for all interfaces of a machine, each with the loopback address that reaches them locally."""
+"""Wildcard addresses, which stand for all interfaces of a machine, and the loopback address to use for each in URLs."""
 
 
 @settings
 class HttpPlan(LogLines, TraceExport):
-    """Settings of the HTTP gateway that stay the same when its process is restarted."""
+    """Settings of the HTTP gateway that do not change when its process is restarted."""
 
     folder: Path = field(kw_only=True)
     """Folder of the model, with its tokenizer and chat template."""
@@ -52,14 +55,16 @@ class HttpPlan(LogLines, TraceExport):
     """File descriptor of the bound socket, which the process inherits."""
     section: HttpSection = field(kw_only=True)
     control_tokens_in_text: bool = False
-    """True if the text of a control token in a chat's messages is tokenized as that control token."""
+    """True if the text of a control token in a chat message is tokenized as the control token. False: it is ordinary
+    text."""
     heartbeat_s: Seconds = 1.0
     """Seconds between two heartbeats."""
 
 
 @settings
 class HttpTarget:
-    """Orchestrator and model that the HTTP gateway serves."""
+    """Orchestrator's address and model that the HTTP gateway serves. It is sent to the gateway's process as a line of
+    JSON."""
 
     address: str
     """Address of the orchestrator, host:port."""
@@ -67,12 +72,13 @@ class HttpTarget:
 
 
 class HttpDoor:
-    """Starts, restarts and ends the HTTP gateway's process. Used by the launcher's main thread, which makes and closes
-    it."""
+    """Manager of the HTTP gateway's process: starts it, restarts it when it ends, and ends it. Must be used by the
+    launcher's main thread."""
 
     def __init__(self, config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> None:
-        """Bind the address and start the process, which does not serve yet. `report` shows a line to the user; any
-        thread may call it. Raises ConfigError if the address cannot be bound or the certificate cannot be read."""
+        """Bind the address and start the process, which does not serve yet. `report` is called with lines of text
+        for the user, from any thread. Raises ConfigError if the address cannot be bound or the certificate cannot be
+        read."""
         section = config.http
         _check_certificate(section)
         self._socket = open_socket(section.host, section.port)
@@ -91,11 +97,11 @@ class HttpDoor:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._decided = threading.Event()
-        """Set once a target is known, or this object is closed."""
+        """Set when the orchestrator's address is known, or when this object is closed."""
         self._target: HttpTarget | None = None  # guarded by the lock, as are `_process` and `_is_told`
         self._process: subprocess.Popen[str] | None = None
         self._is_told = False
-        """True once the target was sent to the process."""
+        """True if the current process has received its HttpTarget."""
         self._has_served = False
         self._thread = threading.Thread(target=self._keep, name="http-door", daemon=True)
         self._thread.start()
@@ -108,8 +114,8 @@ class HttpDoor:
         return f"{'https' if self._section.certificate else 'http'}://{address}"
 
     def serve(self, target: str, model: ModelInfo) -> None:
-        """Serve this model through the orchestrator at `target`. If the process has already received another target, a
-        new process replaces it."""
+        """Serve this model through the orchestrator at `target`. If the process already serves through another target,
+        a new process replaces it."""
         with self._lock:
             self._target = HttpTarget(target, model)
             if self._process is not None and self._is_told:
@@ -117,7 +123,7 @@ class HttpDoor:
         self._decided.set()
 
     def close(self) -> None:
-        """End the process after its responses have ended or the grace period has passed, and release the address.
+        """End the process and release the address. Running responses may continue until the grace period has passed.
         Idempotent."""
         self._closing.set()
         with self._lock:
@@ -187,8 +193,8 @@ class HttpDoor:
 
 @contextlib.contextmanager
 def http_door(config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> Iterator[HttpDoor | None]:
-    """Yield an HttpDoor, which runs the HTTP gateway, or None if HTTP is not configured. Close it at the end of the
-    `with` block."""
+    """Context manager. Start an HttpDoor, which runs the HTTP gateway, and yield it; yield None if HTTP is not
+    configured. The HttpDoor is closed on exit."""
     if config.http.port < 0:
         yield None
         return

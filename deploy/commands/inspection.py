@@ -1,4 +1,5 @@
-"""`baton config` and `baton doctor`: print the resulting configuration, and check whether this machine can run it."""
+"""Implements `baton config`, which prints the resulting configuration, and `baton doctor`, which checks whether this
+machine can run it."""
 
 import argparse
 import sys
@@ -6,7 +7,7 @@ from pathlib import Path
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Add --config and --set, for every command that needs the cluster's configuration."""
+    """Add the options --config and --set to a command that needs the cluster's configuration."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: none)")
     parser.add_argument(
         "--set",
@@ -38,7 +39,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def print_config(args: argparse.Namespace) -> int:
-    """Run `baton config`: print the resulting configuration; return the exit status."""
+    """Run `baton config`: print the resulting configuration. Return the exit status."""
     # Imported here and below, so that the command line is answered without pydantic or torch.
     from deploy.config.file import format_config, load_config
 
@@ -47,7 +48,7 @@ def print_config(args: argparse.Namespace) -> int:
 
 
 def print_findings(args: argparse.Namespace) -> int:
-    """Run `baton doctor`: print its findings; return 1 if a check failed, else 0."""
+    """Run `baton doctor`: check the machine and print the results. Return 1 if a check failed, else 0."""
     from rich.console import Console
     from rich.table import Table
 

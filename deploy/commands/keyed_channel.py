@@ -1,4 +1,4 @@
-"""A gRPC channel for commands, which adds the cluster's secret and an API key to each call."""
+"""gRPC channel for commands that adds the cluster's secret and an API key to each call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from baton.transport.identity import ClusterSecret
 
 
 class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds the same metadata to each call of a channel."""
+    """gRPC interceptor that adds the same metadata to each call of a channel."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
         self._metadata = metadata
@@ -27,7 +27,7 @@ class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
 
 
 def keyed(channel: grpc.Channel, api_key: str | None, secret: ClusterSecret) -> grpc.Channel:
-    """Return a channel that adds the cluster's secret and the API key, if it is not None, to each unary call and server
-    stream. Raises InvalidArgumentError if the key cannot be sent as metadata."""
+    """Return a channel that adds the cluster's secret, and the API key unless it is None, to each unary call and server
+    stream. Raises InvalidArgumentError if the key contains characters that gRPC metadata does not allow."""
     keys = () if api_key is None else call_metadata(api_key, None)
     return grpc.intercept_channel(channel, _Keyed((*keys, *secret.metadata)))

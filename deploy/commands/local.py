@@ -1,4 +1,5 @@
-"""`baton local`: runs one prompt through a cluster in one process tree (deploy.commands.session). Its command line."""
+"""Implements the command line of `baton local`, which runs one prompt through a cluster in one process tree
+(`deploy.commands.session`)."""
 
 import argparse
 import json
@@ -18,7 +19,7 @@ _FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "quantization": ("model.quantization", "of weights, on top of the dtype", {"choices": QUANTIZATIONS}),
     "threads": ("generate.num_threads", "torch threads of generation; 0 for all cores", {"type": int}),
 }
-"""Options that set one field of the configuration, by option: the field, its help text, and the arguments of
+"""Options that set one field of the configuration. For each option: the field, the help text, and further arguments of
 `add_argument`."""
 
 

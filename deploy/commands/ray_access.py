@@ -1,6 +1,7 @@
-"""Prepares a command for Ray: checks that a Ray answers, detects whether it requires a token, and finds the token.
+"""Prepares a command for Ray: checks that Ray answers, detects whether it requires an authentication token, and finds
+the token.
 
-Called before ray is imported, because Ray reads its environment variables then.
+The functions must be called before `ray` is imported, because Ray reads its environment variables during the import.
 """
 
 import ipaddress
@@ -15,19 +16,20 @@ from deploy.config.environment import prepare_ray_environment, ray_auth_mode
 _CONNECT_S = 5.0
 _ANSWER_S = 5.0
 _QUESTION = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
-"""Method of Ray's head that changes nothing. It is called with an empty request, and its reply is ignored."""
+"""RPC method of Ray's head node that is called to test whether Ray requires a token. The call has an empty request and
+changes nothing, and its reply is ignored."""
 
 
 def prepare_to_start(token: Path, host: str) -> None:
-    """Prepare the environment for a Ray that Baton starts itself, with the token in the file `token`, for workers on
-    the interface `host`."""
+    """Set the environment variables for a Ray that Baton starts itself. `token` is the file with its authentication
+    token, and `host` the address of the interface that workers use."""
     prepare_ray_environment(asks_token=True, token=token, is_local=is_loopback(host))
 
 
 def prepare_to_join(address: str) -> None:
-    """Prepare the environment for joining the Ray at `address`, host:port. If a cluster of this user started that Ray,
-    its token is used. Raises UnavailableError if nothing listens at the address, and ConfigError if that Ray requires a
-    token and the operator has disabled tokens."""
+    """Set the environment variables for joining the Ray at `address` (host:port). If a cluster of this user started
+    that Ray, its stored token is used. Raises UnavailableError if nothing listens at the address. Raises ConfigError if
+    Ray requires a token, but the operator has disabled tokens by RAY_AUTH_MODE."""
     require_reachable(address)
     is_asked, mode = asks_token(address), ray_auth_mode()
     if is_asked and mode not in ("", "token"):
@@ -40,7 +42,8 @@ def prepare_to_join(address: str) -> None:
 
 
 def require_reachable(address: str) -> None:
-    """Raise UnavailableError if nothing listens on `address`, host:port. Ray itself would retry for minutes."""
+    """Raise UnavailableError if nothing listens on `address` (host:port). Without this check, Ray would retry for
+    minutes."""
     try:
         host, port = host_of(address), address.rpartition(":")[2]
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
@@ -49,7 +52,8 @@ def require_reachable(address: str) -> None:
 
 
 def asks_token(address: str) -> bool:
-    """Return whether the Ray at host:port refuses callers without a token. Blocks for at most a few seconds."""
+    """Return True if the Ray at `address` (host:port) refuses callers without an authentication token. Blocks for at
+    most a few seconds."""
     import grpc  # only a launcher that joins a Ray needs grpc
 
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
@@ -62,8 +66,8 @@ def asks_token(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, given as an address or a name, is this machine's loopback interface. Return False for
-    unknown names."""
+    """Return True if `host`, an address or a name, is this machine's loopback interface. Return False if the name is
+    unknown."""
     try:
         addresses = {each[4][0] for each in socket.getaddrinfo(host, None)}
     except OSError:

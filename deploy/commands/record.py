@@ -1,9 +1,9 @@
-"""Records on the disk of clusters that were started on this machine. A record contains enough to show a cluster's
+"""Record files of clusters that were started on this machine. A record contains what is needed to show a cluster's
 status and to end it.
 
-Each record is a JSON file in the user's cache folder, written by `baton serve` and removed when the cluster has ended.
-The launcher owns it. `baton status` and `baton stop` read it, and `baton stop` removes the records and files of a
-launcher that was killed.
+Each record is a JSON file in the user's cache folder. It belongs to the launcher: `baton serve` writes it, and removes
+it when the cluster has ended. `baton status` and `baton stop` read it. If a launcher was killed, `baton stop` removes
+its record and its files.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from deploy.config.environment import SECRET_VARIABLE, read_variable
 
 _POLL_S = 0.05
 _OF_RAY = re.compile(rb"ray::|([^\0]*\0(-[^\0]*\0)*)?[^\0]*/(site|dist)-packages/ray/")
-"""Matches the command line of a process of Ray: a worker's title, or a program or script of the package."""
+"""Pattern of the command line of a Ray process: the title of a worker, or a program or script in the Ray package."""
 
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """The record of one cluster."""
+    """Contents of the record file of one cluster."""
 
     name: str
     launcher_pid: int
@@ -40,13 +40,13 @@ class ClusterRecord:
     """Start time of the launcher in the kernel's ticks since boot. It distinguishes the launcher from a later process
     with the same process id."""
     ray_address: str
-    """Address of the cluster's Ray, host:port."""
+    """Address (host:port) of the Ray that the cluster runs on."""
     ray_folder: str
-    """Temporary folder of a Ray that the launcher started; empty if it joined a running Ray."""
+    """Temporary folder of the Ray that the launcher started. Empty if the launcher joined a running Ray."""
     endpoint: str = ""
-    """Address of the orchestrator, host:port; empty until it serves."""
+    """Address (host:port) of the orchestrator. Empty until the orchestrator serves."""
     http: str = ""
-    """URL of the OpenAI API over HTTP; empty until the orchestrator serves, and if no HTTP is served."""
+    """URL of the OpenAI API over HTTP. Empty until the orchestrator serves, and if HTTP is not configured."""
 
     @property
     def launcher_lives(self) -> bool:
@@ -61,8 +61,8 @@ class ClusterRecord:
         partial.replace(path)
 
     def remove(self) -> None:
-        """Remove the record, the cluster's secrets, its Ray's folder, and stored prefixes of workers that were killed.
-        Waits for a limited time for workers that are about to end. Files that do not exist are ignored."""
+        """Remove the record file, the cluster's secrets, its Ray's folder, and the cached prefixes of workers that were
+        killed. Waits for a limited time for workers that are about to end. Files that do not exist are ignored."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
         remove_secrets(record_path(self.name))
@@ -72,20 +72,21 @@ class ClusterRecord:
 
 
 def record_path(name: str) -> Path:
-    """Return the path of the record of the cluster `name`."""
+    """Return the path of the record file of the cluster `name`."""
     return cache_folder() / "clusters" / f"{name}.json"
 
 
 def store_name(record: Path) -> str:
     """Return the name under which the workers of a cluster share files on a node. It consists of the cluster's name and
-    a hash of the folder of its record. Clusters of one name may run at the same time if their records are in different
-    folders."""
+    a hash of the folder of its record file. Two clusters with the same name can therefore run on one node, if their
+    records are in different folders."""
     place = hashlib.blake2b(str(record.parent.absolute()).encode(), digest_size=4).hexdigest()
     return f"{record.stem}-{place}"
 
 
 def load_record(name: str) -> ClusterRecord | None:
-    """Return the record of the cluster `name`; None if it does not exist. Raises ConfigError if the file is damaged."""
+    """Return the record of the cluster `name`, or None if it does not exist. Raises ConfigError if the record's file is
+    damaged."""
     path = record_path(name)
     try:
         return ClusterRecord(**json.loads(path.read_text()))
@@ -96,8 +97,8 @@ def load_record(name: str) -> ClusterRecord | None:
 
 
 def serving_endpoint(name: str) -> str:
-    """Return host:port of the orchestrator of the cluster `name` on this machine. Raises ConfigError if the cluster
-    does not exist, and UnavailableError while it starts."""
+    """Return the address (host:port) of the orchestrator of the cluster `name` on this machine. Raises ConfigError if
+    the cluster does not exist, and UnavailableError while it is starting."""
     record = load_record(name)
     if record is None:
         raise ConfigError(f"cluster {name} is not running here: start it with `baton serve`, or give --target")
@@ -107,10 +108,12 @@ def serving_endpoint(name: str) -> str:
 
 
 def secret_for(target: str | None, name: str) -> ClusterSecret:
-    """Return the secret to send to a cluster. If `target` is given, it is the value of BATON_CLUSTER_SECRET, else the
-    secret that is stored for the cluster `name` on this machine. Raises ConfigError if the secret does not exist.
+    """Return the secret to send to a cluster. If `target` is given, it is the value of the variable
+    BATON_CLUSTER_SECRET. Otherwise it is the secret that is stored for the cluster `name` on this machine. Raises
+    ConfigError if the secret does not exist.
 
-    The server at a target may belong to another user, so it never gets the secret of a cluster on this machine.
+    The server at `target` may belong to another user. Therefore it never receives the secret of a cluster on this
+    machine.
     """
     return load_secret(record_path(name)) if target is None else ClusterSecret(read_variable(SECRET_VARIABLE))
 
@@ -123,8 +126,8 @@ def process_start(pid: int) -> str:
 
 
 def kill_ray(folder: str, within_s: float = 10.0) -> int:
-    """Kill the remaining processes of the Ray in that folder, wait until they have ended, and return their number.
-    Raises UnavailableError if processes do not end within `within_s` seconds."""
+    """Kill the remaining processes of the Ray whose temporary folder is `folder`, wait until they have ended, and
+    return their number. Raises UnavailableError if they do not end within `within_s` seconds."""
     killed: set[int] = set()
     deadline, pause = time.monotonic() + within_s, threading.Event()
     while doomed := _processes_of(folder):
@@ -139,8 +142,8 @@ def kill_ray(folder: str, within_s: float = 10.0) -> int:
 
 
 def ray_token_of(address: str) -> Path | None:
-    """Return the path of the file with the token of the Ray at host:port. Return None if no cluster with a record on
-    this machine started that Ray."""
+    """Return the path of the file with the authentication token of the Ray at `address` (host:port). Return None if
+    that Ray was not started by a cluster that has a record on this machine."""
     for path in record_path("any").parent.glob("*.json"):
         with contextlib.suppress(ConfigError):  # a command that names the cluster reports it
             record = load_record(path.stem)

@@ -1,4 +1,4 @@
-"""`baton reload`: replaces the workers of the groups of a running cluster, one group at a time, while the other groups
+"""Implements `baton reload`: replaces the workers of a running cluster, one group at a time, while the other groups
 serve."""
 
 import argparse
@@ -42,7 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `baton reload`; return the exit status: 0 once all groups have new workers."""
+    """Run `baton reload`. Return the exit status 0 when all groups have new workers."""
     from deploy.commands.group_admin import group_admin  # imports grpc
 
     with group_admin(args) as admin:
@@ -60,24 +60,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Rollout:
-    """Replaces the workers of groups of a running cluster, one group at a time."""
+    """Rolling replacement of the workers of a running cluster, one group at a time."""
 
     def __init__(self, admin: "GroupAdmin", model: str) -> None:
         self._admin = admin
         self._model = model
         self._stand_in = ""
-        """Name of the extra group that serves while the only generation group is being replaced; empty if there is
-        none."""
+        """Name of the extra group that serves while the only generation group is being replaced. Empty if no extra
+        group was started."""
         self._is_withdrawn = False
-        """True once the group that is being reloaded has been ordered to leave."""
+        """True if the workers of the group that is being reloaded have been ordered to end."""
 
     def names(self) -> list[str]:
-        """Return the names of all groups that are not drained and do not use a borrowed worker."""
+        """Return the names of the groups to reload. Groups that are drained or that use a worker of another group are
+        not included."""
         return [group.name for group in self._admin.state().groups if not group.is_drained and not group.lender]
 
     def reload(self, name: str) -> None:
-        """Replace the workers of the group; return when it serves again. Workers that it has lent to other groups are
-        returned first. Raises BatonError; then the group may still be drained, or may have no workers."""
+        """Replace the workers of a group, and return when it serves again. Workers that it has lent to groups of the
+        other role are returned to it first. Raises BatonError if a step fails. The group may then still be drained, or
+        may have no workers."""
         self._is_withdrawn = False
         for group in self._admin.state().groups:
             if group.name == name and group.lender:
@@ -94,8 +96,9 @@ class _Rollout:
             self._stand_in = ""
 
     def advice(self, options: str, left: Sequence[str]) -> list[str]:
-        """Return lines of text that explain how to continue. `left` are the names of the remaining groups, of which the
-        first has failed."""
+        """Return lines of text that explain how to continue after a failed reload. `options` are the options of the
+        command. `left` are the names of the groups that were not reloaded; the first of them is the group that
+        failed."""
         name, groups = left[0], "".join(f" --group {each}" for each in left)
         lines = [f"the cluster still serves; to continue: `baton reload{options}{groups}`"]
         if self._is_withdrawn:

@@ -1,5 +1,5 @@
-"""`baton scale`: adds groups to a pool of a running cluster or removes groups, one at a time, without losing a request.
-A pool is all groups of one role."""
+"""Implements `baton scale`: adds groups to a pool of a running cluster, or removes groups from it, one at a time.
+Running requests are not interrupted. A pool consists of all groups of one role."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `baton scale`; return the exit status: 0 once the pool has the requested number of groups."""
+    """Run `baton scale`. Return the exit status 0 when the pool has the requested number of groups."""
     least = 1 if args.pool == "generate" else 0
     if args.number < least:
         raise InvalidArgumentError(f"{args.number} groups are too few for the pool {args.pool}: use {least} or more")

@@ -1,9 +1,9 @@
-"""The launcher of `baton serve`: starts Ray and the supervisor, waits for the end of the cluster, and then removes
+"""Launcher of `baton serve`: starts Ray and the supervisor, waits for the end of the cluster, and then removes
 everything that it started.
 
-While the cluster serves, the launcher only watches: it shows the supervisor's reports, and kills a supervisor that does
-not answer, which Ray then restarts. Once the cluster serves, no error in the launcher itself ends the cluster. Runs on
-the launcher's main thread. `ray` is imported after its environment is prepared.
+While the cluster serves, the launcher only watches it. It shows the supervisor's reports, and kills a supervisor that
+does not answer; Ray then restarts the supervisor. An error in the launcher itself does not end a cluster that serves.
+Runs on the launcher's main thread. `ray` is imported only after its environment variables have been set.
 """
 
 import argparse
@@ -48,13 +48,13 @@ from deploy.machine.resolved_model import ResolvedModel
 from deploy.machine.this_machine import prepare_machine
 
 _START_POLL_S = 0.2
-"""Seconds between two requests for the supervisor's state while the cluster starts. Later the interval is that of
-heartbeats."""
+"""Seconds between two requests for the supervisor's state while the cluster starts. When the cluster serves, the
+heartbeat interval is used instead."""
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Start a cluster and keep it running until an interrupt; return the exit status. Raises BatonError if that
-    fails."""
+    """Start a cluster and keep it running until the command is interrupted. Return the exit status. Raises BatonError
+    if the cluster cannot be started or fails."""
     assignments = [*args.set, *([f"ray.address={args.address}"] if args.address else [])]
     written = read_config(args.config, assignments)
     config = written.config
@@ -96,7 +96,7 @@ def _report(line: str) -> None:
 
 
 class _Launch:
-    """Creates one supervisor actor and watches it until its end."""
+    """Creates the supervisor as a Ray actor, and watches it until the cluster ends."""
 
     def __init__(
         self,
@@ -114,18 +114,19 @@ class _Launch:
         self._kernels = kernels
         self._record = record
         self._endpoint = ""
-        """Latest announced address of the orchestrator; empty before it serves."""
+        """Orchestrator's address that was announced last. Empty before the orchestrator serves."""
         self._fails_since_s: float | None = None
-        """Time on the monotonic clock since which Ray has returned only errors; None while Ray answers."""
+        """Time on the monotonic clock at which the current series of failed calls to Ray began. None while Ray
+        answers."""
         self._ray_age_s = _age_s()
         self._num_shown = 0
         self._pid = 0
         self._node_id = ""
 
     def run(self, stopping: threading.Event) -> None:
-        """Run the cluster until `stopping` is set, then end it completely. If the supervisor gave up, raises an error
-        with the supervisor's reason. Raises UnavailableError if Ray no longer answers; processes that serve on other
-        nodes are then not ended."""
+        """Run the cluster until `stopping` is set, then end it completely. If the supervisor could not start the
+        cluster, raises an error with the supervisor's reason. Raises UnavailableError if Ray no longer answers; in this
+        case, workers on other nodes are not ended."""
         from deploy.ray_cluster.supervisor_state import end_supervisor
 
         is_ray_gone = False
@@ -269,11 +270,11 @@ def _age_s() -> float:
 
 
 class _StartFailed(BatonError):
-    """The supervisor gave up; the error's text is the supervisor's reason."""
+    """Error: the supervisor could not start the cluster. The text is the supervisor's reason."""
 
 
 class _RayGoneError(UnavailableError):
-    """Ray no longer answers, after the cluster has served."""
+    """Error: Ray no longer answers, although the cluster has already served."""
 
 
 @contextlib.contextmanager
@@ -346,10 +347,12 @@ def _start_ray(config: ClusterConfig, folder: Path) -> str:
 
 
 def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:
-    """Return the number of workers of each pool that a Ray declares on a machine with `num_cores` cores.
+    """Return the number of workers of each role that Ray may run on a machine with `num_cores` cores. The keys are the
+    names of Ray's custom resources, such as `baton_prefill`.
 
-    It is the number of workers whose threads fit on the cores. It is at least large enough for all groups that are
-    configured or that the autoscaler may start, and for one extra group, which serves while another group is reloaded.
+    The number is that of the workers whose threads fit on the cores. It is increased, if necessary, to the number that
+    is needed for all groups that are configured or that the autoscaler may start, and for one extra group. The extra
+    group serves while another group is reloaded.
     """
     asked = {"prefill": config.prefill.num_ranks, "generate": 1}
     threads = {"prefill": config.prefill.num_threads, "generate": config.generate.num_threads or num_cores}

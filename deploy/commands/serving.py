@@ -1,4 +1,4 @@
-"""Command lines of `baton serve`, `baton status` and `baton stop`, and the implementation of `baton stop`."""
+"""Command lines of `baton serve`, `baton status` and `baton stop`. Also contains the implementation of `baton stop`."""
 
 import argparse
 import contextlib
@@ -64,7 +64,8 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Run `baton stop`: end the cluster and all its processes. Return 0, or 1 if the launcher does not end."""
+    """Run `baton stop`: end the cluster and all its processes. Return 0, or 1 if the cluster's launcher does not
+    end."""
     from deploy.commands.record import kill_ray, load_record
 
     if args.address is not None:

@@ -1,7 +1,7 @@
-"""Runs one prompt on a cluster that is started only for it: loads the model, tokenizes, starts the workers, streams the
-answer, and draws the timeline.
+"""Runs one prompt on a temporary cluster in one process tree: loads the model, tokenizes the prompt, starts the
+workers, streams the answer, and draws the request's timeline.
 
-The answer goes to standard output, everything else to standard error. Runs on the launcher's loop.
+The answer is written to standard output, and everything else to standard error. Runs on the launcher's asyncio loop.
 """
 
 import argparse
@@ -89,8 +89,8 @@ def _check_length(spec: Request, max_tokens: int) -> None:
 
 @contextlib.asynccontextmanager
 async def running_scheduler(cluster: LocalCluster, clock: Clock) -> AsyncIterator[RequestScheduler]:
-    """Run an orchestrator that uses the running cluster until the end of the `with` block; then close it and all its
-    requests."""
+    """Context manager. Run an orchestrator for a running cluster, and yield its scheduler. On exit, the orchestrator
+    and all its requests are ended."""
     config = cluster.plan.config.orchestrator_config(cluster.plan.model.folder)
     planner = await asyncio.to_thread(served_planner, cluster.plan)
     orchestrator = build_orchestrator(cluster.members, planner, clock, secret=cluster.secret, config=config)

@@ -1,4 +1,5 @@
-"""Output of `baton status`: the health of a running cluster, the source of its predictions, its groups and slots."""
+"""Output of `baton status`: the health of a running cluster, the source of its latency predictions, its groups and its
+slots."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,12 +23,13 @@ from deploy.commands.record import load_record, secret_for
 
 _ANSWER_S = 5.0
 _NUM_CHANGES = 5
-"""Maximum number of the autoscaler's latest changes that are shown."""
+"""Maximum number of the autoscaler's latest changes that `baton status` shows."""
 
 
 def show_status(name: str, api_key: str | None = None) -> int:
-    """Show the state of the cluster `name`, requested with its secret and `api_key`. Return 0 if it serves, and 1 if it
-    does not serve or does not answer. Raises ConfigError if its secret cannot be read."""
+    """Print the state of the cluster `name`. The request for it contains the cluster's secret and `api_key`. Return 0
+    if the cluster serves, and 1 if it does not serve or does not answer. Raises ConfigError if the cluster's secret
+    cannot be read."""
     record = load_record(name)
     if record is None or not record.endpoint:
         print(f"cluster {name}: {'not running' if record is None else 'starting'}")
@@ -76,10 +78,13 @@ def groups_table(state: ClusterState) -> Table:
 
 
 def slots_table(state: ClusterState) -> Table:
-    """Return the table of slots and memory. A generation group has two lines: its slots, and its KV memory with the
-    residency policy. The numbers of all states add up to the total. If a node has a prefix store, each of its groups
-    has another line: the KV of earlier prompts, and the amount of it that the group has fetched from other nodes and
-    sent to them."""
+    """Return the table of slots and memory.
+
+    Each generation group has two lines: the number of its slots in each state, and its KV memory in each state with the
+    name of its residency policy. The numbers of all states add up to the total. Groups on nodes with a prefix store
+    (the node's prefix cache) have another line: the KV of earlier prompts, and the KV that the group has fetched from
+    other nodes and sent to them.
+    """
     table = Table("", "", "all", "free", "leased", "active", "quarantined", "held", "fetched", "sent", box=None)
     for group in state.groups:
         if (held := group.generation) is not None:
@@ -113,8 +118,8 @@ def _health(state: ClusterState) -> Iterator[str]:
 
 
 def scaling_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line with the autoscaler's latest decision, and a line with its time for each of the latest decisions
-    that changed groups."""
+    """Yield a line with the autoscaler's latest decision. Then yield a line for each of the latest decisions that
+    changed groups, with the time of the decision. Yields nothing if the autoscaler is off."""
     if (scaling := state.scaling) is None:
         return
     yield f"autoscaling ({scaling.mode}): {scaling.explanation}"
@@ -124,7 +129,7 @@ def scaling_of(state: ClusterState) -> Iterator[str]:
 
 
 def processors_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line for each kind of processor: the groups that have workers on such processors, and the kernels that
+    """Yield a line for each kind of processor: the groups with workers on this kind of processor, and the kernels that
     they use."""
     groups: dict[str, dict[str, None]] = {}
     for group in state.groups:
@@ -135,8 +140,8 @@ def processors_of(state: ClusterState) -> Iterator[str]:
 
 
 def drafts_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line for each group that may draft tokens and has run a round: the accepted drafts of each source, and
-    the duration of the latest round."""
+    """Yield a line for each generation group whose engine has run a round of speculation. The line shows the accepted
+    drafts of each source of drafts, and the duration of the latest round."""
     for group in state.groups:
         if group.generation is None or not group.generation.HasField("speculation"):
             continue

@@ -14,14 +14,15 @@ _LABEL_WIDTH = 18
 _NOTE_WIDTH = 34
 _RANK_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _LAYER_MARKS = ("\u2588", "\u2593")
-"""Marks of even and odd layers. They differ so that the boundary between two layers is visible."""
+"""Characters that mark even and odd layers in a rank's line. They differ, so that the boundary between two layers is
+visible."""
 
 
 def draw_timeline(
     timings: Timings, usage: Usage, reasons: Sequence[FinishReason], token_ns: Sequence[int], console: Console
 ) -> None:
-    """Print the timeline of a request whose choices ended for `reasons`, and whose tokens were made at `token_ns`;
-    prints nothing when there are no tokens."""
+    """Print the timeline of a request. `reasons` are the finish reasons of its choices, and `token_ns` the times at
+    which its tokens were generated. Prints nothing if the request has no tokens."""
     if token_ns:
         lines = [_title(usage, reasons), *_prefill_rows(timings, token_ns[0], console.width)]
         if timings.speculation is not None:
@@ -113,7 +114,7 @@ def _overlay(below: Text, above: Text) -> Text:
 
 
 class _Scale:
-    """Maps wall-clock time to character cells of a line."""
+    """Conversion from wall-clock time to character positions in a line."""
 
     def __init__(self, interval: Interval, width: int) -> None:
         self.interval = interval

@@ -1,1 +1,1 @@
-"""The configuration of a cluster and of one worker, and how it is read from files and options."""
+"""Configuration of a cluster and of one worker, and the functions that read it from files and options."""

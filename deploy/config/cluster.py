@@ -1,7 +1,8 @@
-"""Configuration of a cluster: its sections (`deploy.config.sections`), and what its workers are made from.
+"""Configuration of a cluster: its sections (`deploy.config.sections`), and the worker configurations that are derived
+from it.
 
-Users write a TOML file and `--set section.field=value` (deploy.config.file). The configuration is validated once, when
-it is read, and then never changes.
+Users write a TOML file and `--set section.field=value` (`deploy.config.file`). The configuration is validated once,
+when it is read. It is immutable.
 """
 
 from dataclasses import field, replace
@@ -33,14 +34,14 @@ from prefill_workers.config import PrefillConfig
 
 @settings
 class ClusterConfig(LogLines):
-    """Everything that `baton serve` brings up."""
+    """Configuration of everything that `baton serve` starts."""
 
     name: Name = "baton"
     """Name of the cluster, for `baton status` and `baton stop`; also the namespace of its Ray actors."""
     arrangement: Arrangement = "auto"
-    """How ranks, threads and cores are chosen if none is set: for this machine (auto), or defaults (configured)."""
+    """Source of ranks, threads and cores if none is set: chosen for this machine (auto), or defaults (configured)."""
     worker_host: str = ""
-    """Address that workers and their links bind to; empty: on a running Ray each node's own, else 127.0.0.1."""
+    """Address that workers and their links bind to; empty: each node's own on a running Ray, else 127.0.0.1."""
     model: ModelSection = field(default_factory=ModelSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
     generate: GenerateSection = field(default_factory=GenerateSection)
@@ -62,8 +63,8 @@ class ClusterConfig(LogLines):
 
     @property
     def most_groups(self) -> dict[str, int]:
-        """Largest number of groups of each role: the configured number, or with autoscaling in mode `act` the number
-        that the autoscaler may reach, if that is larger."""
+        """Largest possible number of groups of each role. It is the configured number or, with autoscaling in mode
+        `act`, the number that the autoscaler may reach, if the latter is larger."""
         groups = {"prefill": self.prefill.num_groups, "generate": self.generate.num_groups}
         if self.autoscaling.mode != "act":
             return groups
@@ -76,30 +77,33 @@ class ClusterConfig(LogLines):
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """Number of workers of each configured group, by the group's name, like prefill-0."""
+        """Number of workers of each configured group, by the group's name (for example prefill-0)."""
         sizes = {f"prefill-{number}": self.prefill.num_ranks for number in range(self.prefill.num_groups)}
         return sizes | {f"generate-{number}": 1 for number in range(self.generate.num_groups)}
 
     @property
     def node_labels(self) -> dict[str, dict[str, str]]:
-        """Labels that nodes must have, by role. A role that runs on any node has no entry."""
+        """Labels that a node must have to run workers of a role, by role. Roles that may run on any node are not
+        included."""
         asked = {"prefill": self.prefill.node_labels, "generate": self.generate.node_labels}
         return {role: dict(each.split("=", 1) for each in labels) for role, labels in asked.items() if labels}
 
     @property
     def gpu_shares(self) -> dict[str, float]:
-        """Share of a GPU that each worker gets, by role. A role that does not run on cuda has no entry."""
+        """Fraction of a GPU that each worker receives, by role. Roles that do not run on cuda are not included."""
         prefill, generate = self.prefill, self.generate
         pools = ("prefill", prefill.device, prefill.gpu_share), ("generate", generate.device, generate.gpu_share)
         return {role: share for role, device, share in pools if device == "cuda"}
 
     def workers(self, name: str, place: WorkerPlace) -> tuple[WorkerConfig, ...]:
-        """Return the configurations of the workers of a group, in rank order.
+        """Return the configurations of the workers of the group `name`, in rank order.
 
-        `place` has what the launcher adds to the configuration: `model_folder`, `kernels`, `secret`, `step_times` of
-        engines, and, unless they follow from the configuration, the names `model` and `cluster`. Its `host` is used
-        without a `worker_host`. A group that is not configured stands in for a configured one and gets that group's
-        cores. On one machine, the memory for KV is divided among the largest possible number of engines
+        `place` contains the values that the launcher adds to the configuration: `model_folder`, `kernels` and `secret`,
+        and for engines `step_times`. If its `model`, `cluster` or `host` is not empty, `model` and `cluster` override
+        the configured names, and `host` is used if `worker_host` is not configured.
+
+        A group whose number is higher than the configured number of groups uses the cores of one of the configured
+        groups. On one machine, the memory for KV is divided among the largest possible number of engines
         (`most_groups`).
         """
         number = int(name.partition("-")[2])
@@ -131,7 +135,7 @@ class ClusterConfig(LogLines):
         )
 
     def orchestrator_config(self, folder: Path) -> OrchestratorConfig:
-        """Return the settings of the orchestrator; `folder` holds the resolved model."""
+        """Return the settings of the orchestrator. `folder` is the folder of the resolved model."""
         return OrchestratorConfig(
             **values_of(OrchestratorLimits, self.orchestrator),
             **values_of(PrefixRules, self.prefill),
@@ -141,8 +145,9 @@ class ClusterConfig(LogLines):
         )
 
     def orchestrator_worker(self, folder: Path, secret: ClusterSecret) -> WorkerConfig:
-        """Return the configuration of the orchestrator's process, which its supervisor reaches on the same machine.
-        `folder` holds the resolved model on the launcher's machine; others find the model by its name."""
+        """Return the configuration of the orchestrator's process. The supervisor connects to this process on the same
+        machine. `folder` is the folder of the resolved model on the launcher's machine. On other machines the process
+        finds the model by its name."""
         place = WorkerPlace(
             model_folder=folder,
             model=self.model.name,

@@ -1,5 +1,5 @@
-"""The environment of a command: variables, cores, and the name of the default model. Imports no pydantic, because every
-command imports it."""
+"""Environment of a command: variables, cores, and the name of the default model. This module does not import pydantic,
+because every command imports it and must start quickly."""
 
 import os
 from pathlib import Path
@@ -8,17 +8,20 @@ from baton.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
-"""Environment variable with the secret of the cluster that a command reaches by --target."""
+"""Environment variable with the secret of the cluster to which a command with the option --target connects."""
 
 
 def prepare_ray_environment(*, asks_token: bool, token: Path | None = None, is_local: bool = False) -> None:
-    """Set Ray's environment variables; call it before ray is imported.
+    """Set Ray's environment variables. Must be called before `ray` is imported.
 
-    `asks_token` is true if that Ray refuses callers without its token. `token` is the path of a file with the token.
-    Variables that the operator has set are kept: RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH. With `is_local`,
-    Ray listens on the loopback interface only. Ray sends no usage statistics, and prints nothing about a worker that
-    died: the supervisor reports that in one line. Workers of a Ray that is started here run at the launcher's priority
-    instead of Ray's lower default, because serving is the machine's main task.
+    - `asks_token`: true if Ray refuses callers without its authentication token.
+    - `token`: path of the file with the token; None if the token is not known.
+    - `is_local`: true if Ray must listen on the loopback interface only.
+
+    Values of RAY_AUTH_MODE, RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH that the operator has set are not changed. Ray's
+    usage statistics are turned off. Ray's messages about workers that died are suppressed, because the supervisor
+    reports them in one line. If Ray is started here, its workers run at the launcher's priority instead of Ray's lower
+    default, because serving is the machine's main task.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.update(
@@ -40,7 +43,8 @@ def ray_auth_mode() -> str:
 
 
 def read_variable(name: str) -> str:
-    """Return the value of an environment variable that holds a secret. Raises ConfigError if it is unset or empty."""
+    """Return the value of an environment variable that contains a secret. Raises ConfigError if the variable is not set
+    or empty."""
     value = os.environ.get(name, "").strip()
     if not value:
         raise ConfigError(f"environment variable {name} is not set: export it")
@@ -48,5 +52,5 @@ def read_variable(name: str) -> str:
 
 
 def use_threads(num_threads: int) -> int:
-    """Return the number of threads to use: `num_threads`, or the number of cores if it is 0."""
+    """Return the number of threads to use: `num_threads` or, if `num_threads` is 0, the number of cores."""
     return num_threads or os.cpu_count() or 1

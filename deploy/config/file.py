@@ -1,6 +1,7 @@
-"""Reads a ClusterConfig from a TOML file and `--set a.b=c`, and prints one as TOML with a comment above each value.
+"""Reads a ClusterConfig from a TOML file and from `--set a.b=c`. Also prints a ClusterConfig as TOML, with a comment
+above each value.
 
-Each mistake of a user is a ConfigError of one line that names the key, the value and the remedy.
+Each mistake of the user raises a ConfigError with one line of text that names the key, the value and the remedy.
 """
 
 import json
@@ -20,32 +21,35 @@ from deploy.config.cluster import ClusterConfig
 
 @dataclass(frozen=True)
 class WrittenConfig:
-    """A configuration as it was written: in a file, by --set, and by options of a command."""
+    """Values that the user has set in a file, by --set, and by options of a command. Values that are not set are not
+    included."""
 
     sections: Mapping[str, Any]
-    """Values and sections by name. A missing field is open: it has its default, or is chosen for the machine."""
+    """Values that the user has set, by section and field name. A field that is missing has its default, or its value is
+    chosen for the machine."""
 
     @cached_property
     def config(self) -> ClusterConfig:
-        """The configuration in which open fields have their defaults. Its first use raises ConfigError for a wrong name
-        or value."""
+        """Complete configuration, with defaults for all values that the user has not set. The first access raises
+        ConfigError if a name or a value is not valid."""
         return from_json(ClusterConfig, json.dumps(self.sections, default=str))
 
     @property
     def local(self) -> "WrittenConfig":
-        """This configuration for a cluster in one process tree. Its chain prefills every prompt unless
-        orchestrator.disaggregation is written, so that users see the chain at work. The cluster's name contains this
-        process's id."""
+        """Copy of this configuration for a cluster in one process tree (`baton local`). The name of the cluster
+        contains this process's id. Unless the user has set orchestrator.disaggregation, the chain prefills every
+        prompt, so that users see the chain work."""
         given = self.sections.get("orchestrator", {})
         section = {"disaggregation": "always"} | given if isinstance(given, dict) else given
         return WrittenConfig({**self.sections, "orchestrator": section, "name": f"local-{os.getpid()}"})
 
     def writes(self, section: str, field: str) -> bool:
-        """Return whether the configuration sets the field, so that it is not open."""
+        """Return True if the user has set this field."""
         return field in self.sections.get(section, {})
 
     def with_choices(self, config: ClusterConfig, choices: Mapping[str, Mapping[str, Any]]) -> ClusterConfig:
-        """Return `config` with the values that were chosen for fields, by section and name, where these are open."""
+        """Return `config` with the values in `choices`, by section and field name. Fields that the user has set are not
+        changed."""
         chosen = {
             section: {field: value for field, value in fields.items() if not self.writes(section, field)}
             for section, fields in choices.items()
@@ -54,9 +58,9 @@ class WrittenConfig:
 
 
 def read_config(path: Path | None, assignments: Sequence[str] = ()) -> WrittenConfig:
-    """Read the values that a configuration sets: the file, if any, then each `a.b=value` of `assignments` in order;
-    later values override earlier ones. Raises ConfigError if the file or an assignment cannot be read; names and values
-    are checked by `WrittenConfig.config`."""
+    """Read the values that a configuration sets: first those of the file, if any, then each `a.b=value` of
+    `assignments` in order. Later values override earlier ones. Raises ConfigError if the file or an assignment cannot
+    be parsed. Names and values are not checked until `WrittenConfig.config` is used."""
     raw: dict[str, Any] = _read(path) if path is not None else {}
     for assignment in assignments:
         _assign(raw, assignment)
@@ -64,13 +68,14 @@ def read_config(path: Path | None, assignments: Sequence[str] = ()) -> WrittenCo
 
 
 def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
-    """Return the configuration that `read_config` reads. Raises ConfigError."""
+    """Read the configuration from the file, if given, and from assignments, and return it with defaults for all other
+    values (see `read_config`). Raises ConfigError if the configuration is not valid."""
     return read_config(path, assignments).config
 
 
 def format_config(config: ClusterConfig) -> str:
-    """Return the configuration as TOML, with the note of each field as a comment above its value. `load_config` can
-    read the result."""
+    """Return the configuration as TOML text that `load_config` can read. The description of each field is a comment
+    above its value."""
     return "\n".join(_lines(config, "")).strip() + "\n"
 
 

@@ -1,9 +1,12 @@
-"""The sections of a cluster's configuration: one class per section, each field with its meaning and unit.
+"""Sections of a cluster's configuration: one class per section. The docstring of each field states its meaning and
+unit.
 
-The settings of a role are declared with the role (`generate_workers.config`, `prefill_workers.config`,
-`orchestrator.requests.config`). Its section here adds the number of its groups and where they run. `baton config`
-prints the first line of each section's docstring and the note below each field, so each of them is one line.
-`deploy.config.cluster` combines the sections.
+The settings of a role are declared in the package of the role (`generate_workers.config`, `prefill_workers.config`,
+`orchestrator.requests.config`). The section of a role adds the number of its groups and the nodes and cores that they
+run on. `deploy.config.cluster` combines the sections.
+
+`baton config` prints the first line of each section's docstring and each field's docstring. Therefore each of these
+docstrings is one line.
 """
 
 import re
@@ -28,9 +31,10 @@ from prefill_workers.config import PrefillConfig
 Port = Annotated[int, Field(ge=0, le=65535)]
 GpuShare = Annotated[float, Field(gt=0, le=1)]
 CoresOfEach = tuple[Cores, ...]
-"""A tuple with one tuple of core numbers for each worker."""
+"""Numbers of the cores that workers are pinned to, with one tuple for each worker."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
-"""A name of letters, digits, - and _, because it becomes part of file and actor names."""
+"""Name of 1 to 40 letters, digits, - and _. Other characters are not allowed, because names become parts of file names
+and of actor names."""
 
 
 def _hashed(key: str) -> str:
@@ -50,14 +54,14 @@ def _hashed(key: str) -> str:
 
 
 ApiKey = Annotated[str, AfterValidator(_hashed)]
-"""An API key: env:NAME, an environment variable that holds it, or sha256:HEX, its hash. Validation turns the first form
-into the second."""
+"""Reference to an API key: env:NAME is the environment variable that contains the key, and sha256:HEX is the key's
+hash. Validation converts the first form to the second."""
 
 
 Arrangement = Literal["auto", "configured"]
 
 NodeLabels = tuple[Annotated[str, Field(pattern=r"^[^=\s]+=[^=\s]+$")], ...]
-"""Labels of Ray's nodes, each written as key=value."""
+"""Labels that a node of Ray must have, each written as key=value."""
 
 
 @settings
@@ -67,9 +71,9 @@ class ModelSection(ModelFormats):
     name: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
     """Model to serve: Hugging Face folder, GGUF file, known name, or ORGANISATION/NAME on a hub (docs/models.md)."""
     cache: Path = field(default_factory=cache_folder)
-    """Folder in which converted models are kept."""
+    """Folder for converted models."""
     search: tuple[AbsolutePath, ...] = ()
-    """Folders, like a mounted share, where nodes without the model's folder look for a folder of the same name."""
+    """Folders (e.g. a mounted share) in which nodes without the model's folder look for one with the same name."""
 
     @property
     def description(self) -> str:
@@ -79,26 +83,26 @@ class ModelSection(ModelFormats):
 
 @settings
 class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
-    """The prefill groups: chains of worker processes (ranks) that share each prompt."""
+    """The prefill groups: chains of worker processes (ranks), which compute each prompt together."""
 
     num_groups: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of prefill groups, each a chain of ranks; 0: generation groups prefill by themselves (colocated)."""
+    """Number of prefill groups (chains of ranks); 0: the generation groups prefill by themselves (colocated)."""
     num_ranks: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of ranks in each prefill group."""
     across_nodes: bool = False
-    """Allow a group that fits on no single node to span several; it then never starts a prompt from cached KV."""
+    """Allow a group that does not fit on one node to span several; such a group does not use the prefix cache."""
     device: DeviceName = "auto"
     """Device of each rank: cpu, cuda, emulated (docs/devices.md), or auto (the CPU)."""
     gpu_share: GpuShare = 1.0
-    """Share of a GPU that Ray gives each rank on cuda; below 1, workers share GPUs: set device_memory_bytes too."""
+    """Fraction of a GPU that Ray gives each rank on cuda; below 1, ranks share GPUs: set device_memory_bytes too."""
     num_threads: Count = 1
     """Number of compute threads of each rank."""
     cores: CoresOfEach = ()
-    """Cores that each rank is pinned to, one list for each rank of all groups in order; empty: not pinned."""
+    """Cores that each rank is pinned to, one list per rank of all groups in order; empty: not pinned."""
     node_labels: NodeLabels = ()
     """Labels that a Ray node must have to run prefill groups, each key=value; empty: any node."""
     calibration: AbsolutePath = ""
-    """File with the costs for predictions, replaced by `baton calibrate`; empty: the one of this model and hardware."""
+    """File with calibrated costs, written by `baton calibrate`; empty: the file for this model and hardware."""
 
     @model_validator(mode="after")
     def _one_list_for_each_rank(self) -> Self:
@@ -111,15 +115,15 @@ class GenerateSection(EngineConfig):
     """The generation groups: engines that generate tokens for a batch of requests."""
 
     num_groups: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of generation groups, each an engine with its own batch."""
+    """Number of generation groups. Each group is one engine with its own batch."""
     device: DeviceName = "auto"
     """Device of each engine: cpu, cuda, emulated (docs/devices.md), or auto (the CPU)."""
     gpu_share: GpuShare = 1.0
-    """Share of a GPU that Ray gives each engine on cuda; below 1, workers share GPUs: set device_memory_bytes too."""
+    """Fraction of a GPU that Ray gives each engine on cuda; below 1, they share GPUs: set device_memory_bytes too."""
     num_threads: Annotated[int, Field(ge=0)] = 0
-    """Number of compute threads of each engine; 0: one for each core."""
+    """Number of compute threads of each engine; 0: one thread per core."""
     cores: CoresOfEach = ()
-    """Cores that each engine is pinned to, one list for each engine; empty: not pinned."""
+    """Cores that each engine is pinned to, one list per engine; empty: not pinned."""
     node_labels: NodeLabels = ()
     """Labels that a Ray node must have to run generation groups, each key=value; empty: any node."""
 
@@ -131,39 +135,39 @@ class GenerateSection(EngineConfig):
 
 @settings
 class DeviceSection(EmulatedLink):
-    """The emulated device, for groups whose device is emulated: the CPU with separate memory behind a link."""
+    """The emulated device (the CPU with separate memory behind a link), used by groups with device = emulated."""
 
 
 @settings
 class TenantSection(TenantLimits):
-    """A tenant, which shares the queue with other tenants."""
+    """A tenant, which shares the request queue with other tenants."""
 
     api_keys: tuple[ApiKey, ...] = ()
-    """API keys of the tenant, env:NAME or sha256:HEX; if any are set, only calls with one of them are the tenant's."""
+    """API keys of the tenant: env:NAME or sha256:HEX; if any are set, the tenant's calls must contain one of them."""
 
 
 @settings
 class OrchestratorSection(OrchestratorLimits):
-    """The orchestrator, which serves clients and places their requests."""
+    """The orchestrator, which accepts requests from clients and schedules them on groups."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address of the interface that the orchestrator listens on."""
     port: Port = 50051
-    """Port for clients; 0: any free port."""
+    """Port for gRPC clients; 0: any free port."""
     metrics_port: Annotated[int, Field(ge=-1, le=65535)] = 0
-    """Port of /metrics, for Prometheus; 0: any free port (`baton status` shows it), -1: no metrics."""
+    """Port of the Prometheus endpoint /metrics; 0: any free port (`baton status` shows it), -1: no metrics."""
     cores: Cores = ()
     """Cores that the orchestrator is pinned to; empty: not pinned."""
     trust_tenant_metadata: bool = False
-    """Let a call without a key name its tenant (metadata baton-tenant); for gateways that identify their callers."""
+    """Accept the tenant named in the metadata baton-tenant of a call without a key; for gateways that check callers."""
     require_api_key: bool = False
-    """Refuse calls that do not identify their tenant; if false, they belong to the tenant "default"."""
+    """Refuse calls that do not identify their tenant; if false, such calls belong to the tenant "default"."""
     operator_keys: tuple[ApiKey, ...] = ()
-    """Keys for drain, reload and calibrate, env:NAME or sha256:HEX; empty: the cluster's secret is enough."""
+    """Keys for drain, reload and calibrate: env:NAME or sha256:HEX; empty: only the cluster's secret is required."""
     model_folders: tuple[AbsolutePath, ...] = ()
-    """Folders below which `baton reload --model` finds models; empty: model.cache, and the served model's parent."""
+    """Folders that may contain models for `baton reload --model`; empty: model.cache and the served model's parent."""
     tenants: dict[TenantName, TenantSection] = field(default_factory=dict)
-    """Tenants that share the queue, by name, each in its own section like [orchestrator.tenants.acme]."""
+    """Tenants that share the request queue, by name; each has its own section, e.g. [orchestrator.tenants.acme]."""
 
     @model_validator(mode="after")
     def _tenants_can_be_told_apart(self) -> Self:
@@ -174,7 +178,7 @@ class OrchestratorSection(OrchestratorLimits):
         return self
 
     def tenancy(self) -> Tenants:
-        """Return the tenants and the rules that identify them, for the orchestrator."""
+        """Return the tenants, and the rules by which the orchestrator identifies the tenant of a call."""
         return Tenants(
             tuple(
                 Tenant(name, **values_of(TenantLimits, section), key_hashes=_hashes(section.api_keys))
@@ -186,8 +190,8 @@ class OrchestratorSection(OrchestratorLimits):
         )
 
     def folders_of_models(self, served: Path, cache: Path) -> tuple[Path, ...]:
-        """Return the folders below which operators may name a model; by default, the cache and the folder that holds
-        `served`."""
+        """Return the folders that may contain the models that operators name. By default, these are the cache and the
+        parent folder of `served`, the served model's folder."""
         beside = served.absolute().parent
         is_root = beside == beside.parent  # the root folder would allow every file of the machine
         default = (served.absolute() if is_root else beside, cache.absolute())
@@ -207,17 +211,17 @@ class HttpSection(HttpRules):
     private_key: AbsolutePath = ""
     """PEM file with the private key of the certificate."""
     grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """Seconds that running requests get to finish when the gateway stops; new requests get status 503 meanwhile."""
+    """Seconds to finish running requests when the gateway stops; new requests are refused with status 503."""
     console: bool = True
-    """Serve the web console at /console."""
+    """True: serve the web console at /console."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "smollm2", "none"] = "auto"
     """Format of the model's tool calls: auto (from its chat template), hermes, llama3, mistral, smollm2, or none."""
     max_responses: Annotated[int, Field(ge=0)] = 4096
-    """Maximum number of /v1/responses responses kept for later requests to continue; 0: none are kept."""
+    """Maximum number of /v1/responses responses stored, so that later requests can continue them; 0: store none."""
     max_responses_bytes: Bytes = 64 * 2**20
-    """Maximum bytes of memory for kept responses with their conversations, like "64MiB"."""
+    """Maximum memory for stored responses and their conversations, in bytes or as text like "64MiB"."""
     keep_responses_s: Seconds = 24 * 3600.0
-    """Seconds after which a kept response is deleted."""
+    """Seconds after which a stored response is deleted."""
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> Self:
@@ -231,7 +235,7 @@ class SupervisionSection:
     """Supervision of workers: heartbeats, and timeouts after which workers are replaced."""
 
     start_timeout_s: Seconds = 120.0
-    """Timeout in seconds for a worker to load its model and answer."""
+    """Timeout in seconds for a worker to load its model and to answer the first call."""
     heartbeat_s: Seconds = 1.0
     """Seconds between two heartbeats."""
     dead_after_s: Seconds = 5.0
@@ -246,16 +250,16 @@ class SupervisionSection:
 
 @settings
 class RaySection:
-    """The Ray cluster that the workers run on."""
+    """The Ray cluster on which the workers run."""
 
     address: str = ""
-    """host:port of a running Ray with resources baton_prefill and baton_generate, 1 per worker; empty: start a Ray."""
+    """Address of a running Ray with resources baton_prefill and baton_generate (1 per worker); empty: start a Ray."""
     object_store_mib: Annotated[int, Field(ge=75)] = 80
-    """Object store in MiB of a Ray that Baton starts. Baton stores nothing large in it."""
+    """Size in MiB of the object store of a Ray that Baton starts. Baton stores no large objects in it."""
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a group waits for a node with room, for example one that Ray's autoscaler starts; 0: no wait."""
+    """Seconds that a group waits for a node with free resources, e.g. from Ray's autoscaler; 0: do not wait."""
     head_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    """Seconds that the launcher retries when Ray does not answer (its head restarts, for example) before it ends."""
+    """Seconds that the launcher retries before it ends, if Ray does not answer (e.g. during a restart of its head)."""
 
 
 def _hashes(api_keys: tuple[ApiKey, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Settings of one worker, as its launcher passes them to its process."""
+"""Settings of one worker. The process that starts a worker passes them to it."""
 
 from dataclasses import replace
 from typing import Literal
@@ -15,8 +15,8 @@ Section = PrefillConfig | EngineConfig | OrchestratorConfig
 
 @settings
 class WorkerConfig:
-    """Configuration of one worker: its role and number, where it runs, and the settings of its role. Its process
-    reads it as one line of JSON."""
+    """Configuration of one worker: its role and number, where it runs, and the settings of its role. The worker's
+    process reads the configuration as one line of JSON."""
 
     role: Role
     group: int
@@ -27,21 +27,23 @@ class WorkerConfig:
     section: Section
     """Settings of the role."""
     lent: str = ""
-    """Name of the lent worker whose node, cores and process this one uses; empty: it uses its own."""
+    """Name of another worker, lent by a group of the other role, whose node, cores and process this worker uses. Empty:
+    this worker uses its own."""
 
     @property
     def group_name(self) -> str:
-        """Name of the worker's group: ROLE-GROUP."""
+        """Name of the worker's group: its role and its number, for example prefill-0."""
         return f"{self.role}-{self.group}"
 
     @property
     def place_name(self) -> str:
-        """Name of the worker that owns the place where this one runs: its own name, or that of the lent worker."""
+        """Name of the worker whose node, cores and process this worker uses: its own name, or that of the lent
+        worker."""
         return self.lent or self.name
 
     def in_place_of(self, home: "WorkerConfig") -> "WorkerConfig":
-        """Return this configuration for the process of `home`, a worker that its group has lent, on that worker's
-        cores."""
+        """Return this configuration, changed to use the process and the cores of `home`, a worker that its group has
+        lent to this worker's group."""
         cores, num_threads = home.place.cores, self.place.num_threads
         if cores:
             num_threads = min(num_threads or len(cores), len(cores))
@@ -49,7 +51,8 @@ class WorkerConfig:
 
     @property
     def name(self) -> str:
-        """Name of the worker: its group's name, followed by .RANK in a chain, or "orchestrator"."""
+        """Name of the worker. For a generation engine it is the group's name, for a rank of a chain GROUP.RANK, and for
+        the orchestrator "orchestrator"."""
         if self.role == "orchestrator":
             return self.role
         return f"{self.group_name}.{self.rank}" if self.role == "prefill" else self.group_name

@@ -1,1 +1,2 @@
-"""Commands that run gateways: processes that serve clients and forward requests to a server elsewhere."""
+"""Commands that run gateways. A gateway is a process that serves clients and forwards their requests to a server that
+runs elsewhere."""

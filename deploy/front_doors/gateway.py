@@ -1,5 +1,5 @@
-"""`baton gateway`: serves clients in a separate process, and forwards their requests to an orchestrator elsewhere. Any
-number of gateways may share one orchestrator."""
+"""Implements `baton gateway`: serves gRPC clients in a separate process, and forwards their requests to an orchestrator
+that runs elsewhere. Any number of gateways can use the same orchestrator."""
 
 import argparse
 import logging
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
 _LOOK_S = 1.0
-"""Seconds between two queries for the orchestrator's address."""
+"""Seconds between two lookups of the orchestrator's address."""
 _MOST_PAUSE_S = 5.0
-"""Longest pause after failed queries, in seconds."""
+"""Maximum pause in seconds between lookups of the orchestrator's address after failed ones."""
 
 _DESCRIPTION = """\
 Serves clients as `baton serve` does: validates requests, renders chats and tokenizes. A cluster's orchestrator does the
@@ -119,7 +119,8 @@ def _finder(args: argparse.Namespace) -> "OrchestratorFinder | None":
 
 
 class _Upstream:
-    """Channel to the orchestrator at its current address. Owned by the command."""
+    """gRPC channel to the orchestrator, which is replaced when the orchestrator's address changes. Owned by the
+    command."""
 
     def __init__(self, target: str) -> None:
         from baton.transport.channel import make_channel
@@ -128,7 +129,8 @@ class _Upstream:
         self.channel = make_channel(target)
 
     async def ask_model(self, caller: "Metadata") -> "pb.Model":
-        """Return the model that the orchestrator serves. Raises UnavailableError when it does not answer."""
+        """Return the model that the orchestrator serves. `caller` is the metadata of the call. Raises UnavailableError
+        if the orchestrator does not answer."""
         from orchestrator.api.gateway import ask_model
 
         try:
@@ -139,8 +141,8 @@ class _Upstream:
             ) from error
 
     async def follow(self, finder: "OrchestratorFinder", gateway: "GrpcGateway") -> None:
-        """Connect the gateway to each new address of the orchestrator, until cancelled. While Ray does not answer, the
-        current address stays in use."""
+        """Look up the orchestrator's address regularly, and connect the gateway to each new address, until cancelled.
+        While Ray does not answer, the gateway continues to use the current address."""
         import asyncio
 
         from baton.process.backoff import Backoff
@@ -159,5 +161,5 @@ class _Upstream:
         await repeat("the search for the orchestrator", look, Backoff(_LOOK_S, _MOST_PAUSE_S))
 
     async def close(self) -> None:
-        """Close the channel, which ends its remaining calls. Idempotent."""
+        """Close the channel. Calls that are still running are ended. Idempotent."""
         await self.channel.close()

@@ -1,5 +1,5 @@
-"""`baton http`: serves the OpenAI API over HTTP in a separate process, and forwards requests to a running server. Any
-number of these processes may share one server."""
+"""Implements `baton http`: serves the OpenAI API over HTTP in a separate process, and forwards requests to a running
+server. Any number of these processes can use the same server."""
 
 import argparse
 import logging

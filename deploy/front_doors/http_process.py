@@ -1,8 +1,9 @@
-"""The process of OpenAI's API that `baton serve` starts: `python -m deploy.front_doors.http_process`.
+"""Process that serves the OpenAI API over HTTP for `baton serve`: `python -m deploy.front_doors.http_process`.
 
-Reads its HttpPlan and then its HttpTarget (`deploy.commands.http_door`), each a line of standard input. Serves on the
-socket that it inherits, answers with its port, and then with an empty line each heartbeat. SIGTERM gives running
-requests `grace_s` seconds; the end of standard input ends them at once. One loop owns all of it.
+The process reads its HttpPlan and then its HttpTarget (`deploy.commands.http_door`), each as one line of standard
+input. It serves on the socket that it inherits. It writes its port to standard output when it serves, then an empty
+line at each heartbeat. After SIGTERM, running requests have `grace_s` seconds to finish. At the end of standard input
+they are ended immediately. Everything runs on one asyncio loop.
 """
 
 import asyncio

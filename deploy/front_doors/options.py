@@ -1,4 +1,5 @@
-"""Options of commands that run a gateway for any protocol, and the handling of signals that end such a command."""
+"""Options that all commands have that run a gateway, independent of its protocol. Also handles the signals that end
+such a command."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def add_front_door(parser: argparse.ArgumentParser, *, port: int) -> None:
-    """Add the options for the address, the tokenizer and the grace period. `port` is the default port."""
+    """Add the options that all gateways have, such as the address, the tokenizer and the grace period, to a command.
+    `port` is the default port."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=port, help="0 takes any free one (default: %(default)s)")
     parser.add_argument(
@@ -45,7 +47,7 @@ def add_front_door(parser: argparse.ArgumentParser, *, port: int) -> None:
 
 
 def check_front_door(args: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError for a port or a grace that is out of range."""
+    """Raise InvalidArgumentError if the port or the grace period is out of range."""
     if not 0 <= args.port < 2**16:
         raise InvalidArgumentError(f"--port {args.port} is out of range: use 0 to {2**16 - 1}")
     if not 0 <= args.grace < float("inf"):
@@ -53,7 +55,8 @@ def check_front_door(args: argparse.Namespace) -> None:
 
 
 def stopped_by_signals() -> "asyncio.Event":
-    """Return an event that SIGINT and SIGTERM set instead of ending the process. Must be called on the asyncio loop."""
+    """Return an event that is set by SIGINT and SIGTERM. These signals then no longer end the process. Must be called
+    on the asyncio loop."""
     import asyncio  # here and not above, so that --help and mistyped options are answered at once
     import signal
 

@@ -1,1 +1,1 @@
-"""Starts, watches, replaces and ends the workers of groups, wherever they run."""
+"""Starts, watches, replaces and ends the workers of groups, as child processes or on Ray."""

@@ -1,7 +1,9 @@
-"""Links between the ranks of one prefill chain, made again in each epoch. An epoch is a set of connections: it starts
-when all ranks connect to a store in the supervisor, and a broken link ends it.
+"""Creates the links between the ranks of a prefill chain.
 
-Torch's store serves any caller. So it listens only on the workers' interface, and only while the ranks connect.
+A set of links is an epoch. An epoch starts when all ranks connect to a store (TCPStore of torch) in the supervisor.
+When a link breaks, the epoch ends, and all links are created again in the next epoch.
+
+Torch's store accepts any caller. Therefore it listens only on the workers' interface, and only while the ranks connect.
 """
 
 import asyncio
@@ -20,25 +22,26 @@ if TYPE_CHECKING:
 
 
 class ChainLinks:
-    """Makes new links for the ranks of one group. Owned by the group; used on its loop."""
+    """Creates new links between the ranks of one prefill chain. Owned by the chain's group, and used on its asyncio
+    loop."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self.epoch = Epoch(0)
-        """Number of the current epoch; 0 before the first."""
+        """Number of the current epoch (set of links). 0 before the first epoch."""
         self._host = host
         self._timeout_s = timeout_s
 
     def skip_to(self, epoch: int) -> None:
-        """Make the number of the next epoch greater than `epoch`, the number of an epoch that a rank joined under an
-        earlier supervisor or by a foreign StartEpoch call. Raises UnavailableError if `epoch` is the greatest possible
-        number: that rank can only be replaced."""
+        """Ensure that the number of the next epoch (set of links) is greater than `epoch`. Called if a rank has already
+        joined `epoch`, either under an earlier supervisor or by another caller's StartEpoch. Raises UnavailableError if
+        `epoch` is the largest possible number; the rank must then be replaced."""
         if epoch >= MAX_EPOCH:
             raise UnavailableError(f"a rank is in epoch {epoch}, and {MAX_EPOCH} is the last: its process must end")
         self.epoch = Epoch(max(self.epoch, epoch))
 
     async def renew(self, ranks: Sequence[Worker]) -> None:
-        """Start the next epoch; return when all ranks have joined it. If ranks have not joined, raises the first
-        grpc.aio.AioRpcError."""
+        """Start the next epoch (set of links), and return when all ranks have joined it. If a rank cannot join, raises
+        the first grpc.aio.AioRpcError."""
         store = await asyncio.to_thread(_make_store, self._host)
         port = store.port
         self.epoch = Epoch(self.epoch + 1)

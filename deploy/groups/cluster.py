@@ -1,9 +1,10 @@
-"""Clusters of supervised groups: `Cluster` has any number of groups and uses any spawner, `LocalCluster` uses child
-processes.
+"""Clusters of supervised worker groups. `Cluster` has any number of groups and uses any spawner. `LocalCluster` uses
+child processes.
 
-A cluster starts its groups at the same time, and describes them to the orchestrator as a view. When it ends, it closes
-chains before the engines to which they push KV. Groups may join and leave while it serves (`deploy.groups.roster`
-decides which). Runs on the supervisor's asyncio loop. After `close`, no worker process is left.
+A cluster starts its groups at the same time, and reports their state to the orchestrator as a ClusterView. When it
+ends, it closes prefill chains before the engines to which they push KV. Groups may be added and removed while the
+cluster serves; `deploy.groups.roster` decides about this. Runs on the supervisor's asyncio loop. After `close`, no
+worker process is left.
 """
 
 import asyncio
@@ -30,11 +31,12 @@ from orchestrator.membership.view import ClusterView, GenerationGroup, Orders, P
 logger = logging.getLogger(__name__)
 
 NO_ORDERS = Orders()
-"""Orders under which every group has its configured workers."""
+"""Empty set of operators' orders. With it, every group has its configured workers."""
 
 
 class Cluster:
-    """Prefill and generation groups that are started, described and ended at the same time. Used once."""
+    """Prefill and generation groups that are started at the same time and ended together. An object is used only
+    once."""
 
     def __init__(self, prefill: Sequence[WorkerGroup], generation: Sequence[WorkerGroup], around: Surroundings) -> None:
         self.prefill = tuple(prefill)
@@ -47,8 +49,8 @@ class Cluster:
         return (*self.generation, *self.prefill)
 
     async def start(self) -> None:
-        """Start all groups and return when they are ready. If one fails, end all of them and raise the first
-        failure."""
+        """Start all groups, and return when they are ready. If a group fails to start, end all groups and raise the
+        first failure."""
         try:
             started = await asyncio.gather(*(group.start() for group in self.groups), return_exceptions=True)
             for failure in started:
@@ -59,8 +61,9 @@ class Cluster:
             raise
 
     async def close(self) -> None:
-        """End all workers. Ranks end before the engines, because ranks hold connections to engines. A failure does not
-        stop the closing of the other groups; the first one is raised at the end. Idempotent."""
+        """End all workers. Prefill ranks are ended before the engines, because ranks hold connections to engines. If
+        closing a group fails, the other groups are still closed, and the first failure is raised at the end.
+        Idempotent."""
         outcomes: list[BaseException | None] = []
         for groups in (self.prefill, self.generation):
             outcomes += await asyncio.gather(*(group.close() for group in groups), return_exceptions=True)
@@ -90,12 +93,13 @@ class Cluster:
             raise UnavailableError(f"the workers have not been ready for {timeout_s:g} s: see their output") from error
 
     def suspect(self) -> None:
-        """Check all workers immediately instead of at the next heartbeat, because something failed."""
+        """Check all workers immediately instead of at the next heartbeat. Called when a call to a worker has failed."""
         for group in self.groups:
             group.suspect()
 
     def view(self, num_slots: int, max_slot_tokens: int) -> ClusterView:
-        """Return the view of the groups for the orchestrator. The arguments are the same for every generation group."""
+        """Return the state of all groups, to be sent to the orchestrator. `num_slots` and `max_slot_tokens` are the
+        same for every generation group."""
         return ClusterView(
             prefill=tuple(
                 PrefillGroup(
@@ -134,11 +138,11 @@ def group_of(
     around: Surroundings,
     orders: Orders = NO_ORDERS,
 ) -> WorkerGroup:
-    """Make the group of that name without starting it. A prefill chain also gets its links.
+    """Create the group `name` without starting it. A prefill chain also gets its ChainLinks.
 
-    `workers_of` returns the configurations of all workers of a group, in rank order. The group gets those workers that
-    the orders do not lend to another group. A group that has borrowed a worker has exactly one worker, which runs in
-    the place of the borrowed one.
+    `workers_of` returns the configurations of all workers of a group, in rank order. Workers that `orders` lend to
+    another group are not part of the created group. If the created group itself uses a worker that another group has
+    lent, it has exactly one worker, which runs in that worker's process.
     """
     workers = workers_of(name)
     links = ChainLinks(around.host, around.heartbeat.dead_after_s) if workers[0].role == "prefill" else None
@@ -156,7 +160,8 @@ def _by_number(group: WorkerGroup) -> tuple[int, str]:
 
 
 class LocalCluster(Cluster):
-    """Prefill and generation groups as processes of one tree; an async context manager, used once."""
+    """Prefill and generation groups whose workers are child processes of this process. Use it as an async context
+    manager, and only once."""
 
     def __init__(
         self,
@@ -166,18 +171,19 @@ class LocalCluster(Cluster):
         *,
         kernels: tuple[KernelChoice, ...] = (),
     ) -> None:
-        """Make a cluster that is not started yet. `kernels` are the kernels that the launcher chose."""
+        """Create a cluster without starting it. `report` is called with lines of text for the user. `kernels` are the
+        kernels that the launcher chose."""
         config, supervision = plan.config, plan.config.supervision
         heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         spawner, host = ProcessSpawner(supervision.start_timeout_s), config.worker_host or LOOPBACK
         super().__init__([], [], Surroundings(spawner, heartbeat, clock, report, self._tell_members, host=host))
         self.plan = plan
         self.max_tokens = plan.max_tokens
-        """Maximum number of tokens, prompt and output, of one request."""
+        """Maximum number of tokens of one request, prompt and output together."""
         self.members = Membership(on_failure=self.suspect)
-        """The groups as the orchestrator sees them; kept up to date."""
+        """Current state of the groups, as the orchestrator sees it. It is kept up to date."""
         self.secret = ClusterSecret.new()
-        """The secret of this cluster, which every call to its workers must contain."""
+        """Secret of this cluster. Every call to its workers must contain it."""
         place = WorkerPlace(
             model_folder=plan.model.folder,
             kernels=kernels,
@@ -197,12 +203,12 @@ class LocalCluster(Cluster):
 
     @property
     def engine(self) -> Worker:
-        """The current worker of the first generation group."""
+        """Current worker of the first generation group."""
         return self.generation[0].workers[0]
 
     @property
     def ranks(self) -> tuple[Worker, ...]:
-        """The current workers of the prefill ranks, in rank order."""
+        """Current workers of the prefill ranks, in rank order."""
         return tuple(group.workers[rank] for group in self.prefill for rank in sorted(group.workers))
 
     def _tell_members(self) -> None:

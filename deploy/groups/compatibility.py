@@ -1,6 +1,6 @@
-"""Checks when a worker starts that it matches the other workers of its cluster.
+"""Checks at the start of a worker that it is compatible with the other workers of its cluster.
 
-Pure. Owned by the cluster's supervisor.
+Performs no I/O. Owned by the cluster's supervisor.
 """
 
 from dataclasses import dataclass, field
@@ -17,17 +17,18 @@ from deploy.groups.worker import WorkerStatus
 
 @dataclass
 class CompatibilityCheck:
-    """Properties that workers of a cluster must share. All workers have the supervisor's version. Workers with the same
-    model folder have the same KV layout, and workers on the same kind of processor have the same kernels. The first
-    worker that is checked determines the layout and the kernels."""
+    """Properties that the workers of a cluster must share. All workers must have the supervisor's version. Workers with
+    the same model folder must have the same KV layout. Workers on the same kind of processor must use the same kernels.
+    The first checked worker of each kind determines the layout or the kernels."""
 
     layouts: dict[Path, tuple[str, str]] = field(default_factory=dict)
-    """KV layout by model folder: its fingerprint, and the worker that reported it."""
+    """KV layout for each model folder: (fingerprint of the layout, name of the worker that reported it first)."""
     kernels: dict[str, tuple[KernelChoice, str]] = field(default_factory=dict)
-    """Kernels by kind of processor, with the worker that reported them."""
+    """Kernels for each kind of processor: (the kernels, name of the worker that reported them first)."""
 
     def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
-        """Raise VersionMismatchError if the worker differs from the workers that were checked before."""
+        """Check a worker against the workers that were checked before. Raises VersionMismatchError if its version, KV
+        layout or kernels differ."""
         if status.version != __version__:
             raise VersionMismatchError(
                 f"{config.name} has Baton {status.version}, its supervisor {__version__}: run one version everywhere"

@@ -1,14 +1,18 @@
-"""Supervision of one group: starts its workers, watches them, replaces dead ones, and makes new links between the ranks
-of a prefill chain.
+"""Supervision of one worker group: starts its workers, watches them, and replaces workers that fail. Also creates the
+links between the ranks of a prefill chain.
 
-A worker whose process has ended is replaced at once. If it ends repeatedly, it is replaced after a pause that grows.
-Two kinds of worker are killed and then replaced: a worker that does not answer heartbeats for `dead_after_s` (a stopped
-process blocks its neighbours' links until it dies), and a worker that answers that its engine hangs. When a rank was
-replaced, or reports that its links broke, all ranks join a new epoch (a new set of links) as soon as all of them
-answer. Groups do not wait for each other. No exception ends a group's supervision: an unexpected one is logged with its
-traceback and reported, and the workers are checked again after a pause (baton.process.endless).
+A worker whose process has ended is replaced immediately. If its replacements end too, each further one is started after
+a longer pause. Two kinds of worker are killed and then replaced:
 
-Runs on the supervisor's asyncio loop, in one task for each group.
+- a worker that has not answered heartbeats for `dead_after_s` seconds; a stopped process would block the links of its
+  neighbours until it is killed
+- a worker that reports that its engine hangs
+
+When a rank was replaced, or reports that its links are broken, all ranks join a new epoch (a new set of links) as soon
+as all of them answer. Groups do not wait for each other. An unexpected exception does not end a group's supervision. It
+is logged with its traceback and reported, and the workers are checked again after a pause (`baton.process.endless`).
+
+Runs on the supervisor's asyncio loop, in one task per group.
 """
 
 import asyncio
@@ -35,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """Workers that can serve only if all of them run: the ranks of a prefill chain, or one generation engine. Used
-    once."""
+    """Group of workers that can serve only if all of them run: the ranks of a prefill chain, or one generation engine.
+    An object is used only once."""
 
     def __init__(
         self,
@@ -47,73 +51,76 @@ class WorkerGroup:
         *,
         room: tuple[str, int] | None = None,
     ) -> None:
-        """Make a group that is not started yet. Only a chain has `links`. `room`: name of the group whose reserved room
-        the workers use, and the number of workers that the room holds. None: the group has its own room, which holds
-        exactly these workers."""
+        """Create a group without starting it. `links` is given only for a prefill chain. `room` selects the reserved
+        resources in which the workers run: (name of the group for which they are reserved, number of workers that they
+        suffice for). None: resources are reserved for exactly the workers of this group."""
         self.name = name
         self.room, self.num_places = room or (name, len(configs))
-        """Name of the group whose reserved room the workers use, and the number of workers that the room holds."""
+        """Reserved resources in which the workers run: `room` is the name of the group for which they are reserved, and
+        `num_places` the number of workers that they suffice for."""
         self.links = links
         self.workers: dict[int, Worker] = {}
-        """Current workers by rank; empty before the group has started."""
+        """Current workers by rank. Empty before the group has been started."""
         self.layout_fingerprint = ""
-        """Fingerprint of the group's KV layout, as its workers reported it at their start."""
+        """Fingerprint of the group's KV layout, reported by its workers when they started."""
         self.residency = ""
-        """Residency policy of a generation engine, as it was reported at the engine's start; empty for a chain."""
+        """Name of the residency policy of a generation engine, reported by the engine when it started. Empty for a
+        prefill chain."""
         self.is_approximate = False
-        """True if the residency policy does not attend to all tokens."""
+        """True if the engine's residency policy is approximate, because it does not attend to all tokens."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
         self._stores: dict[int, str] = {}
-        """Names of the prefix stores of the workers' nodes, by rank, as the workers reported them at their start. An
-        empty string: no store."""
+        """Name of the prefix store (prefix cache) of each worker's node, by rank, reported by the worker when it
+        started. Empty text: the node has no store."""
         self._missing: dict[int, WorkerConfig] = {}
-        """Configurations of workers whose process has ended and has not been replaced yet, by rank."""
+        """Configurations of the workers whose process has ended and that have not been replaced yet, by rank."""
         self._ready = asyncio.Event()
         self._look = asyncio.Event()
         self._changing = asyncio.Lock()
-        """Held while heartbeats are sent and while workers are replaced, moved to another group or received from
-        one."""
+        """Lock that is held while heartbeats are sent, and while workers are replaced or moved between groups."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     @property
     def ready(self) -> bool:
-        """True if all workers serve and, in a chain, have links, as far as the supervisor knows."""
+        """True if, as far as the supervisor knows, all workers serve and, in a prefill chain, all links work."""
         return self._ready.is_set()
 
     @property
     def prefix_store(self) -> str:
-        """Name of the prefix store that all workers share with other workers of their node. Empty if the node has no
-        store, or if the ranks of a chain are on several nodes, whose stores may have different blocks."""
+        """Name of the prefix store (the node's prefix cache) that all workers of the group use. Empty if the node has
+        no store. Also empty if the ranks of a chain run on several nodes, because the stores of these nodes may have
+        different blocks."""
         stores = {*self._stores.values()}
         return stores.pop() if len(stores) == 1 else ""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Addresses of the workers, host:port, in rank order."""
+        """Addresses (host:port) of the current workers, in rank order."""
         return tuple(self.workers[rank].handle.endpoint for rank in sorted(self.workers))
 
     @property
     def configs(self) -> Mapping[int, WorkerConfig]:
-        """Configurations of the workers that the group should have, by rank."""
+        """Configurations of all workers that belong to the group, by rank. A worker whose process has ended is
+        included."""
         return {config.rank: config for config in self._configs}
 
     async def until_ready(self) -> None:
-        """Wait until the group is ready."""
+        """Wait until the group is ready to serve."""
         await self._ready.wait()
 
     def suspect(self) -> None:
-        """Check the workers immediately instead of at the next heartbeat, because something failed. The group is not
-        ready until they have been checked."""
+        """Check the workers immediately instead of at the next heartbeat. Called when a call to a worker has failed.
+        The group is not ready until the check is done."""
         self._set_ready(False)
         self._look.set()
 
     async def start(self, given: Mapping[int, WorkerHandle] = MappingProxyType({})) -> None:
-        """Start the workers and return when the group is ready; after that the group is supervised. `given` has
-        processes of other groups by the rank that they take in this group. Raises the first failure; the caller must
-        then call `close` to clean up."""
+        """Start the workers, and return when the group is ready. It is then supervised. `given` contains processes
+        that are taken over from other groups, by their rank in this group; all other workers run in new processes.
+        Raises the first failure. In this case, the caller must call `close` to clean up."""
         if self._around.room is not None:
             await self._around.room.reserve(self.room, self.num_places)
         spawns = (self._spawn(config, given.get(config.rank)) for config in self._configs)
@@ -129,8 +136,9 @@ class WorkerGroup:
         self._keep(supervising)
 
     async def give(self, rank: int) -> WorkerHandle | None:
-        """Remove the worker of this rank from the group and return its process, which another group uses next. Return
-        None if the process has ended. The other ranks of a chain are linked again."""
+        """Remove the worker of this rank from the group, and return its process, so that another group can use it.
+        Return None if the process has ended. In a prefill chain, links between the remaining ranks are created
+        again."""
         async with self._changing:
             worker = self.workers.get(rank)
             if worker is not None:
@@ -142,9 +150,9 @@ class WorkerGroup:
             return None if worker is None or worker.handle.ended else worker.handle
 
     async def receive(self, config: WorkerConfig, given: WorkerHandle | None) -> None:
-        """Add a worker to the group; a chain is linked again, with the new rank. The worker runs in the process
-        `given`, or in a new process if `given` is None. If the worker does not start, the start is retried like the
-        replacement of a worker that ended."""
+        """Add a worker to the group. It runs in the process `given`, or in a new process if `given` is None. In a
+        prefill chain, all links are created again. If the worker does not start, the start is retried with pauses, as
+        for a worker that ended."""
         async with self._changing:
             self._set_ready(False)
             self._configs = tuple(sorted((*self._configs, config), key=lambda each: each.rank))
@@ -160,8 +168,8 @@ class WorkerGroup:
         self._look.set()
 
     async def close(self) -> None:
-        """End the supervision, then the workers. Their room stays reserved, because other groups may have workers in
-        it. Idempotent."""
+        """End the supervision, then end the workers. The resources that are reserved for the group stay reserved,
+        because workers of other groups may use them. Idempotent."""
         self._closing = True
         for task in tuple(self._tasks):
             task.cancel()

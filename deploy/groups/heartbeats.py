@@ -1,5 +1,5 @@
-"""Heartbeats of one group: requests the status of every worker, and kills workers that do not answer or whose engine
-hangs."""
+"""Sends the heartbeats of one group. A heartbeat requests the status of a worker. Workers that do not answer, or whose
+engine hangs, are killed."""
 
 import asyncio
 import logging
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 async def send_heartbeats(workers: Iterable[Worker], links: ChainLinks | None, around: Surroundings) -> bool:
-    """Send one heartbeat to every worker of a group. Kill workers that have not answered for too long or whose engine
-    hangs. Return whether the links of at least one rank are broken. `links` is None unless the group is a prefill
-    chain. If heartbeats fail, raises the first failure after the heartbeats of all workers are done."""
+    """Send one heartbeat to every worker of a group. Kill workers that have not answered for too long, or whose engine
+    hangs. Return True if the links of at least one rank are broken. `links` is None if the group is not a prefill
+    chain. If a heartbeat fails with an error, the error is raised when the heartbeats of all workers are done."""
     heard = await asyncio.gather(*(_hear(worker, links, around) for worker in workers), return_exceptions=True)
     for outcome in heard:
         if isinstance(outcome, BaseException):

@@ -1,7 +1,7 @@
-"""Starts the server of a worker from its WorkerConfig. Only this module knows which server class belongs to which role.
+"""Starts the server of a worker from its WorkerConfig. Only this module knows the server class of each role.
 
-A process may serve as several workers, one after another. The model stays loaded if the next worker has the same model.
-Runs in the worker's process, on its asyncio loop.
+A process can serve as several workers, one after another. The model stays loaded if the next worker uses the same
+model. Runs in the worker's process, on its asyncio loop.
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from baton.modeling.hosting import LoadedModel
 
 _GRACE_S = 2.0
-"""Seconds that running calls (heartbeats, and fetches by other nodes) have to end when a process takes another role."""
+"""Seconds within which running calls must end when a process changes its role. Such calls are heartbeats, and fetches
+by other nodes."""
 
 
 class Server(Protocol):
-    """Server of a worker of any role."""
+    """Interface of the server that runs in a worker's process. It is the same for all roles."""
 
     port: int
 
@@ -31,13 +32,14 @@ class Server(Protocol):
 
 
 StartServer = Callable[[WorkerConfig, "LoadedModel | None"], Awaitable[Server]]
-"""Function that starts the server of a worker. The second argument holds the model that the process has loaded, if any.
-Raises BatonError with a text of one line."""
+"""Type of a function that starts the server of a worker. Its second argument contains the model that the process has
+already loaded; None if the process loads no model. Raises BatonError with one line of text if the server cannot be
+started."""
 
 
 async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None) -> Server:
-    """Start to serve. Load the worker's model first, unless `model` already holds it. Raises BatonError with a text of
-    one line if that fails."""
+    """Start the server of a worker. The worker's model is loaded first, unless `model` already contains it. Raises
+    BatonError with one line of text if the server cannot be started."""
     secret = ClusterSecret(config.place.secret)  # refused here, before a model is loaded
     match config.section:
         case PrefillConfig() as section:
@@ -57,21 +59,23 @@ async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None)
 
 
 class WorkerHost:
-    """The current server of a process. Used by one task at a time."""
+    """Owner of the server that runs in a worker's process. The server can be replaced by one of another role. Must be
+    used by one task at a time."""
 
     def __init__(self, start: StartServer = start_server, note: str = "") -> None:
-        """Make a host that does not serve yet. `start` makes its servers; `note` is the path of the process's crash
-        note."""
+        """Create a host without a server. `start` is the function that starts servers. `note` is the path of the file
+        to which the process writes a note if it crashes."""
         self._start = start
         self._note = note
         self._model: LoadedModel | None = None
-        """The model that the process has loaded; None in an orchestrator's process, which needs no torch."""
+        """Model that the process has loaded. None before the first worker, and in an orchestrator's process, which does
+        not use torch."""
         self._server: Server | None = None
 
     async def serve(self, config: WorkerConfig) -> int:
-        """Stop the current server, if any, and free everything that it holds except the model. Then start a server with
-        this configuration and return its port. If that fails, raises BatonError with a text of one line; then no server
-        runs."""
+        """Stop the current server, if any, and free everything except the loaded model. Then start a server with this
+        configuration, and return its port. Raises BatonError with one line of text if the server cannot be started;
+        then no server runs."""
         if self._server is not None:
             await self._server.stop(_GRACE_S)
             self._server = None
@@ -85,6 +89,6 @@ class WorkerHost:
         return self._server.port
 
     async def stop(self) -> None:
-        """End the server, if there is one. Idempotent."""
+        """Stop the current server, if any. Idempotent."""
         if self._server is not None:
             await self._server.stop()

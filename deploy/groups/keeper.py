@@ -1,8 +1,10 @@
-"""Supervises the orchestrator: sends it the cluster's view, and replaces its process if it ends or does not answer.
+"""Supervises the orchestrator: sends it the state of the cluster, and replaces its process if it ends or does not
+answer.
 
-Each view that is sent is also a heartbeat; its answer contains the operators' orders. A replacement listens on the same
-ports, and takes over the orders. An unexpected exception is logged and reported, and ends neither the keeper nor the
-cluster. Works over any Spawner; the other half is `orchestrator.api.host`. Runs on the supervisor's loop, in one task.
+The state is sent as a ClusterView. Each view is also a heartbeat, and its answer contains the operators' orders. A
+replacement listens on the same ports, and continues with the same orders. An unexpected exception is logged and
+reported; it ends neither the supervision nor the cluster. Works with any Spawner. The orchestrator's side is in
+`orchestrator.api.host`. Runs on the supervisor's asyncio loop, in one task.
 """
 
 import asyncio
@@ -46,27 +48,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OrchestratorPlan:
-    """Settings with which the orchestrator and each of its replacements are started."""
+    """Settings for starting the orchestrator and each of its replacements."""
 
     worker: WorkerConfig
-    """Configuration of the orchestrator's process, equal for all replacements."""
+    """Configuration of the orchestrator's process. It is the same for all replacements."""
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
     make_planner: Callable[[ChainPlanner | None], ChainPlanner]
-    """Returns the planner of a new orchestrator process, from the planner of the former one (None: it is the first).
-    Blocks; raises ConfigError for a damaged calibration."""
+    """Function that returns the planner for a new orchestrator process. Its argument is the planner of the previous
+    process; None for the first process. Blocks. Raises ConfigError if the calibration file is damaged."""
     host: str
-    """Interface on which clients are served."""
+    """Address of the interface on which the orchestrator serves clients."""
     ports: tuple[int, int | None] = (0, None)
-    """Ports for clients and for metrics; 0: any free one, None: no metrics."""
+    """(port for clients, port for metrics). 0: any free port. None: no metrics."""
     calibration_path: Path | None = None
-    """File for calibrations that the orchestrator receives while it runs; None: they are not kept."""
+    """File in which calibrations are stored that the orchestrator receives while it runs. None: they are not stored."""
     start_timeout_s: float = 60.0
-    """Timeout in seconds for the orchestrator to serve clients after its process has started."""
+    """Timeout in seconds. After its process has started, the orchestrator must serve clients within this time."""
 
 
 class _Incarnation:
-    """One process of the orchestrator, with the channel to it. A replacement is another _Incarnation."""
+    """One process of the orchestrator, and the channel to it. For each replacement a new object is created."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
@@ -74,7 +76,7 @@ class _Incarnation:
         self.stub: KeepingAsyncStub = KeepingStub(self._channel)
 
     async def kill(self) -> None:
-        """Kill the process; return when it has ended."""
+        """Kill the process, and return when it has ended."""
         self.handle.kill()
         await self.handle.wait()
 
@@ -85,19 +87,21 @@ class _Incarnation:
 
 
 class OrchestratorKeeper:
-    """Owns the orchestrator. Used by the cluster's supervisor, once."""
+    """Supervisor of the orchestrator's process: starts it, watches it, and replaces it. Owned by the cluster's
+    supervisor. An object is used only once."""
 
     def __init__(self, plan: OrchestratorPlan, view: Callable[[], ClusterView], around: Surroundings) -> None:
-        """Make a keeper that has no orchestrator yet. `view` is called at each heartbeat."""
+        """Create a keeper without starting the orchestrator. `view` is called at each heartbeat, and returns the state
+        of the cluster to send."""
         self.ports = plan.ports
-        """Ports for clients and for metrics (None: no metrics): the planned ones, and after the start those that the
-        orchestrator listens on."""
+        """(port for clients, port for metrics). Before the start these are the planned ports, and afterwards the ports
+        on which the orchestrator listens. None: no metrics."""
         self.orders = Orders()
-        """Operators' orders as the orchestrator last reported them; a replacement process starts with them. First set
-        by the supervisor, which keeps them too."""
+        """Operators' orders, as the orchestrator reported them last. A replacement of the orchestrator starts with
+        them. The supervisor sets the initial orders and stores all later ones."""
         self.follow: Callable[[Orders], Orders] = _keep
-        """Called with the orders in each heartbeat's answer; returns those that were kept. Set once, by the
-        supervisor."""
+        """Function that is called with the orders in each heartbeat's answer. It stores them, and returns the orders
+        that were stored. Set once, by the supervisor."""
         self._plan = plan
         self._view = view
         self._around = around
@@ -110,24 +114,25 @@ class OrchestratorKeeper:
 
     @property
     def pid(self) -> int:
-        """Process id of the running orchestrator; 0 when none runs."""
+        """Process id of the running orchestrator. 0 if no orchestrator runs."""
         return 0 if self._incarnation is None or self._incarnation.handle.ended else self._incarnation.handle.pid
 
     def tell(self) -> None:
-        """Send the changed view immediately instead of at the next heartbeat."""
+        """Send the cluster's view to the orchestrator immediately instead of at the next heartbeat. Called when the
+        view has changed."""
         self._news.set()
 
     async def start(self, process: WorkerHandle | None = None) -> None:
-        """Start the orchestrator, or take over an orchestrator that an earlier supervisor started. Return when it
-        serves; after that it is supervised, and replaced when it ends. `process`, if not None, is a process that was
-        already started with the plan's worker configuration. If the orchestrator cannot serve, end its process and
-        raise its error."""
+        """Start the orchestrator, or take over one that an earlier supervisor started. Return when it serves. It is
+        then supervised, and is replaced when it ends. `process` is a process that was already started with the
+        plan's worker configuration; None: start a new one. If the orchestrator cannot serve, end its process and raise
+        the error."""
         await self._begin(process)
         self._keeping = asyncio.create_task(self._keep())
         self._keeping.add_done_callback(self._tell_end)
 
     async def close(self) -> None:
-        """End the supervision, then all requests and the process. Idempotent."""
+        """End the supervision, then all requests, then the orchestrator's process. Idempotent."""
         self._closing = True
         if self._keeping is not None:
             self._keeping.cancel()

@@ -1,9 +1,9 @@
-"""Workers as child processes: starts them, waits for their end, and kills them.
+"""Runs workers as child processes: starts them, waits for their end, and kills them.
 
 Parent and child exchange lines of text. The parent writes a WorkerConfig as one line of JSON to the child's standard
-input and keeps the pipe open. The child answers with one line of JSON on standard output, `{"port": ...}` or `{"error":
-...}`. A further WorkerConfig gives the child another role. The child exits at the end of its input, so no child
-outlives a killed parent.
+input, and keeps the pipe open. The child answers with one line of JSON on standard output, `{"port": ...}` or
+`{"error": ...}`. To change the child's role, the parent writes another WorkerConfig. The child exits at the end of its
+input, so it does not outlive a killed parent.
 
 Runs on the parent's asyncio loop.
 """
@@ -23,25 +23,25 @@ from baton.settings.base import to_json
 from deploy.config.worker import WorkerConfig
 
 CLOSE_GRACE_S = 5.0
-"""Seconds that a worker has to exit by itself before it is killed."""
+"""Seconds within which a worker must exit by itself. If it does not, it is killed."""
 
 
 class WorkerStartError(BatonError):
-    """A worker refused to start. The text is the one line of error text that the worker sent."""
+    """Error: a worker refused to start. The text is the line of error text that the worker sent."""
 
 
 @dataclass
 class WorkerProcess:
-    """A child process that serves as a worker. Implements WorkerHandle."""
+    """WorkerHandle of a worker that runs in a child process."""
 
     config: WorkerConfig
     endpoint: str
     """Address of the worker's gRPC server, host:port."""
     process: asyncio.subprocess.Process
     start_timeout_s: float
-    """Timeout in seconds for the child to start to serve in another role."""
+    """Timeout in seconds for the child process to serve after a change of its role."""
     crash_note: str = ""
-    """Path of the file in which the child leaves a note when it crashes; empty if it has none."""
+    """Path of the file to which the child process writes a note if it crashes. Empty: it writes no note."""
 
     @property
     def pid(self) -> int:
@@ -58,19 +58,20 @@ class WorkerProcess:
         return read_crash(self.crash_note)
 
     async def serve_as(self, config: WorkerConfig) -> None:
-        """Make the child serve with this configuration. Raises WorkerStartError or UnavailableError; then the process
-        has ended."""
+        """Request the child process to serve with this configuration, and wait until it does. Raises WorkerStartError
+        or UnavailableError if this fails; then the process has ended."""
         answer = await _served(self.process, config, self.start_timeout_s)
         self.config, self.endpoint = config, join_address(config.place.host, answer["port"])
 
     def kill(self) -> None:
-        """Send SIGKILL, which also ends a stopped process. Does nothing if the process has ended."""
+        """Send SIGKILL to the process, which also ends a process that is stopped (SIGSTOP). Does nothing if the process
+        has ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """Close the worker's standard input, which makes the worker exit. Kill it if it still runs after CLOSE_GRACE_S
-        seconds. Returns when the process has ended."""
+        """Close the worker's standard input, which requests the worker to exit. Kill the worker if it has not exited
+        after CLOSE_GRACE_S seconds. Returns when the process has ended."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -81,10 +82,10 @@ class WorkerProcess:
 
 
 class ProcessSpawner:
-    """Makes workers that are children of this process. Implements Spawner.
+    """Spawner that starts workers as child processes of this process.
 
-    `start_timeout_s`: timeout in seconds for a worker to start to serve. `module`: the module that a worker's process
-    runs.
+    `start_timeout_s` is the timeout in seconds for a worker to start to serve. `module` is the Python module that a
+    worker's process runs.
     """
 
     def __init__(self, start_timeout_s: float, module: str = "deploy.groups.worker_process") -> None:
@@ -93,7 +94,8 @@ class ProcessSpawner:
 
     async def start(self, config: WorkerConfig) -> WorkerProcess:
         """Start a worker's process, by default `python -m deploy.groups.worker_process`, and wait until it serves.
-        Raises WorkerStartError or UnavailableError."""
+        Raises WorkerStartError with the worker's reason if it refuses to start. Raises UnavailableError if its process
+        ends or does not answer in time."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )

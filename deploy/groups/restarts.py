@@ -1,23 +1,25 @@
-"""Decides when a worker that ended is restarted: at once if it had run for a long time, after growing pauses if its
-runs are short."""
+"""Decides when a worker that ended is restarted. A worker that had run for a long time is restarted immediately. If a
+worker repeatedly ends after a short run, it is restarted after increasing pauses."""
 
 from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 
 RESTART_PAUSES = Backoff(1.0, 30.0)
-"""Pauses before the second and later restarts in a row. The first restart is made at once."""
+"""Pauses in seconds before successive restarts. The first restart has no pause; the pauses apply to the second and
+later ones."""
 _HEALTHY_S = 60.0
-"""Seconds that a worker must run for its earlier failures to be forgotten."""
+"""Seconds for which a worker must run. Its earlier failures are then no longer counted."""
 
 
 class Restarts:
-    """Counts the short runs of one worker, and decides when it may be restarted. Owned by the worker's group."""
+    """Counter of the failures of one worker, which decides when the worker may be restarted. Owned by the worker's
+    group."""
 
     def __init__(self, backoff: Backoff, clock: Clock, num_at_once: int = 1) -> None:
-        """Make the counter of a worker that has not run yet. The first `num_at_once` restarts in a row are made without
-        a pause."""
+        """Create the counter for a worker that has not run yet. The first `num_at_once` successive restarts have no
+        pause; `backoff` determines the pauses before later ones."""
         self.num_ends = 0
-        """Number of successive runs that were short, or failed to start."""
+        """Number of successive failures: short runs and failed starts. A long run resets it."""
         self._backoff = backoff
         self._clock = clock
         self._num_at_once = num_at_once
@@ -30,11 +32,12 @@ class Restarts:
         return self._clock.now_s() >= self._due_s
 
     def began(self) -> None:
-        """Record that the worker began to serve."""
+        """Record that the worker has started to serve."""
         self._began_s = self._clock.now_s()
 
     def ended(self) -> float:
-        """Record that the worker ended, or failed to start. Return the seconds until it may be restarted."""
+        """Record that the worker ended or failed to start. Return the number of seconds after which it may be
+        restarted."""
         now_s = self._clock.now_s()
         if self._began_s is not None and now_s - self._began_s >= _HEALTHY_S:
             self.num_ends = 0

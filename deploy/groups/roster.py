@@ -1,15 +1,16 @@
-"""Decides which groups of a cluster have workers: configured groups and stand-ins (extra groups), except groups that
-operators ordered to leave. Groups leave and return one by one, while the others serve.
+"""Decides which groups of a cluster have workers: the configured groups and stand-ins (extra groups that operators or
+the autoscaler added), except groups that were ordered to leave. Groups leave and return one by one, while the others
+serve.
 
-A stand-in may borrow its worker from a group of the other role: the worker's process takes that role, and its model
-stays loaded. The lending group continues with its remaining workers, and has none when all are lent. When the stand-in
-leaves, the worker returns to its group, unless that group must leave, too. All these workers run in the lending group's
-room, which is released when no worker uses it.
+A stand-in may borrow its worker from a group of the other role. The worker's process then takes the other role, and its
+model stays loaded. The lending group continues with its remaining workers; if it has lent all of them, it has none.
+When the stand-in leaves, the worker returns to its group, unless this group must leave too. All these workers run in
+the resources that are reserved for the lending group. The reservation is released when no worker uses it.
 
 The operators' orders arrive with every heartbeat (`orchestrator.membership.members.Orders`), and are compared with the
-existing groups. So an order that was missed is carried out later, unless it was withdrawn meanwhile. If a group cannot
-be started, the start is retried after pauses that grow. Runs on the supervisor's loop, in one task for each group that
-is starting or ending.
+existing groups. An order that was missed is therefore carried out later, unless it was withdrawn in the meantime. If a
+group cannot be started, the start is retried after increasing pauses. Runs on the supervisor's asyncio loop, in one
+task for each group that is starting or ending.
 """
 
 import asyncio
@@ -31,17 +32,20 @@ from orchestrator.membership.view import AbsentGroup, Orders, place_of, role_of
 logger = logging.getLogger(__name__)
 
 Given = dict[int, WorkerHandle]
-"""Processes of workers that move from one group to another, by their rank in the new group."""
+"""Worker processes that move from one group to another, by their rank in the new group."""
 MakeGroup = Callable[[str, Orders], WorkerGroup]
-"""Function that makes a group from its name and the orders, which contain its model and the workers that it has lent or
-borrowed. Raises ConfigError if the model cannot be served here."""
+"""Type of a function that creates a group. Its arguments are the group's name and the operators' orders, which
+contain the group's model and the workers that it has lent or borrowed. Raises ConfigError if the model cannot be
+served here."""
 
 
 class Roster:
-    """Starts and ends the groups of a cluster as operators order. Owned and used by the cluster's supervisor."""
+    """Starts and ends the groups of a cluster according to the operators' orders. Owned and used by the cluster's
+    supervisor."""
 
     def __init__(self, cluster: Cluster, names: Iterable[str], make: MakeGroup, around: Surroundings) -> None:
-        """Make a roster that starts no groups yet. `names` are the names of all configured groups, like prefill-0."""
+        """Create a roster without starting any group. `names` are the names of all configured groups, for example
+        prefill-0. `make` creates a group."""
         self._cluster = cluster
         self._configured = tuple(names)
         self._make = make
@@ -49,22 +53,23 @@ class Roster:
         self._orders = Orders()
         self._absent: dict[str, AbsentGroup] = {}
         self._restarts: dict[str, Restarts] = {}
-        """Counters of the failed starts of groups, by name."""
+        """Counters of failed starts, by the group's name."""
         self._moves: dict[str, asyncio.Task[None]] = {}
-        """Running task of each group that is starting or ending, by name. If a worker moves between two groups, they
-        share one task."""
+        """Running tasks that start or end groups, by the group's name. If a worker is moved between two groups, both
+        have the same task."""
         self._lent_out: set[str] = set()
         """Names of groups that have no workers because they have lent all of them."""
 
     @property
     def absent(self) -> tuple[AbsentGroup, ...]:
-        """Groups without workers, by name."""
+        """Groups that have no workers, ordered by name."""
         return tuple(self._absent[name] for name in sorted(self._absent))
 
     async def adopt(self, orders: Orders, within_s: float | None = None) -> None:
-        """Take over after a restart of the supervisor: find the groups that should exist, and end the remaining workers
-        of all other groups. Return when this is done, or after `within_s` seconds (None: no limit); then the work
-        continues in the background. A group that does not start is absent, and `follow` starts it again."""
+        """Take over a running cluster after a restart of the supervisor. Connect to the groups that the orders
+        require, and end the remaining workers of all other groups. Return when this is done, or after `within_s`
+        seconds (None: no limit); the work then continues in the background. If a group does not start, `follow`
+        starts it again later."""
         back = [name for name in orders.lent if name in orders.leaving and self._returns(name, orders)]
         self._orders = orders.without(back)  # their workers belong to their own groups again
         for name in self._known:
@@ -72,8 +77,8 @@ class Roster:
         await asyncio.wait(self._moves.values(), timeout=within_s)
 
     def follow(self, orders: Orders) -> None:
-        """Carry out the orders: start workers for configured groups and stand-ins, except groups that must leave. Must
-        be called with every heartbeat."""
+        """Carry out the orders: start workers for configured groups and stand-ins (extra groups), and end groups that
+        must leave. Must be called with the orders of every heartbeat."""
         self._orders = orders
         present = {group.name: group for group in self._cluster.groups}
         for name in {*self._known, *present, *self._absent}:
@@ -92,8 +97,9 @@ class Roster:
         return (*self._configured, *sorted(self._orders.stand_ins))
 
     async def close(self) -> None:
-        """Cancel running starts and ends. A group that was being started is ended, and so is a worker that was moving
-        to another group. The cluster ends its own groups, and the supervisor releases the rooms."""
+        """Cancel all groups' running starts and ends. Groups that were being started are ended, and so are workers that
+        were moving to another group. Does not end the other groups, which the cluster ends, and does not release the
+        reserved resources, which the supervisor releases."""
         moves = {*self._moves.values()}
         for move in moves:
             move.cancel()

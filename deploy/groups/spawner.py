@@ -1,9 +1,10 @@
-"""Interfaces through which a supervisor starts workers: processes on any machine that serve gRPC and always end when
-they are killed.
+"""Interfaces through which a supervisor starts workers. Workers are processes on any machine that serve gRPC and always
+end when they are killed.
 
-The orchestrator is also started as a worker (deploy.groups.keeper). Implementations: child processes
-(deploy.groups.processes) and Ray actors (deploy.ray_cluster.spawner). Both pass the same conformance suite. On Ray,
-workers run in room that was reserved for their group (deploy.ray_cluster.places). Child processes need no room.
+The orchestrator is also started as a worker (`deploy.groups.keeper`). The interfaces are implemented by child processes
+(`deploy.groups.processes`) and by Ray actors (`deploy.ray_cluster.spawner`). Both pass the same conformance tests. On
+Ray, workers run in resources that were reserved for their group (`deploy.ray_cluster.places`). Child processes need no
+reservation.
 """
 
 from typing import Protocol
@@ -13,8 +14,8 @@ from deploy.config.worker import WorkerConfig
 
 
 class WorkerHandle(Protocol):
-    """Process of a worker that has started to serve. Owned by the supervisor that requested it; used on the
-    supervisor's loop."""
+    """Interface to the process of a worker that serves. Owned by the supervisor that started the worker, and used on
+    the supervisor's asyncio loop."""
 
     @property
     def config(self) -> WorkerConfig: ...
@@ -26,7 +27,7 @@ class WorkerHandle(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id of the worker, on the machine that it runs on."""
+        """Process id of the worker on its own machine."""
         ...
 
     @property
@@ -35,53 +36,56 @@ class WorkerHandle(Protocol):
         ...
 
     async def wait(self) -> str:
-        """Wait until the worker's process has ended, and return a text that describes how it ended. May be called any
-        number of times."""
+        """Wait until the worker's process has ended, and return a text that describes how it ended. May be called
+        several times."""
         ...
 
     async def crash(self) -> Crash | None:
-        """Return how the worker's process crashed, after it has ended. Return None if it did not crash, or if this is
-        unknown. Raises nothing. Only the first call returns the crash."""
+        """Return a description of the crash of the worker's process. Call it after the process has ended. Return None
+        if the process did not crash, or if this is not known. Never raises. Later calls return None."""
         ...
 
     async def serve_as(self, config: WorkerConfig) -> None:
         """Make the process serve with this configuration, at another endpoint. The process ends its current server and
-        the calls that still run in it, and starts the next server. The model stays loaded if both servers have the
-        same. Raises WorkerStartError with the worker's own reason, or UnavailableError if the process ends or does not
-        answer for too long. After an error or a cancelled call the process has ended or is about to end."""
+        the calls that still run in it, and starts the next server. The model stays loaded if both servers use the same
+        model.
+
+        Raises WorkerStartError with the worker's reason if it refuses to start. Raises UnavailableError if the process
+        ends or does not answer in time. If the call fails or is cancelled, the process has ended or is about to end.
+        """
         ...
 
     def kill(self) -> None:
-        """Kill the process, even if it is stopped. Does nothing if it has ended. `wait` returns when the process has
-        ended."""
+        """Kill the process, even if it is stopped (SIGSTOP). Does nothing if the process has ended. Does not wait for
+        its end; use `wait` for this."""
         ...
 
     async def close(self) -> None:
-        """Request the worker to exit, and kill it if it does not exit within a few seconds. Returns when its process
-        has ended."""
+        """Request the worker to exit, and kill it if it does not exit within a few seconds. Returns when the worker's
+        process has ended."""
         ...
 
 
 class Spawner(Protocol):
-    """Starts workers from their configurations."""
+    """Interface that starts workers from their configurations."""
 
     async def start(self, config: WorkerConfig) -> WorkerHandle:
-        """Start a worker and return it when it serves. Raises WorkerStartError with the worker's own reason, or
-        UnavailableError if its process ends or does not answer for too long. After an error or a cancelled call no
-        process of the worker is left."""
+        """Start a worker, and return it when it serves. Raises WorkerStartError with the worker's reason if it refuses
+        to start. Raises UnavailableError if its process ends or does not answer in time. If the call fails or is
+        cancelled, no process of the worker is left."""
         ...
 
 
 class Room(Protocol):
-    """Reserves room (resources on nodes) for the workers of groups."""
+    """Interface that reserves resources on nodes for the workers of groups."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
-        """Reserve room for `num_workers` workers of the group of that name. Returns when the room is reserved. May be
-        called again for the same group. Raises ConfigError if no node has room, or none has room in time; then nothing
-        stays reserved."""
+        """Reserve resources for `num_workers` workers of the group `group`. Returns when the resources are reserved.
+        May be called again for the same group. Raises ConfigError if no node has enough resources, or does not have
+        them in time; then nothing stays reserved."""
         ...
 
     async def release(self, group: str) -> None:
-        """Release the room that was reserved for the group, even by an earlier supervisor. Workers that still run in
-        that room end. Does nothing if no room is reserved."""
+        """Release the resources that are reserved for the group, including a reservation by an earlier supervisor.
+        Workers that still run in these resources are ended. Does nothing if no resources are reserved."""
         ...

@@ -1,4 +1,4 @@
-"""Objects that all groups of one cluster share."""
+"""Objects that all groups of one cluster use together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,19 +24,21 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Objects that the groups of one cluster share: spawner, heartbeat, clock and reports."""
+    """Objects that all groups of one cluster use: the spawner, heartbeat settings, the clock, and functions to report
+    events."""
 
     spawner: Spawner
     heartbeat: Heartbeat
     clock: Clock
     report: Callable[[str], None]
-    """Function that shows one line of text about an event to the user."""
+    """Function that is called with one line of text for the user about each event."""
     changed: Callable[[], None] = lambda: None
     """Function that is called when a group becomes ready or stops being ready, and when a worker has ended."""
     compatibility: CompatibilityCheck = field(default_factory=CompatibilityCheck)
     backoff: Backoff = RESTART_PAUSES
     ended: EndedWorkers = field(default_factory=EndedWorkers)
     room: Room | None = None
-    """Reserves room on nodes for workers; None if the workers need no reserved room."""
+    """Interface that reserves resources on nodes for the workers. None: workers need no reservation."""
     host: str = LOOPBACK
-    """Address of this process's node, where the ranks of a chain connect to a store to make their links."""
+    """Address of this process's node. The ranks of a prefill chain connect to a store at this address to create their
+    links."""

@@ -1,4 +1,4 @@
-"""A worker, with the gRPC channel and the stubs for calls to it. Used on the supervisor's loop."""
+"""Started worker, with the gRPC channel and the stubs for calls to it. Used on the supervisor's asyncio loop."""
 
 import grpc
 
@@ -15,7 +15,7 @@ WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
 
 
 class Worker:
-    """One started worker, with its connection. A replacement of the worker is another Worker object."""
+    """One started worker, and the gRPC connection to it. If the worker is replaced, a new object is created."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
@@ -38,10 +38,10 @@ class Worker:
         return await self.generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
 
     async def disconnect(self) -> None:
-        """Close the channel, but do not end the process."""
+        """Close the channel without ending the worker's process."""
         await self._channel.close()
 
     async def close(self) -> None:
-        """Close the channel and end the worker."""
+        """Close the channel, and end the worker's process."""
         await self.disconnect()
         await self.handle.close()

@@ -1,9 +1,9 @@
-"""The process of one worker: `python -m deploy.groups.worker_process`, started by deploy.groups.processes.
+"""Process of one worker: `python -m deploy.groups.worker_process`, started by `deploy.groups.processes`.
 
-Reads its WorkerConfig from the first line of standard input, loads the model, serves, and writes its port and the path
-of its crash note to standard output. Each further line is a WorkerConfig of another role: the server is replaced, and
-the model stays loaded. The process exits when standard input ends. One asyncio loop owns gRPC; the engine runs in a
-separate thread.
+The process reads its WorkerConfig from the first line of standard input, loads the model, and serves. It writes its
+port and the path of its crash note to standard output. Each further line of input is a WorkerConfig of another role:
+the server is replaced, and the model stays loaded. The process exits when standard input ends. gRPC runs on one asyncio
+loop, and the engine in a separate thread.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ _MAX_LINE_BYTES = 2**20
 
 
 def main(start: StartServer = start_server) -> int:
-    """Run the workers that `start` makes, one after another, until standard input ends; return the exit status."""
+    """Run workers until standard input ends, one after another, and return the exit status. `start` is the function
+    that starts a worker's server."""
     set_up_logs(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr

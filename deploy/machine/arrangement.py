@@ -1,8 +1,8 @@
-"""Arranges a cluster on one machine: chooses ranks, threads and cores that the configuration does not set.
+"""Chooses ranks, threads and cores for a cluster on one machine, if the configuration does not set them.
 
-`baton serve` and `baton doctor` call it before anything is started. A setting of the user is never changed. If the user
-has set any field of the pools (`_POOLS`), only the settings of steps are filled in. Blocks for some milliseconds, once
-torch has been imported.
+`baton serve` and `baton doctor` call it before anything is started. Settings of the user are never changed. If the user
+has set any of the fields in `_POOLS`, only the settings of the engine's steps are chosen. Blocks for some milliseconds,
+and longer if torch has not been imported yet.
 """
 
 from typing import Any
@@ -19,24 +19,25 @@ _POOLS = {
     "prefill": ("num_groups", "num_ranks", "num_threads", "cores", "device", "across_nodes"),
     "generate": ("num_groups", "num_threads", "cores", "device"),
 }
-"""Fields that define the pools. If the user sets one of them, `arrange` chooses no pools."""
+"""Fields that define the prefill and generation pools, by section. If the user sets any of them, `arrange` does not
+choose the pools."""
 _TOGETHER_STEPS = {
     "max_prefill_tokens_per_step": 512,
     "max_step_stretch": 3.0,
     "mixed_step_s": 0.3,
     "burst_step_s": 1.0,
 }
-"""Settings of an engine that does all prefills. Prompts that arrive together and exceed one step are prefilled a few
-per step, which is nearly as fast. While other requests generate, a step is kept so short that each of them still gets
-three tokens a second, and decoding takes at most a third of the step."""
+"""Settings of an engine that computes all prefills. If prompts that arrive together exceed one step, only a few are
+prefilled per step, which is nearly as fast. While other requests generate, a step with prefill lasts up to 0.3 s, or up
+to three times as long as decoding alone if that is longer."""
 _CUDA_STEP_TOKENS = 2048
-"""Maximum number of prompt tokens in a step on a GPU. A GPU computes thousands of tokens in the time in which a CPU
-computes a few hundred."""
+"""Maximum number of prompt tokens in a step on a GPU. It is larger than on a CPU, because a GPU computes thousands of
+tokens in the time in which a CPU computes a few hundred."""
 
 
 def arrange(written: WrittenConfig, model: ResolvedModel, machine: Machine) -> ClusterPlan:
-    """Return the plan of a cluster that serves `model`, with the fields that the configuration does not set chosen for
-    `machine`. Raises ConfigError, and ModelError for a bad model."""
+    """Return the plan of a cluster that serves `model`. Fields that the user has not set are chosen for `machine`.
+    Raises ConfigError if the configuration is not valid, and ModelError if the model is not."""
     config, why = written.config, ""
     if _is_open(written):
         chosen, why = _choose(config, model, machine)

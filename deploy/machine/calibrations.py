@@ -1,12 +1,15 @@
 """Finds the files from which a cluster predicts durations: the calibration (costs of prefill) and the step times of
 generation.
 
-The first of these that exists is used: the configured file, the file kept for this model and hardware, or estimates
-from the model's shape and nominal rates. Nominal rates are the rates of one core that were measured on this machine
-(`core_rates`), or else assumed rates. Step times are kept next to the calibration.
+The first of these that exists is used:
 
-The hardware is the hardware of the machine that runs this code. All ranks are assumed to run on equal machines. Blocks
-on the disk.
+1. the configured file
+2. the file that is stored for this model and hardware
+3. estimates from the model's shape and nominal rates
+
+Nominal rates are the rates of one core that were measured on this machine (`core_rates`), or else assumed rates. Step
+times are stored next to the calibration. The hardware is that of the machine that runs this code; all ranks are assumed
+to run on equal machines. Blocks on the disk.
 """
 
 import logging
@@ -28,12 +31,12 @@ from deploy.machine.resolved_model import ResolvedModel
 logger = logging.getLogger(__name__)
 
 _WEIGHT_BYTES = {"int8": 1}
-"""Bytes per weight of quantizations whose weights are not stored in the dtype of the model."""
+"""Bytes per weight, by quantization. Formats that store weights in the model's dtype are not included."""
 
 
 def nominal_calibration(model: ResolvedModel, dtype: str, num_threads: int, quantization: str = "none") -> Calibration:
-    """Return the nominal calibration of `model` on ranks of `num_threads` threads on this machine. Raises
-    ModelError."""
+    """Return an estimated calibration of `model` on this machine, computed from nominal rates and not measured. Prefill
+    ranks have `num_threads` threads each. Raises ModelError."""
     hardware = _machine(f"{num_threads} thread{'s' if num_threads > 1 else ''} a rank", quantization)
     shape = model.shape(dtype)
     rates = cpu_rank(num_threads, shape.dtype_bytes, kept_rates(shape.dtype_bytes))
@@ -41,20 +44,21 @@ def nominal_calibration(model: ResolvedModel, dtype: str, num_threads: int, quan
 
 
 def kept_path(calibration: Calibration) -> Path:
-    """Return the path at which measurements of the same model and hardware are kept."""
+    """Return the path in the cache folder of measurements for the model and the hardware of `calibration`."""
     return cache_folder() / "calibrations" / f"{calibration.fingerprint}.json"
 
 
 def calibration_path(assumed: Calibration, given: str) -> Path:
-    """Return the path of the file that is read at the start and written by `baton calibrate`: `given`, or the path of
-    the kept calibration if `given` is empty."""
+    """Return the path of the calibration file, which `baton calibrate` writes and the cluster reads when it starts. The
+    path is `given`, or a path in the cache folder if `given` is empty."""
     return Path(given).expanduser() if given else kept_path(assumed)
 
 
 def find_calibration(assumed: Calibration, given: str) -> Calibration:
-    """Return the calibration in the file `given`. If `given` is empty, return the kept calibration, or `assumed` if
-    none is kept. A kept calibration that is damaged or of another version is logged and ignored. Raises ConfigError if
-    the file `given` is damaged, missing, or of another model or hardware."""
+    """Return the calibration in the file `given`. If `given` is empty, return the calibration that was measured earlier
+    and stored for this model and hardware. If none is stored, return `assumed`. A stored calibration that is damaged or
+    has another version is ignored with a warning in the log. Raises ConfigError if the file `given` is damaged, does
+    not exist, or belongs to another model or other hardware."""
     path = calibration_path(assumed, given)
     if given:
         return _of_same(assumed, path)
@@ -68,8 +72,9 @@ def find_calibration(assumed: Calibration, given: str) -> Calibration:
 def nominal_step_times(
     model: ResolvedModel, dtype: str, num_threads: int, *, residency: str, quantization: str = "none"
 ) -> StepTimes:
-    """Return the nominal step times of `model` on generation engines of `num_threads` threads on this machine, with KV
-    in the memory that the policy `residency` uses. Raises ModelError."""
+    """Return estimated step times of `model` on this machine, computed from nominal rates and not measured. Generation
+    engines have `num_threads` threads. The KV is in host or device memory, as the policy `residency` requires. Raises
+    ModelError."""
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
     hardware = _machine(f"{threads}, residency {residency}", quantization)
     shape, weight_bytes = model.shape(dtype), _WEIGHT_BYTES.get(quantization)
@@ -78,8 +83,8 @@ def nominal_step_times(
 
 
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
-    """Return the step times that are kept next to the calibration file, or `assumed` if there are none. Step times that
-    are damaged, or of another version, model or hardware, are logged and ignored."""
+    """Return the step times that are stored next to the calibration file, or `assumed` if none are stored. Step times
+    that are damaged, or belong to another version, model or hardware, are ignored, and a warning is logged."""
     try:
         return load_kept(path_beside(calibration, assumed)) or assumed
     except ConfigError as error:
@@ -98,26 +103,28 @@ def _of_same(assumed: Calibration, path: Path) -> Calibration:
 
 
 def served_calibration(plan: ClusterPlan) -> Calibration:
-    """Return the calibration from which a cluster predicts when it starts. Raises ModelError, and ConfigError for a
-    configured file that is damaged, missing, or of another model or hardware."""
+    """Return the calibration that a cluster uses for predictions when it starts. Raises ModelError if the model is not
+    valid. Raises ConfigError if the configured calibration file is missing or damaged, or belongs to another model
+    or hardware."""
     return find_calibration(_assumed(plan), plan.config.prefill.calibration)
 
 
 def served_calibration_path(plan: ClusterPlan) -> Path:
-    """Return the path at which a cluster saves the calibrations that `baton calibrate` sends to it. Raises
-    ModelError."""
+    """Return the path at which a cluster saves the calibrations that `baton calibrate` sends to it. Raises ModelError
+    if the model is not valid."""
     return calibration_path(_assumed(plan), plan.config.prefill.calibration)
 
 
 def served_step_times_path(plan: ClusterPlan) -> Path:
-    """Return the path of the file in which a cluster's step times are kept; the file may not exist. Raises
-    ModelError."""
+    """Return the path of the file in which a cluster's step times are stored. The file may not exist. Raises ModelError
+    if the model is not valid."""
     return path_beside(served_calibration_path(plan), _assumed_steps(plan))
 
 
 def engine_step_times(plan: ClusterPlan) -> str:
-    """Return the path of the step times by which the engines of a cluster decide how many tokens to draft; the file may
-    not exist. Return an empty string without speculation. Raises ModelError."""
+    """Return the path of the file with step times, from which the engines of a cluster decide how many tokens to
+    draft. The file may not exist. Return an empty string if speculation is off. Raises ModelError if the model is
+    not valid."""
     return "" if plan.config.generate.speculation == "off" else str(served_step_times_path(plan))
 
 
@@ -138,9 +145,9 @@ def _assumed(plan: ClusterPlan) -> Calibration:
 
 
 def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> ChainPlanner:
-    """Return the planner of a cluster that starts. Reuses `former`, a planner that was made for the same cluster, if
-    the calibration has not changed. Otherwise makes a new ChainPlanner, which takes time. Raises ModelError and
-    ConfigError."""
+    """Return the planner for a cluster. If the calibration has not changed since `former` was created for the same
+    cluster, return `former` with current step times. Otherwise create a new ChainPlanner, which takes time. Raises
+    ModelError if the model is not valid, and ConfigError if the calibration file is not."""
     calibration = served_calibration(plan)
     steps = find_step_times(_assumed_steps(plan), served_calibration_path(plan))
     if former is not None and former.calibration == calibration:

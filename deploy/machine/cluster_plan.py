@@ -1,7 +1,8 @@
 """The plan of a cluster: its complete configuration and the model that it serves.
 
-`deploy.machine.arrangement` makes it for a machine, `deploy.machine.doctor` checks it, and `baton serve` and `baton
-local` run it. Pure, except that the model's files are read when they are needed.
+`deploy.machine.arrangement` makes the plan for a machine. `deploy.machine.doctor` checks the plan. `baton serve` and
+`baton local` start the cluster from the plan. The module has no side effects, except that it reads the model's files
+when they are needed.
 """
 
 from dataclasses import dataclass
@@ -12,20 +13,20 @@ from deploy.config.cluster import ClusterConfig
 from deploy.machine.resolved_model import ResolvedModel
 
 WORKER_BYTES = 2**29
-"""Bytes of memory that a worker uses in addition to weights and KV: an upper estimate for torch and the process
+"""Upper estimate of the memory in bytes that a worker uses in addition to weights and KV, for torch and the process
 itself."""
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A cluster that can be started."""
+    """Plan of a cluster: a complete configuration from which the cluster can be started."""
 
     config: ClusterConfig
-    """Complete configuration, in which `generate.draft_model` is a folder if it is set."""
+    """Complete configuration. If `generate.draft_model` is set, it is the path of a folder, not a model's name."""
     model: ResolvedModel
     why: str = ""
-    """One line of text that explains why these pools were chosen; empty if the pools were not chosen for the
-    machine."""
+    """One line of text that explains why the sizes of the worker pools were chosen for this machine. Empty if the user
+    configured the pools."""
 
     @cached_property
     def draft(self) -> ResolvedModel | None:
@@ -35,15 +36,17 @@ class ClusterPlan:
 
     @property
     def max_tokens(self) -> int:
-        """Number of tokens, prompt and output, that a request may have. Raises ModelError."""
+        """Maximum number of tokens of a request, prompt and output together. Raises ModelError."""
         return self.model.max_tokens(self.config.generate.max_slot_tokens)
 
     def worker_bytes(self) -> dict[str, int]:
-        """Return the bytes of memory that a worker of each role needs, by role, so that Ray can find a node for it.
-        They are the sum of the process itself, all weights, and KV. A prefill rank holds the KV of one prompt of the
-        greatest length. A generation engine holds `generate.kv_memory_bytes` of KV. If that is 0 (the engine then
-        chooses by its node's memory), the KV of one slot is counted, the least that it holds. Raises ModelError, and
-        ConfigError for a bad file."""
+        """Return the bytes of memory that a worker needs, by role. Ray uses the number to find a node for the worker.
+
+        The number is the sum of the process itself, all weights, and KV. A prefill rank holds the KV of one prompt of
+        the greatest length. A generation engine holds `generate.kv_memory_bytes` of KV. If `generate.kv_memory_bytes`
+        is 0, the engine chooses the amount of KV when it starts on its node, and the sum contains the KV of one slot,
+        which is the minimum. Raises ModelError, and ConfigError for a damaged file.
+        """
         dtype, shape = self.config.model.dtype, self.model.shape(self.config.model.dtype)
         slot = shape.num_layers * shape.kv_bytes * self.max_tokens
         weights = WORKER_BYTES + self.model.weight_bytes(dtype)

@@ -1,9 +1,11 @@
-"""Finds the best use of one machine's cores: an engine that also prefills, or a chain of ranks and a separate engine.
+"""Finds the best use of one machine's cores. The alternatives are one engine that also prefills, and a chain of prefill
+ranks with a separate generation engine.
 
-The cost model predicts two numbers for each plan, with a nominal request: the requests per second that the plan can
+The cost model predicts two numbers for each plan with a nominal request: the requests per second that the plan can
 serve, and the time to first token on an idle machine. Cores that alternate between prefill and generation are never
-idle. Separate cores for prefill and generation keep long prompts from delaying running streams. They cost nothing if
-the duration of a step is bound by the memory that all cores share. Pure.
+idle. Separate cores for prefill and generation keep long prompts from delaying running streams. If memory bandwidth,
+which all cores share, bounds the duration of a step, separate cores do not reduce the request rate. The functions have
+no side effects.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,22 +20,24 @@ from baton.planning.cost_model import BATON
 from baton.planning.step_times import StepTimes
 
 PROMPT_TOKENS = 1024
-"""Tokens of the nominal request's prompt."""
+"""Number of prompt tokens of the nominal request, with which plans are compared."""
 OUTPUT_TOKENS = 128
-"""Tokens of the nominal request's answer."""
+"""Number of output tokens of the nominal request, with which plans are compared."""
 MOST_RANKS = 8
-"""Longest chain that is considered."""
+"""Maximum number of prefill ranks in the plans that are compared."""
 _ALIKE = 0.05
-"""Fraction by which the request rate of a plan may be below the highest one, in exchange for a shorter time to first
-token."""
+"""Fraction of the highest request rate that may be given up for a shorter time to first token. With 0.05, plans with at
+least 95 % of the highest request rate are considered."""
 
 
 @dataclass(frozen=True)
 class CorePlan:
-    """A way to divide a machine's cores, with its predictions for the nominal request."""
+    """Division of a machine's cores among workers, with the predicted request rate and time to first token for the
+    nominal request."""
 
     num_ranks: int
-    """Prefill ranks of one thread each; 0: the generation engine prefills by itself."""
+    """Number of prefill ranks, with one thread each. 0: the plan has no prefill ranks, and the generation engine also
+    prefills."""
     engine_threads: int
     requests_per_s: float
     first_token_s: float
@@ -47,7 +51,8 @@ class CorePlan:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one model on one machine, as functions of the number of threads of a worker."""
+    """Prefill costs and step times of one model on one machine. Each is a function of the number of threads of a
+    worker."""
 
     prefill: Callable[[int], Calibration]
     steps: Callable[[int], StepTimes]
@@ -55,14 +60,14 @@ class Costs:
     """Number of sequences in the generation engine's batch."""
 
     def together(self, num_cores: int) -> CorePlan:
-        """Return the plan, with its predictions, of one engine that has all cores and also prefills."""
+        """Return a plan with one engine that has all cores and also prefills, including its predictions."""
         prefill_s = float(chain_ttft([PROMPT_TOKENS], self.prefill(num_cores).cost, BATON))
         request_s = prefill_s + self._generation_s(num_cores)
         return CorePlan(0, num_cores, 1 / request_s, prefill_s)
 
     def apart(self, num_cores: int, num_ranks: int) -> CorePlan:
-        """Return the plan, with its predictions, of a chain of ranks with one core each, and an engine with the
-        remaining cores."""
+        """Return a plan with separate workers, including its predictions. The chain has `num_ranks` prefill ranks with
+        one core each. The generation engine has the remaining cores."""
         cost, num_threads = self.prefill(1).cost, num_cores - num_ranks
         chunks = np.array([analytic_seed(PROMPT_TOKENS, num_ranks, cost, BATON.kernel)], dtype=np.float64)
         is_last = np.arange(num_ranks) == num_ranks - 1
@@ -77,15 +82,16 @@ class Costs:
 
 
 def core_plans(costs: Costs, num_cores: int, most_workers: int) -> list[CorePlan]:
-    """Return all plans to divide `num_cores` among at most `most_workers` workers. The first is the plan without a
-    chain."""
+    """Return all plans that divide `num_cores` cores among at most `most_workers` workers. The first plan is one engine
+    that also prefills. The others have a chain of 1, 2, ... prefill ranks."""
     most_ranks = min(num_cores - 1, most_workers - 1, MOST_RANKS)
     return [costs.together(num_cores), *(costs.apart(num_cores, each) for each in range(1, most_ranks + 1))]
 
 
 def best_core_plan(found: Sequence[CorePlan]) -> CorePlan:
-    """Return the plan with the shortest time to first token among the plans whose request rate is within `_ALIKE` of
-    the highest. Of equal plans, return the first."""
+    """Return the plan with the shortest time to first token among the plans with a high request rate. A request rate is
+    high if it is at least (1 - `_ALIKE`) times the highest request rate of all plans. If several plans have the same
+    time to first token, the first of them is returned."""
     most = max(plan.requests_per_s for plan in found)
     near = [plan for plan in found if plan.requests_per_s >= (1 - _ALIKE) * most]
     return min(near, key=lambda plan: plan.first_token_s)

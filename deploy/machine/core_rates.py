@@ -1,13 +1,14 @@
-"""Keeps the rates of one core of this machine at prefill and at reading memory: the basis of the first predictions.
+"""Measures and stores the rates of one core of this machine at prefill and at reading memory. The first cost
+predictions are based on these rates.
 
-`python -m deploy.machine.core_rates` measures them in a few seconds and writes them to a file next to the built
-kernels, once for each kind of processor. `deploy.machine.this_machine` runs it before the first use. Reading the file
-needs no torch. The rates are used until a model's own costs have been measured (`baton calibrate`).
+`python -m deploy.machine.core_rates` measures the rates in a few seconds, once for each kind of processor, and writes
+them to a file next to the built kernels. `deploy.machine.this_machine` runs this command before the first use. Reading
+the file does not import torch. The rates are used until `baton calibrate` has measured a model's own costs.
 
-Matrices and attention are timed twice. On one core, the processor time of the thread is measured, because other
-processes disturb it little. On all cores, the elapsed time is measured, because each core is slower when all compute.
-The rate of a core is the rate of all cores divided by their number, but at least half of the rate measured on one core,
-which a busy machine does not lower.
+Matrix products and attention are timed twice. The first measurement uses one core and counts the processor time of the
+thread, because other processes disturb processor time little. The second measurement uses all cores and counts elapsed
+time, because each core is slower when all cores compute. The stored rate of a core is the rate of all cores divided by
+their number. It is at least half of the rate measured on one core, so that a busy machine does not make it too low.
 """
 
 import json
@@ -28,25 +29,25 @@ logger = logging.getLogger(__name__)
 
 _SHAPE = ModelShape(30, 576, 9, 3, 64, ffn=1536, vocab=49152)
 _DTYPES = {"bfloat16": 2, "float32": 4}
-"""Dtypes that are measured, with the number of bytes of one value."""
+"""Number of bytes of one value, for each dtype with which the rates are measured."""
 _TOKENS = 256
-"""Number of tokens of the prefill chunk that is measured."""
+"""Number of tokens of the prefill chunk with which the rates are measured."""
 _KEYS = 2048
-"""Number of keys that the chunk attends to."""
+"""Number of keys that each token of the measured prefill chunk attends to."""
 _SECONDS = 0.25
-"""Minimum duration in seconds of the measurement of each rate."""
+"""Minimum time in seconds that is spent on measuring each rate."""
 
 
 def kept_rates_path() -> Path:
-    """Return the path of the file of rates. The path depends on the processor, the torch version and the kernels'
-    source code."""
+    """Return the path of the file with the measured rates. The path depends on the processor, the torch version and the
+    source code of the kernels."""
     choice = native.choice_path()
     return choice.with_name(choice.name.replace("choice-", "rates-"))
 
 
 def kept_rates(dtype_bytes: int) -> CoreRates | None:
-    """Return the rates that were measured on this machine for values of `dtype_bytes` bytes; None if they were not
-    measured, or the file cannot be read."""
+    """Return the rates that were measured earlier on this machine for values of `dtype_bytes` bytes. Return None if no
+    rates were measured, or if their file cannot be read."""
     path = kept_rates_path()
     try:
         return CoreRates(**json.loads(path.read_text())[str(dtype_bytes)])
@@ -58,8 +59,8 @@ def kept_rates(dtype_bytes: int) -> CoreRates | None:
 
 
 def measure_core_rates() -> dict[str, CoreRates]:
-    """Measure one core with each dtype, and return the rates by the number of bytes of one value. Blocks for some
-    seconds."""
+    """Measure the rates of one core with each dtype. Return the rates by the size of one value in bytes (2 or 4).
+    Blocks for some seconds."""
     import torch
 
     from baton.modeling.forward.attention import default_kernel

@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
 
 
 class Verdict(enum.Enum):
-    """Consequence of a finding for the cluster."""
+    """Verdict of a finding: the cluster can run, can run with a disadvantage, or cannot run."""
 
     OK = "ok"
     WARNING = "warning"
@@ -44,12 +44,13 @@ class Finding:
     name: str
     verdict: Verdict
     text: str
-    """One line of text: what was found and, unless all is well, the remedy."""
+    """One line of text that describes the finding. It includes the remedy if there is a problem."""
 
 
 def examine(plan: ClusterPlan, machine: Machine) -> list[Finding]:
-    """Check the versions, the model's files, the native kernels and the ports. Unless the cluster runs on an existing
-    Ray, also check this machine's devices, cores and memory, and the file of a key selection."""
+    """Run the checks and return their findings. Versions, the model's files, native kernels and ports are always
+    checked. This machine's devices, cores and memory, and the file of key selections, are not checked if the cluster
+    runs on an existing Ray."""
     config = plan.config
     findings = [versions(), check_model(plan)]
     if not config.ray.address:
@@ -59,7 +60,7 @@ def examine(plan: ClusterPlan, machine: Machine) -> list[Finding]:
 
 
 def require(findings: Sequence[Finding]) -> None:
-    """Raise ConfigError with the text of the first failed finding, if there is one."""
+    """Raise ConfigError if a finding has failed. The error's text is that of the first failed finding."""
     for finding in findings:
         if finding.verdict is Verdict.FAILED:
             raise ConfigError(f"{finding.name}: {finding.text}")
@@ -72,8 +73,8 @@ def versions() -> Finding:
 
 
 def check_model(plan: ClusterPlan) -> Finding:
-    """Check that the folders of the model and of the draft model, if any, hold the necessary files, and weights in a
-    format that can be read."""
+    """Check that the folder of the model, and the folder of the draft model if there is one, contain all necessary
+    files. Also check that the weights have a supported format."""
     dtype, found = plan.config.model.dtype, []
     for field, model in (("model.name", plan.model), ("generate.draft_model", plan.draft)):
         if model is None:
@@ -96,7 +97,7 @@ def check_model(plan: ClusterPlan) -> Finding:
 
 
 def check_devices(config: ClusterConfig) -> Finding:
-    """Check that the devices on which workers are to compute exist, and list the devices of this machine."""
+    """Check that the configured devices of the workers exist on this machine, and list this machine's devices."""
     asked = {"prefill": config.prefill.device, "generate": config.generate.device}
     if not config.prefill.num_groups:
         del asked["prefill"]
@@ -131,8 +132,8 @@ def _may_have_gpus() -> bool:
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """If the configured residency policy chooses keys, check that a file from `baton prepare` exists. Workers check
-    that it fits the model."""
+    """Check that a file of key selections exists, which `baton prepare` writes, if the configured residency policy
+    needs one. Workers check when they start that the file fits the model."""
     section = config.generate
     chooser = f"residency {section.residency}"
     if not POLICIES[section.residency].chooses_keys:
@@ -168,7 +169,8 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
-    """Check that the weights of all workers fit in memory, and warn when weights and KV together do not."""
+    """Check that the weights of all workers fit in memory. Warn when the weights fit, but weights and KV together do
+    not."""
     config = plan.config
     needed = config.num_workers * (plan.model.weight_bytes(config.model.dtype) + WORKER_BYTES)
     if plan.draft is not None:
@@ -189,7 +191,7 @@ def check_memory(plan: ClusterPlan, machine: Machine) -> Finding:
 
 
 def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
-    """Check that Ray's object store fits into /dev/shm."""
+    """Check that /dev/shm has enough free space for Ray's object store."""
     free, needed = machine.shm_bytes // 2**20, config.ray.object_store_mib
     text = f"{free} MiB free, {needed} MiB for Ray's object store"
     if free < needed:
@@ -198,8 +200,7 @@ def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_instruction_set(machine: Machine) -> Finding:
-    """Warn when no native kernels are built for this processor. They are not needed, but Baton is slower without
-    them."""
+    """Warn when no native kernels are built for this processor. Baton then uses torch's operators, which are slower."""
     if machine.instruction_set is None:
         text = "native kernels are not built: torch's operators are used, several times slower; install a C++ compiler"
         return Finding("instruction set", Verdict.WARNING, f"{text}, and install Baton again")
@@ -207,8 +208,8 @@ def check_instruction_set(machine: Machine) -> Finding:
 
 
 def check_port(config: ClusterConfig) -> Finding:
-    """Check that the configured ports on this machine are free: the orchestrator's port for clients and, if they are
-    configured, its port for metrics and the port of the OpenAI API over HTTP."""
+    """Check that the configured ports on this machine are free: the orchestrator's port for clients, its port for
+    metrics, and the port of the OpenAI API over HTTP. The last two are checked only if they are configured."""
     fields = [("orchestrator", "port")]
     fields += [("orchestrator", "metrics_port")] if config.orchestrator.metrics_port > 0 else []
     fields += [("http", "port")] if config.http.port >= 0 else []
@@ -236,8 +237,8 @@ def _why_taken(host: str, port: int) -> str | None:
 
 
 def measure_rates(plan: ClusterPlan, machine: Machine) -> Finding:
-    """Measure the rates of this machine that bound generation, as `baton plan --hardware here` does. `baton serve` does
-    not run this check, because it takes some seconds and uses all configured threads."""
+    """Measure the rates of this machine on which the speed of generation depends, as `baton plan --hardware here` does.
+    Takes some seconds and uses all configured threads. Therefore `baton serve` does not run this check."""
     from deploy.machine.probe import measure  # imports torch
 
     num_threads = use_threads(plan.config.generate.num_threads)
@@ -254,8 +255,8 @@ def measure_rates(plan: ClusterPlan, machine: Machine) -> Finding:
 
 
 def measure_kernels() -> Finding:
-    """Measure the kernels with which linear layers can multiply bf16 on this machine, and report which kernels are in
-    use. Takes some seconds."""
+    """Measure the kernels that can compute linear layers in bf16 on this machine, and report the kernels in use. Takes
+    some seconds."""
     from baton.modeling.kernels.choosing import RATED_ROWS, linear_rates  # imports torch, as the next import does
     from baton.modeling.kernels.process_kernels import KERNELS
 

@@ -1,9 +1,9 @@
 """Models by their name on a Hugging Face hub: downloads the files that Baton reads into the hub's own cache.
 
-`model_folder` calls it before anything is started. All work is done by `huggingface_hub`, which reads its own
-environment: HF_ENDPOINT names a mirror, HF_TOKEN identifies the user, HF_HOME is the cache, and HF_HUB_OFFLINE limits
-it to the cache. After a broken connection, the download continues where it stopped, or at most one chunk before.
-Complete files are never downloaded again. Blocks.
+`deploy.machine.model_folder` downloads a model before the cluster is started. All work is done by `huggingface_hub`,
+which reads its own environment variables: HF_ENDPOINT names a mirror, HF_TOKEN identifies the user, HF_HOME is the
+cache, and HF_HUB_OFFLINE limits it to the cache. After a lost connection, a download continues where it stopped, or at
+most one chunk earlier. Complete files are never downloaded again. Functions block.
 """
 
 import re
@@ -19,7 +19,7 @@ from baton.errors import ModelError
 from deploy.options.screen import late_progress
 
 _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
-"""ORGANISATION/NAME, optionally followed by an at sign and a branch, tag or commit."""
+"""Pattern of a model's name on a hub: ORGANISATION/NAME, optionally followed by `@` and a branch, tag or commit."""
 _TEXT_FILES = [
     "config.json",
     "generation_config.json",
@@ -38,17 +38,20 @@ are not downloaded."""
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether `model` is the name of a model on a hub: it has the form ORGANISATION/NAME, and no such path
-    exists."""
+    """Return True if `model` is the name of a model on a hub. Such a name has the form ORGANISATION/NAME, optionally
+    with `@REVISION`, and is not an existing path."""
     return _ID.fullmatch(model) is not None and not Path(model).expanduser().exists()
 
 
 def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
-    """Return the folder of `model` in the hub's cache, with all files that Baton reads; if `weights` is false, the
-    weights may be missing. Missing files are downloaded, with progress on the console. Small files are downloaded
-    first, and a model that Baton cannot serve is refused before its weights are downloaded. Raises ModelError, with a
-    text of one line, if files must be downloaded and the hub cannot be reached, does not have the model, or denies this
-    user access to it."""
+    """Return the folder of `model` in the hub's cache, with all files that Baton reads. If `weights` is false, the
+    weights may be missing.
+
+    Missing files are downloaded, and the console shows the progress. Small files are downloaded first. If Baton cannot
+    serve the model, ModelError is raised before the weights are downloaded. ModelError is also raised if files must be
+    downloaded, but the hub cannot be reached, does not have the model, or denies the user access to the model. The
+    error's text is one line.
+    """
     from httpx2 import HTTPError  # huggingface_hub uses httpx2, and raises its errors
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

@@ -1,4 +1,5 @@
-"""Finds, makes or downloads the folder of a model, and shows progress. Blocks."""
+"""Finds the folder of a model, converts the model if necessary, or downloads it, and shows the progress. Functions
+block."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,10 @@ _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def resolve_folder(model: str, cache: Path, console: Console, *, weights: bool = True) -> Path:
-    """Find, make or download the folder of `model`, and show progress on the console. `model` is a folder, a GGUF file,
-    a name that Baton knows, or the name of a model on a Hugging Face hub. If `weights` is false, weights are not
-    downloaded from a hub. Blocks. Raises ModelError with a text of one line."""
+    """Find, convert or download a model, show the progress on the console, and return the model's folder. `model` is a
+    folder, a GGUF file, a name that Baton knows, or the name of a model on a Hugging Face hub. `cache` is the folder
+    for converted models. If `weights` is false, weights are not downloaded from a hub. Blocks. Raises ModelError with
+    one line of text."""
     if is_hub_name(model):
         return fetch_model(model, console, weights=weights)
     with late_progress(console, "converting the model", MofNCompleteColumn(), TextColumn("tensors")) as show:
@@ -41,10 +43,13 @@ def _write_tokenizer(gguf_path: Path, folder: Path) -> None:
 
 
 def folder_on_node(place: WorkerPlace) -> Path:
-    """Return the folder of a worker's model on this node. It is the launcher's path if that exists here, else the
-    folder of the same name below `model_search`, else a folder that is found or made from the model's name. The
-    supervisor checks later that all workers have loaded the same model. Blocks. Raises ModelError with a text of one
-    line."""
+    """Return the folder of a worker's model on this node. The first of these that exists is used: the launcher's path,
+    and a folder of the same name in one of the folders `place.model_search`. Otherwise the folder is found, converted
+    or downloaded by the model's name.
+
+    The supervisor checks later that all workers have loaded the same model. Blocks. Raises ModelError with one line of
+    text.
+    """
     for folder in (place.model_folder, *(each / place.model_folder.name for each in place.model_search)):
         if folder.is_dir():
             return folder
@@ -56,9 +61,9 @@ def folder_on_node(place: WorkerPlace) -> Path:
 
 
 def path_on_node(path: Path, place: WorkerPlace, field: str) -> Path:
-    """Return the path on this node of a file or folder that the configuration names by the launcher's path: the same
-    path, or the same name below `model_search`. If neither exists, raises ConfigError, whose text names the
-    configuration's `field`."""
+    """Return the path on this node of a file or folder of the configuration. The result is `path` if it exists on this
+    node. Otherwise it is a file or folder of the same name in one of the folders `place.model_search`. If neither
+    exists, raises ConfigError with a text that names the configuration's `field`."""
     for each in (path, *(folder / path.name for folder in place.model_search)):
         if each.exists():
             return each
@@ -67,7 +72,8 @@ def path_on_node(path: Path, place: WorkerPlace, field: str) -> Path:
 
 
 def section_on_node(section: S, place: WorkerPlace) -> S:
-    """Return a worker's settings with their paths replaced by those on this node. Raises ConfigError."""
+    """Return a copy of a worker's settings in which paths are valid on this node (see `path_on_node`). Raises
+    ConfigError if a file or folder does not exist on this node."""
     if not isinstance(section, EngineConfig):
         return section
 
@@ -82,8 +88,9 @@ def section_on_node(section: S, place: WorkerPlace) -> S:
 
 
 def resolve_drafts(plan: ClusterPlan, console: Console) -> ClusterPlan:
-    """Return the plan with the folder of `generate.draft_model` in place of its name, found or made as `resolve_folder`
-    does. Return `plan` itself if it has no draft model. Blocks. Raises ModelError with a text of one line."""
+    """Return a copy of `plan` in which `generate.draft_model` is a folder and not a name. The draft model is converted
+    or downloaded if necessary. Return `plan` itself if it has no draft model. Blocks. Raises ModelError with one line
+    of text."""
     config = plan.config
     if not config.generate.draft_model:
         return plan
@@ -92,9 +99,9 @@ def resolve_drafts(plan: ClusterPlan, console: Console) -> ClusterPlan:
 
 
 def require_alike(model: ResolvedModel, before: ResolvedModel) -> None:
-    """Raise ConfigError unless the models are equal except for their weights. Configuration and tokenizer must be
-    equal, so that new requests and running streams have the same meaning for both models. Raises ModelError when a
-    folder has no model."""
+    """Raise ConfigError unless `model` and `before` are equal except for their weights. Configuration and tokenizer
+    must be equal, because new requests use `model` while running streams still use `before`. Raises ModelError when a
+    folder does not contain a model."""
     differing = [name for name in _TEXT_FILES if _content(model.folder / name) != _content(before.folder / name)]
     if model.config != before.config:
         differing.insert(0, "config.json")

@@ -1,11 +1,11 @@
 """Measures the rates of the operations of prefill on random data: a layer's matrix products, attention, and reading
 memory.
 
-A multiply-add counts as two FLOPs. In causal attention only the visible query-key pairs count. `core_rates` keeps the
-rates of one core; benchmarks compare kernels with the same functions. Measurements block for `seconds` or a little
-more.
+A multiply-add counts as two FLOPs. In causal attention only the visible query-key pairs are counted. `core_rates`
+stores the rates of one core. Benchmarks compare kernels with the functions of this module. The parameter `seconds` is
+the approximate duration of a measurement, during which the function blocks.
 
-T tokens, N heads, G kv heads, H head dim.
+Shape suffixes: T tokens, N heads, G kv heads, H head dim.
 """
 
 import statistics
@@ -21,18 +21,18 @@ from baton.modeling.kv.buffers import KvRows
 from baton.planning.model_shape import ModelShape
 
 Clock = Callable[[], float]
-"""Function that returns seconds: elapsed time, or time.thread_time, which counts only the work of the calling
-thread."""
+"""Function that returns a time in seconds. It is either elapsed time, or `time.thread_time`, the processor time of the
+calling thread."""
 WALL: Clock = time.perf_counter
 Work = tuple[Callable[[], object], float]
-"""Function to be timed, and the number of FLOPs of one call."""
+"""Pair of a function to be timed and the number of FLOPs of one call."""
 _LEAST_REPEATS = 3
 _READ_BYTES = 2**28
 
 
 def layer_work(shape: ModelShape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> Work:
-    """Return the work of all linear layers of one decoder layer over a chunk of `num_tokens`, with the kernels that the
-    decoder uses on this machine."""
+    """Return a function that runs all linear layers of one decoder layer on a chunk of `num_tokens` tokens, and its
+    number of FLOPs. The function uses the kernels that the decoder uses on this machine."""
     width, heads = shape.hidden, shape.num_heads * shape.head_dim
     qkv = heads + 2 * shape.num_kv_heads * shape.head_dim
     up = (2 if shape.gated else 1) * shape.active_ffn
@@ -52,8 +52,9 @@ def layer_work(shape: ModelShape, num_tokens: int, dtype: torch.dtype = torch.bf
 def attention_work(
     kernel: Kernel, shape: ModelShape, size: tuple[int, int], dtype: torch.dtype = torch.bfloat16
 ) -> Work:
-    """Return the work of an attention kernel for `size`, a pair (number of queries, number of keys). Attention is
-    causal if the two numbers are equal, else every query sees every key."""
+    """Return a function that runs an attention kernel on random data, and its number of FLOPs. `size` is a pair (number
+    of queries, number of keys). If the two numbers are equal, attention is causal. Otherwise every query attends to
+    every key."""
     num_queries, num_keys = size
     q_TNH = random_numbers(num_queries, shape.num_heads, shape.head_dim, dtype=dtype)
     kv = random_numbers(num_keys, 2, shape.num_kv_heads, shape.head_dim, dtype=dtype)
@@ -63,19 +64,20 @@ def attention_work(
 
 
 def rate_of(work: Work, seconds: float, clock: Clock = WALL) -> float:
-    """Return the rate of the work in FLOP/s."""
+    """Time the function in `work` for about `seconds` seconds, and return its rate in FLOP/s."""
     call, flops = work
     return flops / median_s(call, seconds, clock)
 
 
 def read_rate(seconds: float) -> float:
-    """Return the bytes a second that this process's threads together read from memory."""
+    """Return the bytes per second that all threads of this process together read from memory."""
     data = torch.ones(_READ_BYTES // 4)
     return _READ_BYTES / median_s(data.sum, seconds)
 
 
 def median_s(call: Callable[[], object], seconds: float, clock: Clock = WALL) -> float:
-    """Return the median duration of a call in seconds by `clock`. The first call is not counted."""
+    """Call `call` repeatedly for about `seconds` seconds, and return the median duration of a call, in seconds. `clock`
+    measures the durations. The first call is not counted."""
     times: list[float] = []
     with torch.inference_mode():
         call()

@@ -1,9 +1,9 @@
 """Measures the rates of this machine that bound a generation step (`baton plan --hardware here`, `baton doctor`).
 
-The probe is a decoder of the model's shape, with random weights and just enough layers to exceed the processor's
-caches. A few of its steps are timed. From these times follow the rates from which `baton_lab.study.roofline` predicts
-other steps. No rate is fitted to a step that is to be predicted. Blocks, and uses all configured threads; the machine
-should be idle.
+The probe is a decoder of the model's shape with random weights. It has just enough layers to exceed the processor's
+caches. A few steps of the probe are timed, and the rates are computed from their times. `baton_lab.study.roofline`
+predicts other steps from these rates. A step that is predicted is never used to compute the rates. Measuring blocks and
+uses all configured threads. The machine should be idle.
 """
 
 import json
@@ -32,29 +32,32 @@ _READ_BYTES = 2**28
 _OUT_OF_CACHE_BYTES = 2**28
 _ROUNDS = 7
 _ENOUGH_S = 4.0
-"""Seconds after which no further round of measurements starts."""
+"""Time limit in seconds for repeated measurements. After this time no further round of measurements starts."""
 _ROWS = (1, 40, 80)
-"""Numbers of sequences of the steps with almost no KV. Steps with few sequences are bound by reading weights, steps
-with many by computing. Larger numbers are tried if necessary."""
+"""Batch sizes, in sequences, of the timed steps with almost no KV. Reading the weights bounds steps with few sequences,
+and computing bounds steps with many. If computing does not bound the largest of these steps, larger batches are timed
+too."""
 _MOST_ROWS = 640
 _COMPUTING = 0.75
-"""A step counts as bound by computing if at least this fraction of its time grows with the number of sequences."""
+"""Minimum fraction of a step's time that must grow with the number of sequences for the step to count as bound by
+computing."""
 _KV_BYTES = 2**28
 _KV_ROWS = 8
 _BUSY_SPREAD = 1.3
 _COPIES = 3
-"""Copies of the probe's weights that are in memory at the same time while they are made and loaded."""
+"""Maximum number of copies of the probe's weights in memory at the same time, while the probe is made and loaded."""
 
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """The rates that the probe measured."""
+    """Rates of this machine that the probe measured, and whether they can be trusted."""
 
     chip: Chip
     spread: float
-    """Largest ratio, over all measurements, of the median repeat to the fastest repeat."""
+    """Largest ratio, over all timed functions, of the median duration to the shortest duration. 1: all repeats took
+    equally long."""
     is_bound: bool = True
-    """True if computing, not memory, bounded at least one step. If false, the measured FLOP/s are only a lower
+    """True if computing, not reading memory, bounded the largest step. If false, the measured FLOP/s are only a lower
     bound."""
 
     @property
@@ -72,14 +75,14 @@ class MeasuredRates:
 
 @dataclass(frozen=True)
 class Steps:
-    """Median seconds of steps of the probe's model, and its sizes."""
+    """Median durations, in seconds, of the probe's steps, and the sizes of the probe's model."""
 
     by_rows: dict[int, float]
     """Seconds of steps by number of sequences; each sequence has one token of context."""
     long_s: float
-    """Seconds of a step of _KV_ROWS sequences that reads `long_bytes` of KV."""
+    """Seconds of a step of `_KV_ROWS` sequences with a long context, which reads `long_bytes` of KV."""
     short_s: float
-    """Seconds of a step of _KV_ROWS sequences that reads almost no KV."""
+    """Seconds of a step of `_KV_ROWS` sequences with a context of one token, which reads almost no KV."""
     long_bytes: float
     num_layers: int
     num_params: float
@@ -88,15 +91,16 @@ class Steps:
 
     @property
     def is_bound(self) -> bool:
-        """True if computing bounds the step with the most sequences."""
+        """True if computing, not reading memory, bounds the step with the most sequences."""
         return computing_share(self.by_rows) >= _COMPUTING
 
 
 def measure(
     shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, quantization: str = "none"
 ) -> MeasuredRates:
-    """Measure this machine as it generates with `num_threads` threads and `memory_bytes` for weights and KV. Raises
-    ConfigError if the probe's model does not fit in memory or on the disk, and the errors of `load_decoder`."""
+    """Measure the rates of this machine for generation with `num_threads` threads. `memory_bytes` is the memory for
+    weights and KV. Raises ConfigError if the probe's model does not fit in memory or on the disk, and the errors of
+    `load_decoder`."""
     probe_bytes = (_num_layers(shape) * shape.layer_weights + shape.hidden * shape.vocab) * shape.dtype_bytes
     if _COPIES * probe_bytes + _KV_BYTES > memory_bytes:
         needed, there = _COPIES * probe_bytes + _KV_BYTES, memory_bytes
@@ -114,12 +118,13 @@ def measure(
 
 
 def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
-    """Return the rates of a machine on which the probe's steps took this long.
+    """Return the rates of the machine that ran the probe, computed from the times of its steps. `bandwidth` is the
+    measured memory bandwidth in bytes per second.
 
-    FLOP/s follow from the time that one further sequence adds to a step of many sequences. If reading hides that time,
-    FLOP/s are only a bound. The time of a step of one sequence, less the time to read its weights, is the overhead of
-    the layers. The part of the reading time that remains visible in a step of many sequences shows how well reading
-    overlaps with computing.
+    FLOP/s are computed from the time that one further sequence adds to a large step. If the large step is bound by
+    reading memory, the FLOP/s are only a lower bound. The overhead of the layers is the time of a step of one sequence
+    minus the time to read the weights. The overlap of reading and computing is computed from the part of the reading
+    time that remains visible in a large step.
     """
     one, *_, some, many = sorted(steps.by_rows)
     row_s = steps.by_rows[many] / many
@@ -142,15 +147,17 @@ def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
 
 
 def computing_share(by_rows: dict[int, float]) -> float:
-    """Return the fraction of the time of the largest step that grows with the number of sequences, computed from the
-    difference to the next smaller step. It is almost 0 where reading hides computing."""
+    """Return the fraction of the largest step's time that grows with the number of sequences. `by_rows` has the seconds
+    of steps by number of sequences. The fraction is computed from the difference between the two largest steps. It is
+    almost 0 if the step is bound by reading memory."""
     *_, some, many = sorted(by_rows)
     return (by_rows[many] - by_rows[some]) / (many - some) * many / by_rows[many]
 
 
 def with_more_rows(by_rows: dict[int, float], times: Callable[[Sequence[int]], Sequence[float]]) -> dict[int, float]:
-    """Double the number of sequences and measure, until computing bounds the largest step or it has _MOST_ROWS
-    sequences. `times` returns the median seconds of steps with the given numbers of sequences."""
+    """Measure steps with twice as many sequences, repeatedly, until computing bounds the largest step or the step has
+    `_MOST_ROWS` sequences. Return the seconds of all steps by number of sequences, including the given `by_rows`.
+    `times` is a function that returns the median seconds of steps with the given numbers of sequences."""
     while computing_share(by_rows) < _COMPUTING and max(by_rows) < _MOST_ROWS:
         pair = max(by_rows), 2 * max(by_rows)  # measured together, so that a passing disturbance hits both
         by_rows = by_rows | dict(zip(pair, times(pair), strict=True))
@@ -158,16 +165,17 @@ def with_more_rows(by_rows: dict[int, float], times: Callable[[Sequence[int]], S
 
 
 class Stopwatch:
-    """Times calls, and records how much their repeats differ."""
+    """Timer that calls functions repeatedly, and records in `spread` how much the durations of the repeats differ."""
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.spread = 1.0
         self._now_s = now_s
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-        """Return for each call its seconds in several rounds, ascending. In a round each function is called twice and
-        the second call is timed, so that its own data is in the caches. Rounds alternate between the calls, so that a
-        short disturbance affects all of them."""
+        """Call all functions in several rounds. Return, for each function, its durations in seconds in ascending order.
+        In each round every function is called twice, and only the second call is timed, because the first call loads
+        the function's data into the caches. Each round contains all functions, so that a short disturbance affects all
+        of them."""
         times: list[list[float]] = [[] for _ in calls]
         began_s = self._now_s()
         while len(times[0]) < _ROUNDS and (not times[0] or self._now_s() < began_s + _ENOUGH_S):
@@ -183,7 +191,8 @@ class Stopwatch:
 
 
 def read_rate(clock: Stopwatch) -> float:
-    """Return the bytes per second that all threads together read from memory, in the fastest of several rounds."""
+    """Return the rate in bytes per second at which all threads together read from memory. The rate is that of the
+    fastest of several rounds."""
     data = torch.ones(_READ_BYTES // 4)
     return _READ_BYTES / clock.times([data.sum])[0][0]
 

@@ -34,18 +34,18 @@ _READ_FILES = ("generation_config.json", *FORMAT_FILES)
 _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
 """Files of `baton.modeling` whose code reads the files of `_READ_FILES`."""
 _PACKED_NAMES = (".qweight", ".weight_packed")
-"""Suffixes of the names of tensors that hold several weights in one word."""
+"""Suffixes of the names of tensors that hold several quantised weights in one machine word."""
 _QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
-"""Files in which older tools described quantised weights."""
+"""Names of the files in which older quantisation tools described how the weights are quantised."""
 _BITS = re.compile(r'"(?:bits|w_bit|num_bits)"\s*:\s*(4|8)\b')
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model in a folder. Each file is read at most once, when its content is first needed."""
+    """Model in a folder. Each of its files is read at most once, when its content is first needed."""
 
     folder: Path
-    """Hugging Face folder, found, downloaded or converted (`deploy.machine.model_folder`)."""
+    """Model folder in the Hugging Face format. `deploy.machine.model_folder` has found, downloaded or converted it."""
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -53,17 +53,18 @@ class ResolvedModel:
         return model_config(self.folder)
 
     def shape(self, dtype: str) -> ModelShape:
-        """Return the shape of the model with weights and KV of that dtype. Raises ModelError."""
+        """Return the shape of the model. `dtype` is the type of its weights and KV. Raises ModelError for a model that
+        is not supported."""
         return model_shape(self.config, DTYPE_BYTES[dtype])
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the number of bytes of the weights when they are loaded as `dtype`. Raises ConfigError for a file that
-        is not a safetensors file."""
+        """Return the number of bytes of the weights after they are loaded as `dtype`. Raises ConfigError if a weight
+        file is not a valid safetensors file."""
         return self._num_weights * DTYPE_BYTES[dtype]
 
     def max_tokens(self, max_slot_tokens: int) -> int:
-        """Return the number of tokens, prompt and output, that a request may have: limited by a slot's size and the
-        model's number of positions. Raises ModelError."""
+        """Return the maximum number of tokens of a request, prompt and output together. The limits are
+        `max_slot_tokens` and the number of positions that the model supports. Raises ModelError."""
         return min(max_slot_tokens, self.config.max_position)
 
     @cached_property
@@ -97,8 +98,9 @@ def _weights_a_word(config: Path) -> int:
 
 
 def model_config(folder: Path) -> ModelConfig:
-    """Return the configuration of the model in `folder`. Reads the kept file, or else the model's own files, and keeps
-    the result. Raises ModelError for a model that is not supported."""
+    """Return the configuration of the model in `folder`. It is read from the cache. If the cache does not contain
+    it, it is parsed from the model's own files and added to the cache. Raises ModelError for a model that is not
+    supported."""
     path = _kept_path(folder)
     try:
         if path.exists():

@@ -1,5 +1,5 @@
-"""Properties of this machine: its cores and memory, and measurements that are made before its first use. Shows
-progress. Blocks."""
+"""Properties of this machine: its cores, its memory, and measurements that are made before its first use. Functions
+that measure show their progress and block."""
 
 import os
 import shutil
@@ -30,11 +30,12 @@ class Machine:
     instruction_set: str | None
     """Instruction set of the native kernels that this processor uses; None if none are built for it."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Kernels that were measured as the fastest for its kind of processor. If empty, each worker chooses its own."""
+    """Fastest kernels, as measured on this machine's kind of processor. If empty, each worker chooses its own
+    kernels."""
 
 
 def prepare_machine(console: Console) -> Machine:
-    """Measure the kernels and the rates of one core unless they were measured before, and return the properties of this
+    """Measure the kernels and the rates of one core, unless they were measured before. Return the properties of this
     machine."""
     kernels = prepare_kernels(console)
     _prepare_rates(console)
@@ -42,7 +43,7 @@ def prepare_machine(console: Console) -> Machine:
 
 
 def inspect_machine() -> Machine:
-    """Return the current properties of this machine that need no measurement."""
+    """Return the properties of this machine that need no measurement. The kernels are left empty."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -50,9 +51,9 @@ def inspect_machine() -> Machine:
 
 
 def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
-    """Measure which of the CPU's kernels are the fastest, unless they were measured before. Runs in a separate process,
-    because a launcher does not import torch. Return the choice for this machine's kind of processor. It is empty if
-    none was made; each worker then chooses its own."""
+    """Measure which CPU kernels are the fastest, unless they were measured before, and return the choice for this kind
+    of processor. The tuple is empty if no choice was made. Each worker then chooses its own kernels. The measurement
+    runs in a separate process, because a launcher does not import torch."""
     if native.may_need_measuring():
         with _doing("measuring the kernels on this processor", console):
             if reason := _failure_of("baton.modeling.kernels"):

@@ -1,1 +1,1 @@
-"""Options and terminal output that several commands share."""
+"""Command-line options and terminal output that are shared by several commands."""

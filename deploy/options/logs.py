@@ -1,7 +1,7 @@
-"""Sets up what a process logs to standard error: lines for people, or JSON objects for machines.
+"""Sets up the logs of a process, which are written to standard error as lines of text or as JSON objects.
 
-An object has `time` (UTC, ISO 8601), `level`, `logger`, `pid`, `message`, `request_id` where the line is about a
-request, and `exc_info` where an exception is logged. Neither form has prompts or answers.
+A JSON object has the keys `time` (UTC, ISO 8601), `level`, `logger`, `pid` and `message`. It also has `request_id` if
+the line is about a request, and `exc_info` if an exception is logged. Logs never contain prompts or outputs.
 """
 
 import logging
@@ -14,7 +14,8 @@ _TEXT = "%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"
 
 
 def set_up_logs(level: int, form: LogFormat = "text") -> None:
-    """Log this process's lines of at least this level to standard error. Does nothing where logs are set up already."""
+    """Write this process's log lines of at least `level` to standard error, in the format `form`. Does nothing if logs
+    are already set up."""
     handler = logging.StreamHandler()
     handler.setFormatter(_json_lines() if form == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=level, handlers=[handler])

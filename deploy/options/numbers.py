@@ -1,4 +1,5 @@
-"""Parses numbers of command-line options; InvalidArgumentError names option, value and range."""
+"""Parses numbers in command-line options. The text of an InvalidArgumentError names the option, the value and the
+permitted range."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,8 @@ Number = TypeVar("Number", int, float)
 
 
 def ascending(option: str, text: str, parse: Callable[[str, str], Number]) -> tuple[Number, ...]:
-    """Parse comma-separated numbers with `parse(option, text)`. Return them in ascending order without duplicates."""
+    """Parse comma-separated numbers, each with `parse(option, text)`. Return them in ascending order without
+    duplicates. Raises the errors of `parse`."""
     return tuple(sorted({parse(option, each.strip()) for each in text.split(",")}))
 
 
@@ -22,7 +24,8 @@ def counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...]
 
 
 def count(option: str, text: str, most: int, least: int = 1) -> int:
-    """Parse a whole number from `least` to `most`, in which `k` stands for 1024 times. Raises InvalidArgumentError."""
+    """Parse an integer in the range `least` to `most`. The suffix `k` multiplies it by 1024. Raises
+    InvalidArgumentError."""
     digits, factor = (text.strip()[:-1], 1024) if text.strip().endswith("k") else (text.strip(), 1)
     if not digits.isascii() or not digits.isdigit() or not least <= int(digits) * factor <= most:
         allowed = f"use whole numbers from {least} to {most}"
@@ -31,7 +34,7 @@ def count(option: str, text: str, most: int, least: int = 1) -> int:
 
 
 def positive(option: str, text: str, *, or_zero: bool = False) -> float:
-    """Parse a finite number above 0, or of at least 0 where `or_zero`. Raises InvalidArgumentError."""
+    """Parse a finite number greater than 0. If `or_zero` is true, 0 is also valid. Raises InvalidArgumentError."""
     try:
         value = float(text)
     except ValueError:
@@ -43,7 +46,7 @@ def positive(option: str, text: str, *, or_zero: bool = False) -> float:
 
 
 def part(option: str, text: str) -> float:
-    """Parse a number above 0, up to 1. Raises InvalidArgumentError."""
+    """Parse a fraction: a number greater than 0 and at most 1. Raises InvalidArgumentError."""
     value = positive(option, text)
     if value > 1:
         raise InvalidArgumentError(f"{option}: {value:g} is out of range: use a part of 1")
@@ -63,7 +66,7 @@ def rate(option: str, text: str) -> float:
 
 
 def assignments(option: str, text: str) -> dict[str, int]:
-    """Parse FIELD=N,... and return the numbers by field. Raises InvalidArgumentError."""
+    """Parse text of the form FIELD=N,FIELD=N,... and return the numbers by field name. Raises InvalidArgumentError."""
     fields = {}
     for assignment in text.split(","):
         field, equals, value = (part.strip() for part in assignment.partition("="))
@@ -80,6 +83,7 @@ def check_threads(num_threads: int) -> None:
 
 
 def check_timeout(seconds: float | None) -> None:
-    """Raise InvalidArgumentError unless the timeout is above 0 and finite. None (no timeout) is allowed."""
+    """Raise InvalidArgumentError unless the timeout in seconds is above 0 and finite. None means no timeout, and is
+    valid."""
     if seconds is not None and not 0 < seconds < float("inf"):
         raise InvalidArgumentError(f"--timeout {seconds:g} is out of range: use a time above 0 seconds")

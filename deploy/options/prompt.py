@@ -1,4 +1,4 @@
-"""Options and input that are shared by the commands which take a prompt."""
+"""Options and input of the commands that take a prompt."""
 
 import argparse
 import sys
@@ -9,13 +9,13 @@ from baton.sampling_params import SamplingOptions
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """Add the prompt, and --chat, to a command."""
+    """Add the prompt argument and the option --chat to a command's parser."""
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's chat message")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the sampling options to a command; `sampling_options` reads them."""
+    """Add the sampling options to a command's parser. `sampling_options` reads them from the parsed arguments."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=128, help="maximum number of output tokens")
     group.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
@@ -35,7 +35,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> SamplingOptions:
-    """Return the sampling parameters of the options. They contain a seed only if the option was given."""
+    """Return the sampling parameters that were given as command-line options. They have a seed only if the user gave
+    one."""
     options: SamplingOptions = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
@@ -51,8 +52,8 @@ def sampling_options(args: argparse.Namespace) -> SamplingOptions:
 
 
 def read_prompt(argument: str) -> str:
-    """Return the prompt from the command line, or from standard input if the argument is `-` (blocks). Raises
-    InvalidArgumentError for a prompt that is empty, too long, or not UTF-8."""
+    """Return the prompt. If `argument` is `-`, the prompt is read from standard input, which blocks. Otherwise
+    `argument` is the prompt. Raises InvalidArgumentError for a prompt that is empty, too long, or not UTF-8."""
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if argument == "-" else argument.encode(errors="surrogateescape")
     if len(data) > MAX_PROMPT_BYTES:
         raise InvalidArgumentError(f"prompt is longer than {MAX_PROMPT_BYTES} bytes: send less text")

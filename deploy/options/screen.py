@@ -9,7 +9,8 @@ from rich.table import Table
 
 
 def number_table(title: str, headings: Sequence[str], words: str = "") -> Table:
-    """Return an empty table with right-aligned columns, except the column with the heading `words`."""
+    """Return an empty table whose columns are right-aligned. Only the column with the heading `words` is
+    left-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="left" if heading == words else "right")
@@ -18,9 +19,9 @@ def number_table(title: str, headings: Sequence[str], words: str = "") -> Table:
 
 @contextlib.contextmanager
 def progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar for work of `total` units, if the console is a terminal. Yields a function that is called
-    with the number of further units that were done. Only this call draws the bar, because a drawing thread would
-    disturb time measurements."""
+    """Show a progress bar for work of `total` units, if the console is a terminal. Yields a function that advances the
+    bar by a number of units. The bar is drawn only during calls of this function, not by a separate thread, because a
+    drawing thread would disturb time measurements."""
     columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
     is_off = not console.is_terminal
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=is_off) as bar:
@@ -35,8 +36,9 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[int]
 
 @contextlib.contextmanager
 def late_progress(console: Console, what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar, followed by `columns`, after the first progress. Yields a function that is called with the
-    number of units done and the total. Several threads may call it."""
+    """Show a progress bar with the description `what`, followed by `columns`. Yields a function that updates the bar:
+    it takes the number of units done and the total number. The bar appears at the first update. Several threads may
+    call the function."""
     bar = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True)
     task = bar.add_task(what, total=None)
 

@@ -1,4 +1,4 @@
-"""Adds commands with a longer description to the command line, all in the same form."""
+"""Adds a command with a description and examples to the command line."""
 
 import argparse
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Runs supervisor, orchestrator and workers as Ray actors."""
+"""Runs the supervisor, the orchestrator and the workers as Ray actors."""

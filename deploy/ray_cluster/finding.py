@@ -1,9 +1,9 @@
-"""Finds the address of a cluster's orchestrator from any machine that can reach the cluster's Ray. The supervisor keeps
-the address in Ray's key-value store (`deploy.ray_cluster.memory`), and updates it when the orchestrator moves to
-another node.
+"""Finds the address of a cluster's orchestrator. It works on any machine that can reach the cluster's Ray. The
+supervisor stores the address in Ray's key-value store (`deploy.ray_cluster.memory`), and updates it when the
+orchestrator moves to another node.
 
-Queries Ray's control store by gRPC, without joining that Ray. The caller's machine does not need to be one of its
-nodes, and the caller keeps running while the store is unreachable. Runs on the caller's asyncio loop.
+The module queries Ray's control store by gRPC and does not join that Ray. The caller's machine does not need to be a
+node of that Ray. The caller keeps running while the store is unreachable. Functions run on the caller's asyncio loop.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ _ANSWER_S = 5.0
 
 
 class OrchestratorFinder:
-    """Reads the address of one cluster's orchestrator from the Ray at one address. `deploy.commands.ray_access` must
-    have prepared the environment before."""
+    """Client that reads the address of one cluster's orchestrator from Ray. `deploy.commands.ray_access` must have
+    prepared the process's environment before."""
 
     def __init__(self, address: str, name: str) -> None:
-        """Make a finder for the cluster of that name on the Ray at host:port."""
+        """Make a finder for the cluster `name`. `address` is the address of Ray's control store, host:port."""
         self._where = f"cluster {name} on Ray at {address}"
         self._name = name
         self._channel: Any = init_grpc_channel(address, (("grpc.enable_http_proxy", 0),), asynchronous=True)
@@ -32,8 +32,8 @@ class OrchestratorFinder:
         self._store = make_stub(self._channel)
 
     async def find(self) -> str:
-        """Return host:port of the orchestrator that serves or, if none serves now, of the last one. Raises
-        UnavailableError if no orchestrator has served yet, or Ray does not answer."""
+        """Return the address, host:port, of the orchestrator that serves now. If none serves now, return the address of
+        the last one. Raises UnavailableError if no orchestrator has served yet, or if Ray does not answer."""
         messages: Any = gcs_service_pb2  # untyped in ray
         question = messages.InternalKVGetRequest(key=KEY.encode(), namespace=self._name.encode())
         try:

@@ -1,9 +1,9 @@
-"""Starts a Ray for one cluster: its control store and one node, on this machine.
+"""Starts a Ray for one cluster: Ray's control store and one node, on this machine.
 
-`ray.init` would also start a dashboard server, the autoscaler's monitor and a log monitor. Baton does not use them, and
-they cause most of the time that Ray needs to start (docs/decisions/0024-start.md). The environment must be prepared
-before (`deploy.commands.ray_access`). Used on the launcher's main thread, because Ray's processes end when the thread
-that started them ends.
+`ray.init` would also start a dashboard server, the autoscaler's monitor and a log monitor. Baton does not use these
+processes, and they take most of the time that Ray needs to start (docs/decisions/0024-start.md).
+`deploy.commands.ray_access` must have prepared the environment before. Functions run on the launcher's main thread,
+because Ray's processes end when the thread that started them ends.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,17 @@ from ray._private.parameter import RayParams
 
 
 class _Head(Node):
-    """Head node of Ray without a dashboard server."""
+    """Head node of Ray that does not start a dashboard server."""
 
     def start_api_server(self, **options: Any) -> None:
-        """Do nothing, so that no dashboard server is started."""
+        """Override of Ray's method. Does nothing, because the dashboard server is not needed."""
         self._webui_url = ""
 
 
 def start_head(folder: Path, resources: Mapping[str, float], *, num_cpus: int, object_store_bytes: int) -> str:
-    """Start Ray's processes, with their files below `folder`, and return the address of its control store, host:port.
-    Blocks until the node can be joined. Raises Ray's errors; after an error some of Ray's processes may still run."""
+    """Start Ray's processes and return the address of Ray's control store, host:port. Ray's files are written below
+    `folder`. Blocks until clients can join the node. Raises Ray's errors. After an error, some of Ray's processes may
+    still run."""
     params = RayParams(
         num_cpus=num_cpus,
         resources=dict(resources),

@@ -1,4 +1,5 @@
-"""Chooses the interface of a node on which the orchestrator serves, and the address at which clients reach it there."""
+"""Chooses the network interface of a node on which the orchestrator serves, and the address at which clients reach
+it."""
 
 import ipaddress
 import socket
@@ -7,14 +8,14 @@ from deploy.ray_cluster.ray_worker import node_address
 
 
 def serving_host(host: str) -> str:
-    """Return the interface on which clients are served on this node. It is the configured `host`, or this node's
-    address if `host` is the address of another node."""
+    """Return the address to listen on for clients on this node. The result is the configured `host`, or this node's
+    address if `host` is not an address of this node."""
     return host if _is_own(host) else node_address()
 
 
 def client_host(host: str) -> str:
-    """Return the address at which clients reach an orchestrator that runs on this node and is configured to serve on
-    `host`."""
+    """Return the address at which clients reach an orchestrator on this node. `host` is the configured address to serve
+    on. If `host` means all interfaces (for example 0.0.0.0), return this node's address."""
     own = serving_host(host)
     return node_address() if _is_wildcard(own) else own
 

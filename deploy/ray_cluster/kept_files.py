@@ -1,9 +1,9 @@
-"""Shares small files of the supervisor's node with other nodes: calibrations and step times. The text of a file is kept
-in Ray's key-value store under the file's name. It is written to the path at which a process of another node looks for
-the file.
+"""Shares small files of the supervisor's node with other nodes: calibrations and step times. The content of a file is
+stored in Ray's key-value store under the file's name. On another node, it is written to the path at which a process
+looks for the file.
 
 Workers read these files when they start. A supervisor that was moved to another node reads them before it starts the
-orchestrator. Blocks on Ray's store and on the disk.
+orchestrator. Functions block on Ray's store and on the disk.
 """
 
 import logging
@@ -20,17 +20,21 @@ _PREFIX = "baton-file:"
 
 
 def keep_file(namespace: str, path: Path) -> None:
-    """Store the content of a file for other nodes of the cluster with that namespace. Content that was stored under the
-    same name is replaced. Does nothing if the file does not exist."""
+    """Store the content of the file `path` in Ray for other nodes of the cluster `namespace`. Content that was stored
+    under the same file name is replaced. Does nothing if the file does not exist."""
     if path.is_file():
         _internal_kv_put(_PREFIX + path.name, path.read_bytes(), namespace=namespace)
 
 
 def file_here(namespace: str, path: Path) -> Path:
-    """Return the path of a file on this node. If `path` does not exist here, write a copy of the content that was kept
-    under its name, and return the path of the copy: `path` itself if it is below this node's cache folder, else a path
-    in that folder. If no content was kept, or the copy cannot be written (which is logged), return `path`, although the
-    file does not exist."""
+    """Return the path on this node of a file that was stored by `keep_file`. Return `path` if it already exists on this
+    node.
+
+    If `path` does not exist, the stored content is written to a copy, and the path of the copy is returned. The copy is
+    written to `path` if `path` is below this node's cache folder, and otherwise to a path in the cache folder. If no
+    content was stored, or if the copy cannot be written (which is logged), `path` is returned although it does not
+    exist.
+    """
     if path.is_file():
         return path
     content: bytes | None = _internal_kv_get(_PREFIX + path.name, namespace=namespace)
@@ -48,5 +52,5 @@ def file_here(namespace: str, path: Path) -> Path:
 
 
 def forget_files(namespace: str) -> None:
-    """Delete the files that are kept for a cluster that has ended. Does nothing if none are kept."""
+    """Delete all files that are stored in Ray for a cluster that has ended. Does nothing if no files are stored."""
     _internal_kv_del(_PREFIX, del_by_prefix=True, namespace=namespace)

@@ -1,9 +1,10 @@
 """State that a supervisor needs after a restart, possibly on another node: operators' orders, the orchestrator's
-address, and settings with which the workers were started. It is kept in Ray's key-value store as long as that Ray runs.
+address, and settings with which the workers were started. The state is stored in Ray's key-value store, and exists as
+long as that Ray runs.
 
-Orders are written before they are carried out, so that a restarted supervisor does not start a group that was ordered
-to leave. A new orchestrator gets the orders from the supervisor. Gateways read the orchestrator's address from the
-store (`deploy.ray_cluster.finding`).
+An operator's order is written before it is carried out. A restarted supervisor therefore does not start a group that an
+operator has ordered to leave. A new orchestrator gets the orders from the supervisor. Gateways read the orchestrator's
+address from the store (`deploy.ray_cluster.finding`).
 """
 
 import json
@@ -16,7 +17,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from orchestrator.membership.view import Orders
 
 KEY = "baton-supervisor"
-"""Key of the memory in Ray's key-value store, in the cluster's namespace."""
+"""Key under which a supervisor's state is stored in Ray's key-value store, in the cluster's namespace."""
 _SETS = ("drained", "leaving", "stand_ins", "surplus")
 _MAPS = ("models", "lent")
 
@@ -28,29 +29,31 @@ class Address:
     endpoint: str
     """Address for clients, host:port."""
     node_id: str
-    """Id of its node in Ray."""
+    """Ray's id of the node on which the orchestrator runs."""
     ports: tuple[int, int | None]
-    """Ports for clients and for metrics; None: no metrics."""
+    """Pair of the port for clients and the port for metrics. The second is None if metrics are not served."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """State that the supervisor of one cluster keeps for its restart."""
+    """State that the supervisor of one cluster stores, and reads again after its restart."""
 
     orders: Orders
     address: Address | None = None
-    """Current or latest address of the orchestrator; None before an orchestrator has served."""
+    """Address of the current orchestrator, or of the last one if none serves now. None before the first orchestrator
+    has served."""
     layout_fingerprint: str = ""
-    """Fingerprint of the KV layout of the groups that existed when this was saved."""
+    """Fingerprint of the KV layout that the groups of workers had when this state was saved."""
     step_times: Mapping[str, str] = field(default_factory=dict)
-    """Path of the engines' step times, by the folder of their model. It is kept because a supervisor on another node
-    would choose another path. The path is part of a worker's configuration, and running workers are only used again if
-    their configuration is equal."""
+    """Paths of the files with the engines' step times, by the folder of the engine's model. A path is part of a
+    worker's configuration, and a restarted supervisor reuses a running worker only if its configuration is equal. The
+    paths are stored because a supervisor on another node would choose other paths."""
     worker_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of memory that each worker reserves on its node, by role; empty on a Ray that Baton started."""
+    """Bytes of memory that a worker of each role reserves on its node. Empty if Baton itself started the Ray."""
 
     def save(self, namespace: str) -> None:
-        """Store this state for the cluster of that namespace, and replace the state that was stored before."""
+        """Store this state in Ray's key-value store for the cluster `namespace`. The state that was stored before is
+        replaced."""
         orders = {name: sorted(getattr(self.orders, name)) for name in _SETS}
         rest = {
             "address": None if self.address is None else asdict(self.address),
@@ -63,14 +66,14 @@ class Memory:
 
 
 def load_memory(namespace: str) -> Memory | None:
-    """Return the state that an earlier supervisor of the cluster stored; None if the cluster's groups have never all
-    started."""
+    """Return the state that an earlier supervisor of the cluster stored. None if no state was stored, because not all
+    groups of the cluster have started yet."""
     text: bytes | None = _internal_kv_get(KEY, namespace=namespace)
     return None if text is None else memory_of(text)
 
 
 def memory_of(text: str | bytes) -> Memory:
-    """Parse the text that `save` has stored, and return the state."""
+    """Parse a state in the JSON format of `Memory.save`."""
     fields = json.loads(text)
     kept: dict[str, Any] = {name: frozenset(fields[name]) for name in _SETS}
     orders = Orders(**kept | {name: fields[name] for name in _MAPS})
@@ -81,5 +84,5 @@ def memory_of(text: str | bytes) -> Memory:
 
 
 def forget_memory(namespace: str) -> None:
-    """Delete the state that is stored for a cluster that has ended. Does nothing if there is none."""
+    """Delete the stored state of a cluster that has ended. Does nothing if no state is stored."""
     _internal_kv_del(KEY, namespace=namespace)

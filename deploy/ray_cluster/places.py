@@ -1,10 +1,11 @@
-"""Reserves room on Ray: makes a placement group for each group of workers, and raises an error if no node can hold it
-in time.
+"""Reserves resources on Ray. Makes a placement group for each group of workers, and raises an error if no node can hold
+the group within the timeout.
 
-All workers of a group are placed on one node, because a chain needs that. The groups of a pool (all groups of one role)
-are spread over the nodes that have the pool's labels. The resources of a node are those that it declares; `WorkerNeeds`
-holds the needs of workers. A placement group is made even if no node has room, because Ray's autoscaler starts nodes
-for placement groups that wait. Used by the supervisor, on its loop.
+All workers of a group are placed on one node, unless `across_nodes` permits several. The groups of a pool (all groups
+of one role) are spread over the nodes that have the pool's labels. The resources of a node are those that it declares
+to Ray. `WorkerNeeds` holds the resources that a worker needs. A placement group can be made even if no node has enough
+free resources, because Ray's autoscaler starts nodes for placement groups that wait. The supervisor uses this module on
+its loop.
 """
 
 import asyncio
@@ -26,13 +27,14 @@ from orchestrator.membership.view import role_of
 logger = logging.getLogger(__name__)
 
 _PAUSES = Backoff(0.02, 0.5)
-"""Pauses between two checks whether Ray has placed a group."""
+"""Delays in seconds, from the first to the longest, between checks that Ray has placed a group."""
 _SOON_S = 2.0
-"""Seconds that Ray usually needs to place a group that a living node can hold. Only longer waits are reported."""
+"""Time in seconds within which Ray usually places a group if a running node can hold it. Only longer waits are
+reported."""
 
 _GIB = 2**30
 _MOST_SHOWN = 8
-"""Maximum number of nodes that an error lists."""
+"""Maximum number of nodes that are listed in an error's text."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class WorkerNeeds:
     """Resources and labels that a worker of a pool needs on its node."""
 
     resources: Mapping[str, float]
-    """Amounts by Ray's names; memory in bytes."""
+    """Required amount of each resource, by Ray's name of the resource. Memory is in bytes."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that the node must have."""
 
@@ -51,7 +53,7 @@ class WorkerNeeds:
 
 
 Needs = Mapping[str, WorkerNeeds]
-"""Needs of the workers of each role, by role."""
+"""Mapping from the role of a worker to the resources and labels that the worker needs."""
 
 
 def needs_of(
@@ -59,8 +61,9 @@ def needs_of(
     memory_bytes: Mapping[str, int],
     gpu_shares: Mapping[str, float] = MappingProxyType({}),
 ) -> Needs:
-    """Return the needs of workers of each role: one unit of their pool's custom resource, `SMALL_CPU` CPUs, and the
-    pool's labels. `memory_bytes` and `gpu_shares` add memory and a share of a GPU for the roles that they contain."""
+    """Return the needs of a worker of each role. A worker needs one unit of the custom resource of its role,
+    `SMALL_CPU` CPUs, and the `labels` of its role. For the roles in `memory_bytes` it also needs that many bytes of
+    memory. For the roles in `gpu_shares` it also needs that share of a GPU."""
     needs = {}
     for role in ("prefill", "generate"):
         memory = {"memory": float(memory_bytes[role])} if role in memory_bytes else {}
@@ -71,24 +74,24 @@ def needs_of(
 
 @dataclass(frozen=True)
 class Node:
-    """A living node of Ray, as it declares itself."""
+    """Node of Ray that is alive, with the resources and labels that it declares."""
 
     node_id: str
     resources: Mapping[str, float]
-    """Total amounts, whether in use or free, by Ray's names."""
+    """Total amount of each resource, used and free together, by Ray's name of the resource."""
     labels: Mapping[str, str]
     address: str = ""
 
     def holds(self, needs: WorkerNeeds) -> int:
-        """Return the number of workers with these needs that fit on the node when it is empty. Return 0 if the node
-        does not have the labels."""
+        """Return the maximum number of workers with these needs that the node can hold when nothing else runs on it.
+        Return 0 if the node does not have the labels of `needs`."""
         if not needs.labels.items() <= self.labels.items():
             return 0
         return min(int(self.resources.get(name, 0) / amount) for name, amount in needs.resources.items())
 
 
 class RayRoom:
-    """Reserves the room of groups on Ray. Implements Room."""
+    """Reserves the resources of groups of workers on Ray. Implements the interface Room."""
 
     def __init__(
         self,
@@ -99,20 +102,22 @@ class RayRoom:
         across_nodes: bool = False,
         report: Callable[[str], None] = logger.info,
     ) -> None:
-        """Make a Room. It waits up to `timeout_s` seconds for room that is in use now, and up to `node_wait_s` seconds
-        for nodes that have not joined Ray yet (0: it raises an error at once). If `across_nodes` is true, a group that
-        does not fit on one node may span several. `report` gets one line of text for each group that waits."""
+        """Make a RayRoom. A reservation waits up to `timeout_s` seconds for resources that other groups use now. It
+        waits up to `node_wait_s` seconds for nodes that have not joined Ray yet. If `node_wait_s` is 0, it raises an
+        error at once when no present node could hold the group. If `across_nodes` is true, a group that does not fit on
+        one node may use several nodes. `report` is called with one line of text for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
-        """Placement group of each group of workers, by name."""
+        """Ray's placement group of each group of workers, by the name of the group of workers."""
         self.needs = needs
-        """Needs of workers by role. Owned by the supervisor, which may replace it before the first group is placed."""
+        """Resources and labels that workers need, by role. The supervisor may replace this mapping before the first
+        group is placed."""
         self._timeout_s = timeout_s
         self._node_wait_s = node_wait_s
         self._across_nodes = across_nodes
         self._report = report
         self._targets: dict[str, str] = {}
-        """Id of the node that was chosen for each group, by the group's name. It is used until Ray has placed the
-        group."""
+        """Id of the node that was chosen for each group, by the group's name. The id counts only until Ray has placed
+        the group."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
         place, soon_s = _find(group), _SOON_S
@@ -138,8 +143,9 @@ class RayRoom:
             raise _no_room(group, num_workers, self._of(group), nodes, f"not within {wait_s:g} s; ")
 
     async def reserve_all(self, sizes: Mapping[str, int]) -> None:
-        """Reserve room for all groups of these sizes at once, so that Ray sees the whole demand. Returns when there is
-        room for every group. Raises ConfigError as `reserve` does; the caller must then release the groups."""
+        """Reserve resources for all groups at once, so that Ray's autoscaler sees the whole demand. `sizes` has the
+        number of workers of each group, by group name. Returns when all groups are placed. Raises ConfigError in the
+        same cases as `reserve`. After an error the caller must release the groups."""
         if not self._node_wait_s:
             self._check(sizes, living_nodes())
         reserving = [asyncio.create_task(self.reserve(name, size)) for name, size in sizes.items()]
@@ -179,7 +185,7 @@ class RayRoom:
 
 
 def living_nodes() -> list[Node]:
-    """Return Ray's living nodes."""
+    """Return the nodes that Ray reports as alive."""
     list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes  # untyped in ray
     return [
         Node(each["NodeID"], each["Resources"], each["Labels"], each["NodeManagerAddress"])
@@ -191,12 +197,12 @@ def living_nodes() -> list[Node]:
 def least_used(
     nodes: Sequence[Node], group: str, size: int, needs: WorkerNeeds, held: Mapping[str, Counter[str]]
 ) -> str:
-    """Return the id of the node that can hold a further group of that size and has the fewest workers of the group's
-    pool.
+    """Return the id of the node on which to place the group `group` of `size` workers. It is the node that can hold the
+    group and has the fewest workers of the same role.
 
-    Nodes that can hold the group in addition to their present groups of the pool are preferred. If there are none,
-    nodes that could hold it if they were empty are considered. Returns "" if no node could hold it. `held` has the
-    number of workers of each role on each node, by the node's id.
+    Nodes with enough free resources are preferred. If no node has enough free resources, nodes that could hold the
+    group when empty are considered. Returns "" if no node could hold the group even when empty. `held` has the number
+    of workers of each role on each node, by the node's id.
     """
     role = role_of(group)
     able = [node for node in nodes if node.holds(needs) >= size]
@@ -209,9 +215,10 @@ def least_used(
 
 
 def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], needs: Needs, *, across_nodes: bool = False) -> None:
-    """Raise ConfigError when these nodes, if they were empty, could not hold all groups of these sizes. Each group must
-    fit on one node unless it may span several (`across_nodes`). Groups of one pool have equal sizes. Each pool is
-    checked independently of the others."""
+    """Raise ConfigError if `nodes` could not hold all groups of the given `sizes` even when no workers run on them.
+    `sizes` has the number of workers of each group, by group name. Groups of one role must have equal sizes. Each group
+    must fit on one node, unless `across_nodes` is true. Each role is checked separately, as if there were no workers of
+    the other role."""
     for role in {role_of(name) for name in sizes}:
         groups = {name: size for name, size in sizes.items() if role_of(name) == role}
         held = [node.holds(needs[role]) for node in nodes]

@@ -1,7 +1,7 @@
-"""A worker as a Ray actor. Its process can serve as several workers, one after another, with the same servers as a
-child process (`deploy.groups.worker_process`).
+"""A worker that runs as a Ray actor. The actor's process can serve as several workers, one after another. It runs the
+same servers as a worker that is a child process (`deploy.groups.worker_process`).
 
-Runs on the actor's asyncio loop.
+Functions run on the actor's asyncio loop.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from deploy.ray_cluster.kept_files import file_here
 
 @dataclass(frozen=True)
 class Served:
-    """A worker's answer to its start."""
+    """Result of a worker's start: the address at which it serves, or an error."""
 
     pid: int
     node_id: str
@@ -32,13 +32,14 @@ class Served:
     """Address at which the worker serves."""
     port: int = 0
     crash_note: str = ""
-    """Path of the process's crash note on its node; empty if it has none."""
+    """Path of the file on the worker's node into which the process writes the reason of a crash. Empty if the process
+    has no such file."""
     error: str = ""
     """Reason why the worker cannot serve, in one line; empty if it serves."""
 
 
 class WorkerActor:
-    """Hosts a worker's server. Called by its spawner only."""
+    """Ray actor that hosts the server of one worker. Only the worker's spawner calls it."""
 
     def __init__(self, config: WorkerConfig) -> None:
         level = logging.INFO if config.role == "orchestrator" else logging.WARNING
@@ -47,13 +48,13 @@ class WorkerActor:
         self._note = "" if config.role == "orchestrator" else begin_note()
         self._host = WorkerHost(note=self._note)
         self._served: Served | None = None
-        """Answer to the latest start; None before the first start and while a start is running."""
+        """Result of the latest start. None before the first start, and while a start is in progress."""
         self._starting = asyncio.Lock()
 
     async def serve(self, config: WorkerConfig) -> Served:
-        """Serve with this configuration instead of the former one, if any. If the server already has this
-        configuration, it keeps running, because a restarted supervisor calls this method again. Return the server's
-        address, or its error."""
+        """Start to serve with `config`, and return the server's address or its error. A server with another
+        configuration is ended first. A server that already has this configuration keeps running, because a restarted
+        supervisor calls this method again."""
         async with self._starting:
             if self._served is None or config != self._config:
                 self._config, self._served = config, None
@@ -74,17 +75,18 @@ class WorkerActor:
         return self._config
 
     async def live(self) -> None:
-        """Never return. The reference that the caller holds fails when this process ends."""
+        """Wait forever. The caller holds the reference to the result, which fails when this process ends. The caller
+        thereby notices the end."""
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """End the server and the engine. The process runs until it is killed."""
+        """End the server and the engine. The actor's process continues to run until it is killed."""
         await self._host.stop()
         end_note(self._note)
 
 
 def node_address() -> str:
-    """Return the address that this process's node has in its Ray."""
+    """Return the address of the node on which this process runs, as Ray reports it."""
     find: Callable[[], str] = ray.util.get_node_ip_address  # untyped in ray
     return find()
 

@@ -1,10 +1,10 @@
-"""Workers as Ray actors. The actors are detached and named, so that a restarted supervisor finds them again by name.
-Each runs in a bundle of its group's placement group.
+"""Runs workers as Ray actors. The actors are detached and named, so that a restarted supervisor finds them again by
+name. Each actor runs in a bundle of the placement group of its group of workers.
 
-An actor keeps the name and the bundle of the worker for which it was made, even while its group has lent it to another
-group. If the actor is replaced, the new actor gets the same name and bundle. A restarted supervisor requests the same
-workers again and gets those that still serve. Ray does not notice that a process is stopped (SIGSTOP), so `kill` itself
-sends SIGKILL, on the worker's node. Runs on the supervisor's loop.
+An actor keeps the name and the bundle of the worker for which it was made, even while it is lent to another group. If
+the actor is replaced, the new actor gets the same name and bundle. A restarted supervisor requests the same workers
+again and gets those that still serve. Ray does not notice that a process is stopped (SIGSTOP). Therefore `kill` itself
+sends SIGKILL on the worker's node. Functions run on the supervisor's loop.
 """
 
 import asyncio
@@ -33,12 +33,13 @@ from orchestrator.membership.view import place_of, role_of
 logger = logging.getLogger(__name__)
 
 SMALL_CPU = 0.01
-"""CPUs that a bundle requests from Ray. The number is small because the configuration assigns the cores, not Ray."""
+"""Number of CPUs that a worker's bundle requests from Ray. The number is small because Baton's configuration, not Ray,
+assigns cores to workers."""
 _MAX_CALLS = 16
 
 
 class RayWorker:
-    """A Ray actor that serves as a worker. Implements WorkerHandle."""
+    """Handle of a Ray actor that serves as a worker. Implements the interface WorkerHandle."""
 
     def __init__(self, config: WorkerConfig, actor: "ActorHandle[Any]", served: Served, timeout_s: float) -> None:
         self.config = config
@@ -67,21 +68,21 @@ class RayWorker:
             return None
 
     async def serve_as(self, config: WorkerConfig) -> None:
-        """Make the actor serve with this configuration. Raises WorkerStartError or UnavailableError; then the actor has
-        ended, or is about to end."""
+        """Make the actor serve with this configuration instead of its former one. Raises WorkerStartError or
+        UnavailableError. After an error the actor has ended or is about to end."""
         served = await _serve(self._actor, config, self._timeout_s)
         self.config, self.endpoint = config, join_address(served.host, served.port)
 
     def kill(self) -> None:
-        """Send SIGKILL on the worker's node, which also ends a stopped process. Then end the actor, so that Ray does
-        not restart it."""
+        """Send SIGKILL to the worker's process on its node. This also ends a process that was stopped by SIGSTOP. Then
+        end the actor, so that Ray does not restart it."""
         if self.ended:
             return
         kill_process(self.pid, self._node_id)
         ray.kill(self._actor)
 
     async def close(self) -> None:
-        """End the server, then the process; return when it has ended."""
+        """End the server, then the actor's process. Returns when the process has ended."""
         if not self.ended:
             with contextlib.suppress(RayError, TimeoutError):  # the actor is ended below in any case
                 await asyncio.wait_for(answer(self._actor.stop.remote()), CLOSE_GRACE_S)
@@ -105,7 +106,7 @@ class RayWorker:
 
 
 class RaySpawner:
-    """Makes workers as Ray actors, or finds actors that still run. Implements Spawner."""
+    """Starts workers as Ray actors, or finds actors that still run. Implements the interface Spawner."""
 
     def __init__(
         self,
@@ -114,19 +115,22 @@ class RaySpawner:
         places: Mapping[str, PlacementGroup],
         dead_after_s: float = CLOSE_GRACE_S,
     ) -> None:
-        """Make a spawner for the cluster of that namespace. `places` has the placement group of each group by name;
-        rank N gets bundle N. An actor that an earlier supervisor made counts as stopped if it does not answer within
-        `dead_after_s` seconds."""
+        """Make a spawner for the cluster `namespace`. `start_timeout_s` is the timeout in seconds of a worker's start.
+        `places` has Ray's placement group of each group of workers, by group name. Rank N of a group gets bundle N. An
+        actor that an earlier supervisor made counts as stopped if it does not answer within `dead_after_s` seconds."""
         self._namespace = namespace
         self._timeout_s = start_timeout_s
         self._places = places
         self._dead_after_s = dead_after_s
 
     async def start(self, config: WorkerConfig) -> RayWorker:
-        """Return the worker when it serves. If an actor already runs in the worker's place, it is used if its
-        configuration equals `config`, or if its role differs: its role is then changed. Otherwise a new actor is
-        started. Raises WorkerStartError or UnavailableError. UnavailableError is raised at once while no node has room
-        for the worker's group."""
+        """Start a worker with `config`, and return it when it serves. If an actor with the worker's name already runs
+        and has an equal configuration, that actor is returned. If the running actor has another role, it changes its
+        role and is returned. Otherwise a new actor is started.
+
+        Raises WorkerStartError or UnavailableError. UnavailableError is raised at once while no node has room for the
+        worker's group.
+        """
         await self._require_place(config)
         actor = await self._find(config) or self._make(config)
         return RayWorker(config, actor, await _serve(actor, config, self._timeout_s), self._timeout_s)
@@ -201,8 +205,8 @@ async def _serve(actor: "ActorHandle[Any]", config: WorkerConfig, timeout_s: flo
 
 
 async def end_worker(namespace: str, name: str) -> None:
-    """End the worker of that name that an earlier supervisor started and that this supervisor does not use. Does
-    nothing if there is none."""
+    """End the worker `name`, which an earlier supervisor started and which this supervisor does not use. Does nothing
+    if the worker does not exist."""
     actor = _actor(namespace, name)
     if actor is None:
         return
@@ -212,21 +216,21 @@ async def end_worker(namespace: str, name: str) -> None:
 
 
 def is_placed(place: PlacementGroup) -> bool:
-    """Return whether room is reserved for all workers of a placement group. A group that has lost its node has no room
-    until Ray has found another node. Blocks until Ray's control store answers."""
+    """Return True if Ray has reserved resources for all workers of a placement group. If the node of a placement group
+    fails, this is False until Ray has found another node. Blocks until Ray's control store answers."""
     told: dict[str, Any] = ray.util.placement_group_table(place)
     return bool(told.get("state") == "CREATED")
 
 
 def pool(role: str) -> str:
-    """Return the name of the custom resource of a role's pool. A node declares one unit of it for each worker of the
-    role that it can hold."""
+    """Return the name of Ray's custom resource for workers of `role`. A node declares one unit of the resource for each
+    worker of the role that it can hold."""
     return f"baton_{role}"
 
 
 def answer(reference: Any) -> Coroutine[Any, Any, Any]:
-    """Return a coroutine that waits for an actor's answer, because asyncio's functions do not accept Ray's
-    references."""
+    """Return a coroutine that waits for the answer to a call of an actor. `reference` is Ray's reference to the answer.
+    asyncio's functions accept the coroutine, but not the reference."""
 
     async def awaited() -> Any:
         return await reference
@@ -235,8 +239,9 @@ def answer(reference: Any) -> Coroutine[Any, Any, Any]:
 
 
 def kill_process(pid: int, node_id: str) -> None:
-    """Send SIGKILL to a process on that node. Does nothing if the process has ended. On another node a Ray task sends
-    the signal. This function does not wait for the task, because the node may have failed."""
+    """Send SIGKILL to the process `pid` on the node `node_id`. Does nothing if the process has ended. If the node is
+    another node, a Ray task sends the signal. The function does not wait for the task, because the other node may have
+    failed."""
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
         return

@@ -1,9 +1,11 @@
-"""The supervisor: a detached Ray actor that starts all groups and the orchestrator, watches them, and ends them.
+"""The supervisor: a detached Ray actor that starts all groups of workers and the orchestrator, monitors them, and ends
+them.
 
-It outlives its launcher and is restarted by Ray, on another node if its own is lost. After a restart it takes over the
-running workers, ends groups that operators had ordered to leave, links the ranks of the chains again, and runs the
-orchestrator on its own node. Each step that fails after a restart is retried, and only `stop` ends the cluster. The
-supervisor's loop runs in its own thread, started with the actor, so that a restart needs no call.
+The supervisor outlives its launcher. Ray restarts it, on another node if its node is lost. After a restart it takes
+over the running workers, ends the groups that operators have ordered to leave, links the ranks of the chains again, and
+runs the orchestrator on its own node. A step that fails after a restart is retried. Only `stop` ends the cluster. The
+supervisor's loop runs in a thread that starts with the actor, so that a restarted supervisor works without being
+called.
 """
 
 import asyncio
@@ -58,20 +60,21 @@ _MAX_REPORTS = 100
 
 
 class SupervisorActor:
-    """Owns the cluster. Its methods run on the actor's threads, everything else on the loop's thread."""
+    """Ray actor that owns the cluster. Its methods run on the actor's threads. All other work runs on the thread of the
+    supervisor's loop."""
 
     def __init__(
         self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...], store: str, secret: ClusterSecret
     ) -> None:
-        """Start the supervisor's loop, which starts the cluster. `kernels` are the kernels that the launcher chose for
-        its kind of processor. `store` is the name under which workers share files on a node. `secret` is the secret
-        that the cluster's processes share."""
+        """Start the supervisor's loop, which starts the cluster. `folder` is the model's folder on the launcher's node.
+        `kernels` are the kernels that were measured as the fastest on the launcher's kind of processor. `store` is the
+        name under which workers of one node share files. `secret` is the secret that the cluster's processes share."""
         set_up_logs(logging.INFO, config.log_format)
         self._config = config
         self._folder = folder
-        """The model's folder on the launcher's node."""
+        """Model folder on the launcher's node."""
         self._here = ResolvedModel(folder)
-        """The model with its folder on this node."""
+        """Model, with its folder on the node on which the supervisor runs now."""
         self._kernels = kernels
         self._store = store
         self._secret = secret
@@ -96,7 +99,7 @@ class SupervisorActor:
         )
         self._sizes = config.group_sizes
         self._memory = Memory(Orders())
-        """State that the next incarnation of the supervisor reads after a restart."""
+        """State that is stored in Ray, and that the supervisor reads again after a restart."""
         self._cluster = Cluster([], [], self._around)
         self._roster = Roster(self._cluster, self._sizes, self._make_group, self._around)
         self._max_tokens = config.generate.max_slot_tokens
@@ -107,14 +110,14 @@ class SupervisorActor:
         self._thread.start()
 
     def state(self) -> SupervisorState:
-        """Return the state of the cluster. The answer is the supervisor's heartbeat."""
+        """Return the state of the cluster. Callers also use the answer as the supervisor's heartbeat."""
         pids = {
             worker.name: worker.handle.pid for group in self._cluster.groups for worker in tuple(group.workers.values())
         }
         return replace(self._state, pids=pids)
 
     def stop(self) -> None:
-        """End all groups and the orchestrator; return when they have ended."""
+        """End all groups of workers and the orchestrator. Returns when they have ended."""
         self._state = replace(self._state, phase="stopping")
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(STOP_S)

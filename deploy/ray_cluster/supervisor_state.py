@@ -1,4 +1,4 @@
-"""The supervisor's interface for other processes: its name, its state, and a function that stops it."""
+"""The supervisor's interface for other processes: its name, its state, and the function that stops it."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -11,14 +11,15 @@ from deploy.ray_cluster.kept_files import forget_files
 from deploy.ray_cluster.memory import forget_memory
 
 NAME = "supervisor"
-"""Name of the supervisor's actor, in the namespace of its cluster."""
+"""Name of the supervisor's Ray actor. The actor is in the namespace of its cluster."""
 STOP_S = 60.0
-"""Timeout in seconds for the supervisor to end all its processes after a request to stop."""
+"""Timeout in seconds for the supervisor to end all its processes after `stop` was called."""
 
 
 @dataclass(frozen=True)
 class SupervisorState:
-    """State of the supervisor for the launcher, which shows it. A new object replaces it at each change."""
+    """Snapshot of the supervisor's state, which the launcher shows to the user. A new object replaces it at each
+    change."""
 
     pid: int
     node_id: str
@@ -31,15 +32,15 @@ class SupervisorState:
     error: str = ""
     """Reason why the cluster failed, in one line; empty if it has not failed."""
     endpoint: str = ""
-    """Address at which the orchestrator serves clients, host:port; empty before it serves."""
+    """Address, host:port, at which the orchestrator serves clients. Empty until the orchestrator serves."""
     model: ModelInfo | None = None
-    """The model that clients can use; None before the cluster serves."""
+    """Model that the cluster offers to clients. None until the cluster serves."""
     pids: dict[str, int] = field(default_factory=dict)
-    """Process ids of the workers, by name."""
+    """Process ids of the workers, by the worker's name."""
 
 
 def end_supervisor(namespace: str) -> bool:
-    """Stop the supervisor of that namespace and all processes that it started. Return whether the supervisor
+    """Stop the supervisor of the cluster `namespace` and all processes that it started. Return True if the supervisor
     existed."""
     try:
         actor = ray.get_actor(NAME, namespace=namespace)

@@ -1,4 +1,5 @@
-"""One frame of `baton top`: state and rates of a cluster, in 80 columns or more. Pure."""
+"""Makes one frame of `baton top`, which shows the state and the rates of a cluster. A frame needs at least 80 columns.
+The functions have no side effects."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,13 +15,14 @@ from deploy.top.rates import Rates
 from deploy.top.sampling import Snapshot
 
 _BAR = 6
-"""Columns of a bar."""
+"""Width of a bar, in terminal columns."""
 _COLOURS = {"yes": "green", "draining": "yellow", "drained": "yellow", "broken": "red", "no": "red"}
 _UNITS = ("B", "K", "M", "G", "T")
 
 
 def frame(target: str, now: Snapshot, rates: Rates | None, clock: str) -> RenderableType:
-    """Return a frame of the cluster at `target`. `clock` is the time of day as text."""
+    """Return a frame that shows the cluster. `target` is the cluster's address as text. `now` is the latest sample of
+    its state. `rates` are None if there is no earlier sample. `clock` is the time of day as text."""
     state = now.state
     title = Text.assemble((f"baton {state.version}", "bold"), f" at {target}  {clock}  ", _health(state))
     parts: list[RenderableType] = [title]
@@ -36,7 +38,8 @@ def frame(target: str, now: Snapshot, rates: Rates | None, clock: str) -> Render
 
 
 def generation_table(state: ClusterState, rates: Rates | None) -> Table:
-    """Return the table of generation groups: requests, slots, KV memory, and steps."""
+    """Return the table of generation groups, with the running requests, used slots, used KV memory and step times of
+    each group."""
     table = _table("generation", "state", "work>", "slots", ">", "KV", ">", "step\nms>", "steps\n/s>", "drafts\nkept>")
     for group in state.groups:
         if group.role != "generate":
@@ -59,7 +62,7 @@ def generation_table(state: ClusterState, rates: Rates | None) -> Table:
 
 
 def prefill_table(state: ClusterState, rates: Rates | None) -> Table:
-    """Return the table of prefill groups: requests, and the jobs of each rank of a chain."""
+    """Return the table of prefill groups, with the running requests of each group and the jobs of each of its ranks."""
     table = _table("prefill", "state", "work>", "epoch>", "jobs/s>", "jobs by rank")
     for group in state.groups:
         if group.role != "prefill":
@@ -77,8 +80,9 @@ def prefill_table(state: ClusterState, rates: Rates | None) -> Table:
 
 
 def kv_table(state: ClusterState, rates: Rates | None) -> Table:
-    """Return the table of the KV of all groups by tier: slots, stores in memory and, if slots have read KV from it, the
-    disk. The groups of one node share a store."""
+    """Return a table of the KV memory of all groups, by storage tier. The tiers are slots, prefix stores in memory, and
+    prefix stores on the disk. The disk is shown only if slots have read KV from it. All groups of one node share a
+    prefix store."""
     table = _table("KV", "", "used>", "of>", "read a second>")
     ledgers = [group.generation.kv for group in state.groups if group.generation is not None]
     if ledgers:
@@ -97,7 +101,7 @@ def kv_table(state: ClusterState, rates: Rates | None) -> Table:
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes in at most five characters, in powers of 1024."""
+    """Return a number of bytes as text of at most five characters, with a unit that is a power of 1024."""
     unit = 0
     while abs(num_bytes) >= 1000 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1

@@ -1,4 +1,4 @@
-"""Rates of a cluster's work between two samples of its state. Pure."""
+"""Computes the rates of a cluster's work between two samples of its state. The functions have no side effects."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ _TOKEN = "baton_time_per_output_token_seconds"
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates per second between two samples. Tokens and latencies are those of the requests that ended between the
-    samples."""
+    """Rates of a cluster between two samples, per second. Tokens and latencies include only requests that ended between
+    the samples."""
 
     seconds: float
     requests: float
@@ -21,24 +21,26 @@ class Rates:
     prompt_tokens: float
     output_tokens: float
     cached_share: float | None
-    """Fraction of the prompt tokens whose KV was cached; None if there were no prompt tokens."""
+    """Fraction of the prompt tokens whose KV was in the prefix cache. None if there were no prompt tokens."""
     first_token_s: tuple[float | None, float | None]
-    """Median and 95th percentile of the time to first token; None without requests."""
+    """Median and 95th percentile of the time to first token, in seconds. Both are None if no requests ended."""
     token_s: tuple[float | None, float | None]
-    """Median and 95th percentile of the time between tokens; None without requests."""
+    """Median and 95th percentile of the time between output tokens, in seconds. Both are None if no requests ended."""
     steps: Mapping[str, float]
-    """Steps of each generation group, by name. Groups whose count was reset are left out."""
+    """Steps per second of each generation group, by group name. A group whose counter was reset between the samples is
+    left out."""
     jobs: Mapping[str, float]
-    """Jobs done by the last rank of each prefill group, by name. Groups whose count was reset are left out."""
+    """Jobs per second that the last rank of each prefill group completed, by group name. A group whose counter was
+    reset between the samples is left out."""
     pushed_bytes: float
-    """Bytes of KV that chains pushed to generation groups."""
+    """Bytes of KV per second that prefill chains sent to generation groups."""
     read_bytes: Mapping[str, float]
-    """Bytes of KV that slots read from prefix stores, by the tier in which the KV was."""
+    """Bytes of KV per second that slots read from prefix stores, by the store's tier (memory or disk)."""
 
 
 def between(before: Snapshot, after: Snapshot) -> Rates | None:
-    """Return the rates between two samples. Return None if both have the same time, or if the orchestrator was
-    restarted between them, which resets its counts."""
+    """Return the rates between two samples. Return None if both samples have the same time, or if the orchestrator was
+    restarted between them, because a restart sets its counters to 0."""
     seconds = after.at_s - before.at_s
     name = "baton_requests_total"
     if seconds <= 0 or after.value(name) < before.value(name):

@@ -1,4 +1,5 @@
-"""Samples of a cluster: its state over gRPC, its metrics over HTTP, and the time. Blocks."""
+"""Takes samples of a cluster: its state over gRPC, its metrics over HTTP, and the time. Functions that take samples
+block."""
 
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -14,23 +15,24 @@ _ANSWER_S = 5.0
 
 Labels = tuple[tuple[str, str], ...]
 Samples = Mapping[tuple[str, Labels], float]
-"""Values by name and sorted labels."""
+"""Values of Prometheus metrics, by pairs (name, sorted labels)."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A cluster at one instant."""
+    """Sample of a cluster's state and metrics at one time."""
 
     at_s: float
-    """Time of the sample by the clock of this process."""
+    """Time of the sample, in seconds of this process's clock."""
     state: ClusterState
     metrics: Samples
-    """The orchestrator's metrics; empty where they could not be read."""
+    """Metrics of the orchestrator. Empty if they could not be read."""
     complaint: str = ""
     """Reason why the metrics could not be read; empty if they were read."""
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric's samples that have at least these labels; 0 if there are no such samples."""
+        """Return the sum of all samples of the metric `name` that have at least the given labels. Return 0 if there are
+        no such samples."""
         wanted = set(labels.items())
         return sum(value for (found, has), value in self.metrics.items() if found == name and wanted <= set(has))
 
@@ -44,14 +46,14 @@ def take(client: Client, clock: Clock) -> Snapshot:
 
 
 def parsed(text: str) -> Samples:
-    """Parse the text of a Prometheus scrape and return its samples."""
+    """Parse the text of a Prometheus scrape, and return the values of the metrics."""
     families = text_string_to_metric_families(text)
     return {(each.name, tuple(sorted(each.labels.items()))): each.value for one in families for each in one.samples}
 
 
 def buckets(before: Samples, after: Samples, name: str) -> list[tuple[float, float]]:
-    """Return pairs (upper bound, number of observations up to this bound) of a histogram, for the observations between
-    two samples."""
+    """Return the buckets of the histogram `name`, for the observations between two samples. A bucket is a pair (upper
+    bound, number of observations up to this bound)."""
     found = [
         (float(dict(labels)["le"]), value - before.get((f"{name}_bucket", labels), 0.0))
         for (key, labels), value in after.items()
@@ -61,9 +63,9 @@ def buckets(before: Samples, after: Samples, name: str) -> list[tuple[float, flo
 
 
 def quantile(share: float, of: Iterable[tuple[float, float]]) -> float | None:
-    """Return the quantile `share` of a histogram's observations, interpolated linearly within its bucket as in
-    Prometheus. Return None if there are no observations. `of` are pairs (upper bound, number of observations up to it),
-    ascending."""
+    """Return a quantile of a histogram's observations, or None if there are no observations. `share` is the quantile,
+    for example 0.95. `of` has pairs (upper bound of a bucket, number of observations up to this bound) in ascending
+    order. The result is interpolated linearly within a bucket, as in Prometheus."""
     counted = list(of)
     if not counted or counted[-1][1] <= 0:
         return None

@@ -1,5 +1,5 @@
-"""Watches one cluster: takes samples, and makes a frame from the latest sample, with rates over the last 30 seconds.
-Blocks."""
+"""Watches one cluster. Takes samples, and makes a frame from the latest sample with rates over the last 30 seconds.
+Functions block."""
 
 import contextlib
 import os
@@ -24,11 +24,11 @@ from deploy.top.rates import between
 from deploy.top.sampling import Snapshot, take
 
 WINDOW_S = 30.0
-"""Seconds over which rates and latencies are computed."""
+"""Period in seconds over which rates and latencies are computed."""
 
 
 class Watch:
-    """Samples of the cluster at `target`, and the frame that they make."""
+    """Samples of the cluster at `target`, from which frames are made."""
 
     def __init__(self, client: Client, target: str, clock: Clock) -> None:
         self._client = client
@@ -43,7 +43,7 @@ class Watch:
         return not self._window[-1].state.why_not_serving
 
     def look(self) -> RenderableType:
-        """Take a sample and return its frame. Raises a BatonError if the orchestrator does not answer."""
+        """Take a sample and return the frame that shows it. Raises a BatonError if the orchestrator does not answer."""
         now = take(self._client, self._clock)
         while self._window and now.at_s - self._window[0].at_s > WINDOW_S:
             self._window.popleft()
@@ -56,7 +56,8 @@ class Watch:
         return self._last
 
     def look_patiently(self) -> RenderableType:
-        """Return a new frame. If that fails, return the last frame below a line with the reason."""
+        """Take a sample and return its frame. If the orchestrator does not answer, return the previous frame with an
+        error line above it."""
         try:
             return self.look()
         except (UnavailableError, DeadlineExceededError) as error:
@@ -64,15 +65,17 @@ class Watch:
 
 
 def print_once(watch: Watch, interval_s: float, console: Console) -> None:
-    """Print one frame, with the rates of one interval. Raises a BatonError if the orchestrator does not answer."""
+    """Print one frame, with rates over an interval of `interval_s` seconds. Blocks for this interval. Raises a
+    BatonError if the orchestrator does not answer."""
     watch.look()
     Event().wait(interval_s)  # the time over which rates are taken
     console.print(watch.look())
 
 
 def draw_until_quit(watch: Watch, interval_s: float, console: Console) -> None:
-    """Draw a frame every interval, and at each key, until q is pressed. If the orchestrator stops answering, wait for
-    it. Raises UnavailableError if it does not answer at the beginning, and ConfigError without a terminal."""
+    """Draw a frame every `interval_s` seconds, and after each key, until the key q is pressed. If the orchestrator
+    stops answering, the last frame stays on the screen with an error until it answers again. Raises UnavailableError if
+    the orchestrator does not answer at the beginning, and ConfigError if standard input is not a terminal."""
     with pressed_keys() as wait:
         first = watch.look()
         with Live(first, console=console, screen=True, auto_refresh=False) as live:
@@ -83,8 +86,9 @@ def draw_until_quit(watch: Watch, interval_s: float, console: Console) -> None:
 
 @contextlib.contextmanager
 def pressed_keys() -> Iterator[Callable[[float], str]]:
-    """Read keys without echo and without the return key, until the `with` block ends. Yields a function that waits for
-    a key for at most the given number of seconds, and returns it, or "" if no key was pressed.
+    """Let the terminal deliver single keys, without echo and without the return key, until the `with` block ends.
+    Yields a function that waits for a key for at most the given number of seconds. The function returns the key, or ""
+    if no key was pressed.
 
     Raises ConfigError when standard input is not a terminal.
     """

@@ -1,1 +1,1 @@
-"""Shows operators the stages of a single request in the cluster."""
+"""Shows the stages of a single request in the cluster to operators."""

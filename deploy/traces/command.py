@@ -1,4 +1,4 @@
-"""`baton trace`: writes the stages of an ended request to a file for Perfetto."""
+"""`baton trace`: writes the stages of a request that has ended to a file that Perfetto can display."""
 
 import argparse
 import sys

@@ -1,7 +1,8 @@
-"""Writes the stages of a request in the Trace Event Format, which Perfetto and Chrome can display. Pure.
+"""Writes the stages of a request in the Trace Event Format, which Perfetto and Chrome can display. The functions have
+no side effects.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("X": a span, "i": an
-instant, "M": a name). Times are in microseconds since the request's arrival.
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. The event type "X" is a span,
+"i" is an instant, and "M" is a name. Times are in microseconds since the request's arrival.
 """
 
 import json
@@ -15,12 +16,13 @@ from orchestrator.observability.stages import Trace
 _PROCESS = 1
 _REQUEST_THREAD = 1
 _THREADS_OF_RANK = 2
-"""Number of lines per rank: one for its computation, and one for its pushes."""
+"""Number of lines in the display for each rank: one for its computation, and one for its transfers of KV to the
+generation group."""
 
 
 def perfetto_json(trace: Trace) -> str:
-    """Return the file's text. It has one line for the request's stages, and for each rank one line for its layers and
-    one for its pushes to the generation group."""
+    """Return a request's trace as the text of a JSON file. The display has one line for the request's stages. It also
+    has two lines for each rank: one for its layers, and one for its transfers of KV to the generation group."""
     events = [*_names(trace), *_stages(trace), *_layers(trace), *_failures(trace)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1) + "\n"
 

@@ -1,1 +1,1 @@
-"""The web console: pages that show a running cluster, and a playground that shows where each token comes from."""
+"""The web console: pages that show a running cluster, and a playground that shows how each output token was made."""

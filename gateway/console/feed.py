@@ -20,35 +20,37 @@ from baton.process.clock import Clock
 T = TypeVar("T")
 
 FRESH_S = 1.0
-"""Seconds for which an answer, or an error, is reused."""
+"""Time in seconds for which an answer, or an error, is reused."""
 MAX_CALLERS = 64
-"""Maximum number of callers whose latest answers are kept. The least recent caller is forgotten first."""
+"""Maximum number of callers whose latest answers are stored. If there are more, the least recently used answer is
+deleted."""
 
 
 @dataclass
 class _Latest(Generic[T]):
-    """The latest answer to one caller."""
+    """Latest answer, or error, for one caller."""
 
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a call to the server, so that all consoles of the caller wait for the same answer."""
+    """Lock that is held during a call to the server. Other consoles of the same caller wait for it and use the same
+    answer."""
     told_s: float = float("-inf")
     answer: T | None = None
     error: BatonError | None = None
 
 
 class Feed(Generic[T]):
-    """The latest answers of one server, by caller."""
+    """Cache of the latest answer of one server to each caller."""
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[T]], clock: Clock) -> None:
-        """`ask` calls the server on behalf of a caller, given by its headers."""
+        """Make a cache. `ask` calls the server for a caller, who is identified by the headers that `ask` gets."""
         self._ask = ask
         self._clock = clock
         self._latest: OrderedDict[str, _Latest[T]] = OrderedDict()
 
     async def latest(self, caller: Mapping[str, str]) -> T:
-        """Return an answer to the caller that is at most FRESH_S old, or arrived during this call. Raises the
-        BatonError that the server returned instead. If a call to the server is cancelled, the next waiting caller
-        repeats it."""
+        """Return an answer for the caller that is at most FRESH_S seconds old. The server is called only if no such
+        answer is stored. Raises a BatonError if the server returned an error. If a call to the server is cancelled, the
+        next waiting caller repeats the call."""
         latest = self._of(caller)
         async with latest.asking:
             if self._clock.now_s() - latest.told_s >= FRESH_S:

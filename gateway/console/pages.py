@@ -30,15 +30,15 @@ _HEADERS = MappingProxyType(
 
 @dataclass(frozen=True)
 class ConsolePage:
-    """One file of the console."""
+    """File of the console, with its content."""
 
     content: bytes
     media_type: str
     tag: str
-    """Hash of the content, by which browsers detect changes."""
+    """Hash of the content (ETag), by which browsers detect changes."""
 
     def answer(self, request: Request) -> Response:
-        """Return the file, or status 304 if the browser has this version."""
+        """Return the file, or status 304 if the browser already has this version."""
         headers = {**_HEADERS, "etag": self.tag}
         if request.headers.get("if-none-match") == self.tag:
             return Response(status_code=304, headers=headers)
@@ -46,7 +46,7 @@ class ConsolePage:
 
 
 def load_pages() -> Mapping[str, ConsolePage]:
-    """Return all files of the console by name. Blocks."""
+    """Read all files of the console, and return them by name. Blocks."""
     found = {}
     for each in (files("gateway.console") / "static").iterdir():
         media_type = _TYPES.get(PurePath(each.name).suffix)

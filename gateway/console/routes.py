@@ -1,7 +1,7 @@
-"""Routes of the console: its files, the state that it shows, and the playground's streams. Runs on the asyncio loop.
+"""HTTP routes of the console: its files, the cluster's state, and the playground's streams. Runs on the asyncio loop.
 
-The files can be loaded without an API key. The state and the streams require a key if the server does: the page sends
-the key that its user enters, and the server checks it.
+The files can be loaded without an API key. The state and the streams require a key if the server requires one. The page
+sends the key that its user enters, and the server checks it.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -32,7 +32,7 @@ _UNCACHED = {"cache-control": "no-store"}
 
 
 class Console:
-    """Serves the console for one upstream server."""
+    """Handlers of the console's HTTP routes, for one upstream server."""
 
     def __init__(self, upstream: Upstream, reader: Reader, clock: Clock) -> None:
         self._upstream = upstream
@@ -41,7 +41,7 @@ class Console:
         self._feed = Feed(self._ask, clock)
 
     def router(self) -> APIRouter:
-        """Return the routes of the console, which do not belong to the API that the gateway documents."""
+        """Return the routes of the console. They are not part of the documented API."""
         router = APIRouter(include_in_schema=False, route_class=BodyRoute)
         router.get("/")(self.root)
         router.get("/console")(self.console)
@@ -53,13 +53,14 @@ class Console:
         return router
 
     async def root(self, request: Request) -> Response:
-        """Redirect browsers to the console. Other clients get status 404, as if there were no console."""
+        """Redirect browsers to the console. Other clients get status 404."""
         if "text/html" not in request.headers.get("accept", ""):
             raise HTTPException(404)
         return RedirectResponse("console/")
 
     async def console(self) -> Response:
-        """Redirect to the page, whose links are relative to its folder, so that a proxy may serve it below any path."""
+        """Redirect to the console's page. The redirect and the page's links are relative, so that a proxy can serve the
+        console below any path."""
         return RedirectResponse("console/")
 
     async def index(self, request: Request) -> Response:
@@ -67,22 +68,22 @@ class Console:
         return self._pages["index.html"].answer(request)
 
     async def static(self, name: str, request: Request) -> Response:
-        """Return a file that the page loads."""
+        """Return one of the files that the console's page loads. Unknown names get status 404."""
         if name not in self._pages:
             raise HTTPException(404)
         return self._pages[name].answer(request)
 
     async def state(self, request: Request) -> Response:
-        """Return the console's view of the cluster, which is at most one second old."""
+        """Return the state of the cluster for the console. The state is at most one second old."""
         return JSONResponse(await self._feed.latest(caller_of(request, traces=False)), headers=_UNCACHED)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Answer a chat as a stream of tokens with their origins."""
+        """Answer a chat. The response is a stream of tokens, with information on how each token was made."""
         request.state.fields = chat_names(body)
         return await self._stream(request, partial(self._reader.chat, body))
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
-        """Complete a prompt as a stream of tokens with their origins."""
+        """Complete a prompt. The response is a stream of tokens, with information on how each token was made."""
         request.state.fields = completion_names(body)
         return await self._stream(request, partial(self._reader.completion, body))
 

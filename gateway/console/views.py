@@ -1,7 +1,8 @@
-"""The console's view of a cluster, as JSON: groups with their KV by tier, and requests with their stages. Pure.
+"""Makes the console's view of a cluster as JSON: groups of workers with their KV by storage tier, and requests with
+their stages. The functions have no side effects.
 
-Times are in milliseconds. Points in time count from 1970, except those of a request's stages, which count from its
-arrival.
+Times are in milliseconds. Points in time count from 1970, except those of a request's stages, which count from the
+request's arrival.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ _KV = ("num_bytes", "num_bytes_free", "num_bytes_leased", "num_bytes_active", "n
 
 
 def snapshot(state: ClusterState, requests: RequestList, model: ModelInfo, *, has_chats: bool) -> Object:
-    """Return the cluster, the requests and the served model. `has_chats` is true if the gateway can render chats with
-    the model's chat template."""
+    """Return the state that the console shows: the cluster, its requests and the served model. `has_chats` is true if
+    the model has a chat template."""
     return {
         "now_ms": requests.now_ns / 1e6,
         "version": state.version,
@@ -51,7 +52,7 @@ def snapshot(state: ClusterState, requests: RequestList, model: ModelInfo, *, ha
 
 
 def taken(timings: Timings) -> Object:
-    """Return the predicted and measured times of a request, up to its first token."""
+    """Return the predicted and the measured times of a request until its first token, in milliseconds."""
     placement, width = timings.prefill.placement, timings.prefill.width
     terms = None if placement is None else placement.local if placement.is_local else placement.chain
     leased, first = timings.leased_ns, timings.first_token_ns
@@ -184,14 +185,14 @@ def _ms(ns: int) -> float:
 
 
 def check_single(asked: Asked) -> None:
-    """Raise InvalidArgumentError unless the request has one prompt and one choice, because the page can show only
-    one."""
+    """Raise InvalidArgumentError unless the request has one prompt and one choice. The playground's page can show only
+    one choice."""
     if len(asked.prompts) != 1 or asked.num_choices != 1:
         raise InvalidArgumentError("n and prompt: the playground shows one choice of one prompt; use /v1 for more")
 
 
 def begun(output: Completion) -> Object:
-    """Return the properties of the request that are known once the server has accepted it."""
+    """Return the first event of the stream: the properties of a request that the server has accepted."""
     return {
         "id": output.request_id,
         "model": output.model,
@@ -202,8 +203,8 @@ def begun(output: Completion) -> Object:
 
 
 def token(event: TokenEvent, own_text: str) -> Object:
-    """Return one event of the stream. `own_text` is the text of this token alone; the event's text may belong to
-    several tokens."""
+    """Return one token's event for the stream. `own_text` is the text of this token alone. The text in `event` may
+    belong to several tokens."""
     return {
         "index": event.index,
         "id": None if event.token is None else event.token.token_id,
@@ -217,7 +218,7 @@ def token(event: TokenEvent, own_text: str) -> Object:
 
 
 def ended(output: Completion) -> Object:
-    """Return the request's usage, and its measured and predicted times."""
+    """Return the last event of the stream: the request's usage, and its measured and predicted times."""
     timings = output.timings
     return {
         "usage": None if output.usage is None else asdict(output.usage),

@@ -1,1 +1,1 @@
-"""Admission of HTTP requests: bounds on connections, headers and bodies, and checks of the caller."""
+"""Admission of HTTP requests: limits on connections, headers and bodies, and checks of the caller."""

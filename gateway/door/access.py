@@ -1,5 +1,5 @@
-"""Checks with the server whether a caller may call, before its body is read. The server is called at most once a second
-for each caller. Runs on the asyncio loop."""
+"""Checks with the server that a caller is permitted, before the caller's body is read. The server is called at most
+once a second for each permitted caller. Runs on the asyncio loop."""
 
 import time
 from collections import OrderedDict
@@ -9,22 +9,25 @@ from baton.errors import BatonError, DeadlineExceededError, UnauthenticatedError
 from gateway.upstream import Upstream
 
 _VALID_S = 1.0
-"""Seconds for which the server's answer is reused. A revoked key is refused at the latest after this time."""
+"""Time in seconds for which the server's permission is reused. A revoked key is refused after at most this time."""
 _MAX_KEPT = 1024
-"""Maximum number of callers whose answer is kept."""
+"""Maximum number of callers whose permission is cached."""
 
 
 class Access:
-    """Callers that the server has recently admitted."""
+    """Cache of the callers that the server has recently permitted."""
 
     def __init__(self, upstream: Upstream, now_s: Callable[[], float] = time.monotonic) -> None:
         self._upstream, self._now_s = upstream, now_s
         self._until_s: OrderedDict[frozenset[tuple[str, str]], float] = OrderedDict()
 
     async def admit(self, caller: Mapping[str, str], *, must_answer: bool = False) -> None:
-        """Raise the error with which the server refuses the caller: its key and tenant, as metadata of a call. While
-        the server does not answer, every caller is admitted, because the request itself waits for the server;
-        with `must_answer`, UnavailableError or DeadlineExceededError is raised instead."""
+        """Check that the server permits a caller, and raise the server's error if it does not. `caller` has the
+        caller's key and tenant, as the metadata of a call to the server.
+
+        If the server does not answer, every caller is admitted, because the request itself waits for the server later.
+        If `must_answer` is true, UnavailableError or DeadlineExceededError is raised in this case.
+        """
         who = frozenset(caller.items())
         if self._until_s.get(who, 0.0) > self._now_s():
             return
@@ -40,7 +43,7 @@ class Access:
             self._until_s.popitem(last=False)
 
     async def requires_key(self) -> bool:
-        """Return whether the server refuses callers without a key. Return False while the server does not answer."""
+        """Return True if the server refuses callers without a key. Return False if the server does not answer."""
         try:
             await self.admit({})
         except UnauthenticatedError:

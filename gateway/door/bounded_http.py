@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with bounds on the memory of a connection, and on the time without progress. Runs on the
+"""uvicorn's HTTP protocol with limits on the memory of a connection, and on the time without progress. Runs on the
 asyncio loop.
 
-If a client exceeds a time limit, its connection is closed without an answer, and its request is cancelled as if the
+If a client exceeds a time limit, its connection is closed without an answer. Its request is then cancelled, as if the
 client had disconnected.
 """
 
@@ -18,34 +18,36 @@ from gateway.errors import HeadersTooLongError, error_body, status_of
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `uvicorn` makes it and calls it."""
+    """HTTP connection with limits. uvicorn makes an object for each connection and calls its methods."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._is_in_head = True
         self._num_head_bytes = 0
-        """Number of bytes received of the current request's line and headers, while they are incomplete."""
+        """Number of bytes received of the current request's line and headers. It is counted only until the headers are
+        complete."""
         self._num_parsed_bytes = 0
-        """Number of bytes of the URL and of complete headers. Only these count if one received piece also contains the
-        end of the headers."""
+        """Number of bytes of the current request's URL and complete headers, as counted by the parser. It applies the
+        limit when the whole head arrives in one piece of data."""
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timeout for headers, or refuse the connection if there are too many."""
+        """Start the timeout for the headers of the first request. If there are too many connections, refuse this one
+        with an error."""
         super().connection_made(transport)
         self._await(HEADERS_S)
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(UnavailableError(f"{MAX_CONNECTIONS} connections are open: close some, or try again"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers of the connection."""
+        """Stop all timers of the connection, because it has ended."""
         self._stop_waiting()
         self._stop_watching()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the received data. At most the permitted number of header bytes and one further piece are accepted."""
+        """Parse received data. If the headers are incomplete and exceed the limit in bytes, refuse the request."""
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -54,27 +56,28 @@ class BoundedProtocol(HttpToolsProtocol):
             self._check_head(self._num_head_bytes)
 
     def on_message_begin(self) -> None:
-        """Start to count the bytes of headers, and start their timeout."""
+        """Set the count of header bytes to 0, and start the timeout for the headers, because a new request begins."""
         super().on_message_begin()
         self._is_in_head, self._num_head_bytes, self._num_parsed_bytes = True, 0, 0
         self._await(HEADERS_S)
 
     def on_url(self, url: bytes) -> None:
-        """Accept a part of the URL, unless the limit on bytes is exceeded."""
+        """Pass on a part of the URL, unless URL and headers exceed the limit in bytes. If they do, refuse the
+        request."""
         self._num_parsed_bytes += len(url)
         self._check_head(self._num_parsed_bytes)
         if not self.transport.is_closing():
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Accept a header, unless the limit on bytes is exceeded."""
+        """Pass on a header, unless the headers exceed the limit in bytes. If they do, refuse the request."""
         self._num_parsed_bytes += len(name) + len(value)
         self._check_head(self._num_parsed_bytes)
         if not self.transport.is_closing():
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the timeout for the body."""
+        """Start the timeout for the request's body, because the headers are complete."""
         self._is_in_head = False
         if not self.transport.is_closing():
             self._await(BODY_S)
@@ -83,29 +86,32 @@ class BoundedProtocol(HttpToolsProtocol):
                 _leave_unchunked(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        """Accept a part of the body, and start the timeout for the next part."""
+        """Pass on a part of the request's body, and start the timeout for the next part."""
         if not self.transport.is_closing():
             self._await(BODY_S)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop the timeout, because the request is complete and the answer follows."""
+        """Stop the timeout for the request, because the request is complete."""
         if not self.transport.is_closing():
             self._stop_waiting()
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Stop the timeout for the rest of a body whose request was answered before the body's end."""
+        """Stop the timeout for the request's body. This is necessary if the response was complete before the body
+        was."""
         self._stop_waiting()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Start to check whether the client reads the data that waits for it."""
+        """Start to check at intervals that the client reads the data in the send buffer. uvicorn calls this method when
+        the buffer is full."""
         super().pause_writing()
         self._watch(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Stop to check whether the client reads."""
+        """Stop the checks that the client reads. uvicorn calls this method when the send buffer has enough free space
+        again."""
         self._stop_watching()
         super().resume_writing()
 
@@ -174,6 +180,6 @@ def _leave_unchunked(cycle: RequestResponseCycle) -> None:
 
 
 def allow_connections() -> None:
-    """Raise this process's limit on open files to the permitted maximum, because each connection is an open file."""
+    """Raise this process's soft limit on open files to the hard limit. Each connection needs an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,9 +1,9 @@
-"""Refuses requests that a web page of another site makes a user's browser send. They are recognized by the headers Host
-and Origin.
+"""Refuses requests that a web page of another site makes a user's browser send. Such requests are recognized by the
+headers Host and Origin.
 
-If the owner of a domain name maps it to 127.0.0.1 (DNS rebinding), a browser treats the owner's page and this server as
-the same site, and only the header Host distinguishes them. If the server requires API keys, nothing is refused, because
-a foreign page has no key.
+An attacker can let a domain name point to 127.0.0.1 (DNS rebinding). The browser then treats the attacker's page and
+this server as the same site, and only the header Host shows the difference. If the server requires API keys and no
+hosts are configured, nothing is refused, because the attacker's page has no key.
 """
 
 from ipaddress import ip_address
@@ -18,11 +18,12 @@ from gateway.door.rules import HttpRules, name_of
 from gateway.errors import WrongHostError, error_body, status_of
 
 _OPEN = ("/health", "/ready", "/metrics")
-"""Paths that health probes may request with any host name or address."""
+"""Paths that are answered for any host name or address, because health probes use them."""
 
 
 class HostCheck:
-    """Answers 421 for a Host that is not allowed, and 403 for an Origin that is neither the host nor allowed.
+    """Middleware that checks the headers Host and Origin. A Host that is not allowed gets status 421. An Origin that is
+    neither the server itself nor allowed gets status 403.
 
     If `allowed_hosts` is set, both headers are always checked. If it is empty, they are checked only if the server
     listens on loopback and requires no key.
@@ -54,7 +55,7 @@ class HostCheck:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address can only mean this machine."""
+    """Return True if `host` is localhost or a loopback address, which only this machine can reach."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
-"""Reads JSON bodies within bounds. The bounds are checked before the body is parsed, so that the value that a route's
-model validates is small.
+"""Reads JSON bodies and checks their limits. Limits are checked before the body is parsed, so that the parsed value is
+small.
 
-`BodyRoute` is the class of all routes. It checks the caller first, so that the bodies of callers without a key are not
-read. Long bodies are parsed and checked in a thread.
+`BodyRoute` is the class of all routes. It checks the caller first, and does not read the bodies of callers that are
+refused. Long bodies are parsed and validated in a thread.
 """
 
 import json
@@ -25,22 +25,25 @@ from gateway.errors import BodyTooLargeError, UnreadableBodyError
 from gateway.streaming import caller_of
 
 _LONG_BYTES = 16 * 1024
-"""Smallest number of bytes of a body that is parsed in a thread."""
+"""Number of bytes from which a body is parsed in a thread instead of on the loop."""
 _OTHERS = bytes(byte for byte in range(256) if byte not in b'",:[{')
-"""Bytes that do not affect the number of values."""
+"""Bytes that are ignored when the values of a JSON text are counted, because they neither begin nor separate values."""
 _TEXT = re.compile(rb'"[^"]*"')
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""JSON escape of one half of a surrogate pair. Complete pairs are valid."""
+"""JSON escape of a UTF-16 surrogate. Surrogates are valid only in pairs."""
 
 Admit = Callable[[Mapping[str, str]], Awaitable[None]]
-"""Raises BatonError unless a caller, as `caller_of` returns it, may send requests."""
+"""Function that checks a caller, given by the headers that `caller_of` returns. Raises BatonError if the caller may not
+send requests."""
 
 
 class BodyRoute(APIRoute):
-    """A route whose JSON body is read within bounds, for callers that the application admits (`app.state.admit`)."""
+    """Route whose JSON body is read with limits. The application first checks that the caller is permitted
+    (`app.state.admit`)."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the function that answers a request."""
+        """Return the function that handles a request: it checks the caller, reads and validates the body, and calls the
+        route."""
         answer, field = super().get_route_handler(), self.body_field
         if field is None or field.field_info.annotation is None:
             return answer
@@ -63,22 +66,22 @@ class BodyRoute(APIRoute):
 
 
 class _Read(Request):
-    """A request whose body was read."""
+    """Request whose body was already read, parsed and validated."""
 
     def __init__(self, request: Request, body: bytes, value: object) -> None:
         super().__init__(request.scope, request.receive)
         self._body, self._value = body, value
 
     async def json(self) -> object:
-        """Return the parsed and validated value of the body."""
+        """Return the body's value, which was parsed and validated before."""
         return self._value
 
 
 def parse(body: bytes) -> object:
-    """Return the value of a JSON body. Blocks while a long body is parsed.
+    """Parse a JSON body and return its value. Blocks while a long body is parsed.
 
-    Raises BodyTooLargeError for too many values, and InvalidArgumentError for invalid JSON, for one half of a surrogate
-    pair without the other, and for a number that is not finite.
+    Raises BodyTooLargeError if the body has too many values. Raises InvalidArgumentError for invalid JSON, for an
+    unpaired UTF-16 surrogate, and for a number that is not finite.
     """
     _check_size(body)
     try:

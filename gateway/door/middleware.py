@@ -1,7 +1,7 @@
-"""Middleware around the routes: a limit on bodies, and counts of requests. Works with any ASGI application. Runs on the
-asyncio loop.
+"""ASGI middleware around the routes: limits on bodies, and counts of requests. It works with any ASGI application. Runs
+on the asyncio loop.
 
-Streams pass through message by message, without buffering or copying.
+The messages of a stream are passed on one by one, and are neither collected nor copied.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -16,8 +16,8 @@ _RETRY_S = 1.0
 
 
 class BodyLimit:
-    """Bounds the bytes of each body, and the total bytes of all bodies. A body whose header declares too many bytes is
-    refused at once. A body without a declared length is cut off when it exceeds the limit."""
+    """Middleware that limits the bytes of each body, and of all bodies together. A body that declares too many bytes in
+    its header is refused at once. A body without a declared length is refused when it exceeds the limit."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -66,7 +66,8 @@ class BodyLimit:
 
 
 class RequestCounts:
-    """Counts requests by route and status, and running requests. A request runs until the end of its stream."""
+    """Middleware that counts requests by route and status, and the requests that run now. A request runs until its
+    stream ends."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self._app = app

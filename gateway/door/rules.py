@@ -1,4 +1,4 @@
-"""Settings of the HTTP gateway: for which hosts and web pages it answers, and for how long. Pure."""
+"""Settings of the HTTP gateway: permitted hosts, permitted web pages, and timeouts. The module has no side effects."""
 
 import re
 from typing import Annotated
@@ -11,7 +11,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 def name_of(authority: str) -> str:
-    """Return the name or address of a host, in lower case, without brackets and port."""
+    """Return the host name or address in `authority` (HOST or HOST:PORT), in lower case, without brackets and port."""
     if authority.startswith("["):
         return authority[1:].partition("]")[0].lower()
     return authority.partition(":")[0].lower()
@@ -39,11 +39,11 @@ class HttpRules:
     """Rules of an HTTP gateway: permitted hosts and origins, and timeouts of requests and connections."""
 
     allowed_hosts: Hosts = ()
-    """Allowed values of Host, in addition to loopback names; empty: any, except on loopback without API keys."""
+    """Allowed Host headers in addition to loopback names. Empty: all, except on loopback without API keys."""
     allow_origins: TokenAttribution = ()
-    """Origins whose web pages may call, like https://chat.example.com, or * for all; empty: only its own pages."""
+    """Origins whose web pages may send requests, like https://chat.example.com. *: all; empty: only own pages."""
     default_deadline_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
-    """Seconds after which a request over HTTP ends; 0: never."""
+    """Timeout in seconds of a request over HTTP; 0: no timeout."""
     keep_alive_s: Seconds = 75.0
     """Seconds for which an idle connection stays open; use more than the load balancer's idle timeout."""
 

@@ -1,1 +1,2 @@
-"""Names of fields in errors, fields that are refused, and fields that give the output a form."""
+"""Fields of request bodies: their names in errors, fields that are not supported, and fields that constrain the form of
+the output."""

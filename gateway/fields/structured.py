@@ -1,6 +1,7 @@
-"""Reads how a body constrains its output: OpenAI's `response_format`, vLLM's `structured_outputs` and its older names.
+"""Reads from a request's body how the form of its output is constrained. The fields are OpenAI's `response_format`,
+vLLM's `structured_outputs`, and the older names of the latter.
 
-The server decides whether a schema or grammar is supported. Pure.
+The server decides whether a schema or grammar is supported. The functions have no side effects.
 """
 
 from collections.abc import Mapping
@@ -11,14 +12,16 @@ from baton.sampling_params import StructuredOutput, structured_from_option
 from gateway.bodies import SamplingBody
 
 _GUIDED = ("json", "regex", "grammar", "choice")
-"""Constraints that older versions of vLLM accepted as `guided_json` and so on."""
+"""Kinds of constraints that older versions of vLLM accept as fields: `guided_json`, `guided_regex`, `guided_grammar`
+and `guided_choice`."""
 _IGNORED = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-"""Options of vLLM's `structured_outputs` that configure a library, and do not change the permitted output."""
+"""Options in vLLM's `structured_outputs` that are ignored. They configure a library, and do not change the permitted
+output."""
 
 
 def structured_of(body: SamplingBody) -> StructuredOutput | None:
-    """Return the form that a body requires of its output, if any. Raises InvalidArgumentError for an invalid form, and
-    for a body with two forms."""
+    """Return the constraint on the form of the output; None if the body has none. Raises InvalidArgumentError for an
+    invalid constraint, and for a body with more than one constraint."""
     given = {f"guided_{name}": {name: getattr(body, f"guided_{name}")} for name in _GUIDED}
     asked = {name: form for name, form in given.items() if None not in form.values()}
     if body.structured_outputs is not None:
@@ -32,7 +35,7 @@ def structured_of(body: SamplingBody) -> StructuredOutput | None:
 
 
 def form_names(body: SamplingBody) -> dict[str, str]:
-    """Return how errors name the form that `structured_of` returns, and the field that it was read from."""
+    """Return the names of the body's field that constrains the output, by the names that errors use for it."""
     for name in (f"guided_{each}" for each in _GUIDED):
         if getattr(body, name) is not None:
             return {f"structured_output.{name.removeprefix('guided_')}": name, "structured_output": name}

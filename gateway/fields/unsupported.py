@@ -1,5 +1,5 @@
-"""Fields of the OpenAI, vLLM and SGLang APIs that Baton does not support, and that would change the answer. They are
-refused.
+"""Fields of the OpenAI, vLLM and SGLang APIs that Baton does not support and that would change the answer. Requests
+with such fields are refused.
 
 Other unknown fields are ignored.
 """
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from baton.errors import InvalidArgumentError
 
 _NOTHING: tuple[object, ...] = (False, "", [], {})
-"""Values with which most fields have no effect."""
+"""Values with which a field counts as not set. They apply to fields that are not in `_NOTHING_OF`."""
 _NOTHING_OF: Mapping[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "length_penalty": (1, 1.0),
@@ -19,7 +19,7 @@ _NOTHING_OF: Mapping[str, tuple[object, ...]] = {
     "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
 }
-"""Values with which the other fields have no effect."""
+"""Values with which specific fields have no effect, by the field's name. A request with such a value is accepted."""
 UNSUPPORTED: Mapping[str, str] = {
     "add_special_tokens": "the tokenizer and the chat template say which",
     "allowed_token_ids": "use logit_bias or structured_outputs",
@@ -58,12 +58,12 @@ UNSUPPORTED: Mapping[str, str] = {
     "use_beam_search": "there is no beam search",
     "web_search_options": "nothing is searched",
 }
-"""The fields, with the replacement, or the reason why there is none."""
+"""Unsupported fields. The value of each field names the replacement, or the reason why the field is not supported."""
 
 
 def refuse_unsupported(body: BaseModel, *, adds_special_tokens: bool) -> None:
-    """Raise InvalidArgumentError for a field of a body that requests an unsupported feature. `adds_special_tokens` is
-    true if its prompt gets the special tokens with which the tokenizer begins a text."""
+    """Raise InvalidArgumentError if the body has a field that requests an unsupported feature. `adds_special_tokens` is
+    true if the tokenizer adds its special tokens at the start of the prompt."""
     for name, value in (body.model_extra or {}).items():
         if name not in UNSUPPORTED or value is None:
             continue

@@ -1,4 +1,5 @@
-"""Formats in which model families write tool calls. The format of a model is recognized by its chat template. Pure."""
+"""Formats in which model families write tool calls. The format of a model is recognized by its chat template. The
+functions have no side effects."""
 
 import re
 from dataclasses import dataclass
@@ -12,19 +13,21 @@ class CallFormat:
 
     name: str
     begin: str
-    """Text that calls begin with."""
+    """Text with which tool calls begin."""
     end: str = ""
-    """Text that calls end with; empty: a call ends at the end of its JSON."""
+    """Text with which tool calls end. Empty: a call ends with its JSON."""
     is_bare: bool = False
-    """True if an answer may also begin directly with a call's JSON."""
+    """True if the output may also begin directly with the JSON of a call, without the text `begin`."""
     is_all: bool = False
-    """True if an answer is a JSON list of calls and nothing else."""
+    """True if the whole output is a JSON list of calls."""
     is_prompted: bool = False
-    """True if the tools are described in the system message, because the chat template does not take them."""
+    """True if the tools are described in the system message, because the model's chat template does not support
+    tools."""
     markers: tuple[str, ...] = ()
-    """Texts that mark calls. They may be special tokens, which have no text of their own."""
+    """Texts that mark tool calls in the output. They may be special tokens of the model, which are normally not part of
+    the text."""
     has_short_ids: bool = False
-    """True if the chat template takes only ids of nine letters and digits."""
+    """True if the chat template accepts only call ids of exactly nine letters and digits."""
 
 
 HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>", markers=("<tool_call>", "</tool_call>"))
@@ -32,10 +35,11 @@ LLAMA3 = CallFormat("llama3", "<|python_tag|>", is_bare=True, markers=("<|python
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), has_short_ids=True)
 SMOLLM2 = CallFormat("smollm2", "<tool_call>", "</tool_call>", is_prompted=True)
 OBLIGED = CallFormat("obliged", "[", is_bare=True, is_all=True)
-"""Format of calls when the model's output is constrained to calls."""
+"""Format of tool calls if the model must call a tool. The output is then constrained to a JSON list of calls."""
 FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL, SMOLLM2)}
 FORMAT_NAMES = ("auto", *FORMATS, "none")
-"""Names of formats for the configuration: a format's name, "none", or "auto" for the format of the chat template."""
+"""Values of the setting for the format of tool calls: the name of a format, "none", or "auto". "auto" selects the
+format by the model's chat template."""
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
 _SIGNS = (
@@ -44,12 +48,13 @@ _SIGNS = (
     ("Environment: ipython", LLAMA3),
     ("<tool_call>", HERMES),
 )
-"""Texts in the chat templates of families, with the format. The first text that the template contains decides."""
+"""Pairs of a text in chat templates and the format of tool calls of the models with such templates. The first pair
+whose text occurs in the template is used."""
 
 
 def format_of(template: str, asked: str = "auto") -> CallFormat | None:
-    """Return the format with the name `asked`; for "auto", the format of a model with this chat template. Return None
-    if the model cannot use tools. Raises ConfigError for an unknown name."""
+    """Return the format of tool calls with the name `asked`. "auto" selects the format by the model's chat template
+    `template`. Return None if the model cannot call tools. Raises ConfigError for an unknown name."""
     if asked not in FORMAT_NAMES:
         raise ConfigError(f"tool format {asked!r} is unknown: use one of {', '.join(FORMAT_NAMES)}")
     if asked != "auto":

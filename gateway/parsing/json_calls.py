@@ -1,41 +1,42 @@
-"""Reads one call of a tool, `{"name": ..., "arguments": {...}}`, character by character. Pure.
+"""Parses one tool call, `{"name": ..., "arguments": {...}}`, character by character.
 
-The arguments are passed on while the model writes them, so that a client can stream them, and nothing is parsed twice.
+The arguments are passed on while the model writes them, so that a client can stream them. No text is parsed twice.
 """
 
 import json
 from enum import Enum, auto
 
 _ARGUMENTS = ("arguments", "parameters")
-"""Keys that models use for the arguments."""
+"""Keys under which models write the arguments of a call."""
 _KEYS = ("name", "type", "id", "function", *_ARGUMENTS)
-"""Keys that a call may have."""
+"""Keys that the JSON object of a tool call may have."""
 _OPENING, _CLOSING = "{[", "}]"
 
 
 class NotACallError(ValueError):
-    """The text read so far is not a call, but ordinary text."""
+    """Raised if the text that was read is ordinary text and not a tool call."""
 
 
 class _Place(Enum):
     BEFORE = auto()
-    """Before the object begins."""
+    """The JSON object has not begun yet."""
     KEY = auto()
-    """Where a key or the object's end is expected."""
+    """The next character must begin a key or end the object."""
     COLON = auto()
     VALUE = auto()
-    """In the value of a key."""
+    """The next character belongs to the value of a key."""
     OVER = auto()
-    """After the object's end."""
+    """The JSON object has ended."""
 
 
 class CallReader:
-    """Reads one call. A new reader is made for each call."""
+    """Parser of one tool call. Each call needs a new parser."""
 
     def __init__(self, *, is_strict: bool = False) -> None:
-        """With `is_strict`, an object with a key that calls do not have is not a call."""
+        """Make a parser. If `is_strict` is true, an object with a key that is not in `_KEYS` is not accepted as a
+        call."""
         self.name: str | None = None
-        """Name of the function, once it is known."""
+        """Name of the function; None until it is known."""
         self.has_arguments = False
         """True once the arguments are complete."""
         self._place = _Place.BEFORE
@@ -50,7 +51,7 @@ class CallReader:
 
     @classmethod
     def of_arguments(cls, name: str) -> "CallReader":
-        """Return a reader that reads only the arguments of a call whose name is already known."""
+        """Return a parser for a call whose name was already read. It reads only the arguments."""
         reader = cls()
         reader._is_short = True
         for char in f'{{"name": {json.dumps(name)}, "arguments":':
@@ -63,7 +64,8 @@ class CallReader:
         return self._place is _Place.OVER or (self._is_short and self.has_arguments)
 
     def push(self, char: str) -> str:
-        """Read the next character. Return the part of the arguments that can now be passed on. Raises NotACallError."""
+        """Read the next character. Return the part of the arguments that is ready to be sent to the client; it may be
+        empty. Raises NotACallError if the text is not a tool call."""
         match self._place:
             case _Place.BEFORE:
                 self._expect(char, "{", _Place.KEY)

@@ -1,4 +1,4 @@
-"""Parses a model's output for one choice: first reasoning, then text and tool calls. Pure."""
+"""Parses a model's output for one choice: first reasoning, then text and tool calls."""
 
 import secrets
 import string
@@ -17,27 +17,28 @@ _SHORT_ID = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class OutputRules:
-    """Rules for parsing the output of a request's choices."""
+    """Rules for parsing the output of all choices of a request."""
 
     format: CallFormat | None = None
-    """Format of tool calls; None: no tools are called."""
+    """Format of tool calls. None: the output is not searched for tool calls."""
     names: Collection[str] = ()
-    """Names of the available functions."""
+    """Names of the functions that the model may call."""
     most_calls: int | None = None
     has_reasoning: bool = False
-    """True if the model marks reasoning."""
+    """True if the model marks its reasoning with <think> and </think>."""
     is_reasoning_open: bool = False
-    """True if the prompt ends within reasoning."""
+    """True if the prompt ends within reasoning, so that the output begins with reasoning."""
     markers: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Text of special tokens that are markers and produce no text when they are detokenized, by token id."""
+    """Text of special tokens that mark reasoning or tool calls, by token id. The detokenizer produces no text for these
+    tokens."""
 
     @property
     def is_plain(self) -> bool:
-        """True if all output is text."""
+        """True if the output is not searched for reasoning or tool calls."""
         return self.format is None and not self.has_reasoning
 
     def parser(self) -> "OutputParser":
-        """Return a new parser, for one choice."""
+        """Return a new parser for the output of one choice."""
         return OutputParser(self)
 
 
@@ -45,7 +46,7 @@ PLAIN = OutputRules()
 
 
 class OutputParser:
-    """Reads one choice's output, in pieces of text of any length."""
+    """Parser of one choice's output. The text may arrive in pieces of any length."""
 
     def __init__(self, rules: OutputRules) -> None:
         self._rules = rules
@@ -55,14 +56,14 @@ class OutputParser:
             self._calls = CallParser(rules.format, rules.names, self._make_id, rules.most_calls)
 
     def push(self, text: str, token_id: int | None = None) -> Iterator[Piece]:
-        """Read the next token and its text. Yield the pieces that are complete enough to be passed on."""
+        """Read the text of the next token. Yield the pieces of output that are ready to be sent to the client."""
         if token_id is not None:
             text += self._rules.markers.get(token_id, "")
         if text:
             yield from merged(self._answer([Text(text)] if self._reasoning is None else self._reasoning.push(text)))
 
     def end(self) -> Iterator[Piece]:
-        """Yield the remaining pieces after the model's last token."""
+        """Yield the remaining pieces of the output. Must be called after the model's last token."""
         reasoning = () if self._reasoning is None else self._answer(self._reasoning.end())
         calls = () if self._calls is None else self._calls.end()
         yield from merged(chain(reasoning, calls))

@@ -1,4 +1,4 @@
-"""Pieces of an answer, in the order in which the model writes them. Pure."""
+"""Pieces of a model's output (text, reasoning and tool calls), in the order in which the model writes them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -6,33 +6,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Text:
-    """Text for the user."""
+    """Text of the answer, which is shown to the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text of the model's reasoning before its answer."""
+    """Text of the model's reasoning, which comes before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegun:
-    """The beginning of a tool call."""
+    """Start of a tool call, with its id and function name. The arguments follow as separate pieces."""
 
     number: int
-    """Number of the call among all calls of the answer, from 0."""
+    """Number of the call among all calls of the choice, counted from 0."""
     id: str
-    """Id of the call. The tool's answer refers to it."""
+    """Id of the call. The message with the tool's result refers to this id."""
     name: str
     """Name of the function that is called."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A part of a call's arguments. All parts of one call, joined, are a JSON object."""
+    """Part of a tool call's arguments. All parts of one call, joined, are the text of a JSON object."""
 
     number: int
     text: str
@@ -42,7 +42,8 @@ Piece = Text | Reasoning | CallBegun | Arguments
 
 
 def merged(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the pieces. Successive pieces of the same kind that belong together are merged into one."""
+    """Yield the pieces, with successive pieces of the same kind merged into one. Pieces of arguments are merged only if
+    they belong to the same call."""
     last: Piece | None = None
     for piece in pieces:
         joined = None if last is None else _joined(last, piece)

@@ -1,4 +1,4 @@
-"""Separates a model's reasoning, marked by <think> and </think>, from its answer, token by token. Pure."""
+"""Separates a model's reasoning, which <think> and </think> mark, from its answer. The text arrives token by token."""
 
 from collections.abc import Iterator
 
@@ -8,18 +8,18 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Splits one choice's text into reasoning, at its beginning, and the answer."""
+    """Parser that splits the text of one choice into the reasoning at its beginning, and the answer."""
 
     def __init__(self, *, is_open: bool) -> None:
-        """`is_open` is true if the prompt ends within the reasoning, so that the model's output begins with
-        reasoning."""
+        """Make a parser. `is_open` is true if the prompt ends within reasoning. The model's output then begins with
+        reasoning, without <think>."""
         self._held = ""  # text that is not decided yet
         self._is_decided = is_open
         self._is_inside = is_open
         self._is_at_start = True  # white space at the beginning of reasoning and answer is left out
 
     def push(self, text: str) -> Iterator[Piece]:
-        """Read the next text. Yield the pieces that are complete enough to be passed on."""
+        """Read the next text. Yield the pieces of output that are ready to be sent to the client."""
         self._held += text
         if not self._is_decided:
             self._begin()
@@ -30,7 +30,7 @@ class ReasoningParser:
             yield from self._answer(answer)
 
     def end(self) -> Iterator[Piece]:
-        """Yield the remaining pieces after the model's last token."""
+        """Yield the remaining pieces of the output. Must be called after the model's last token."""
         held, self._held = self._held, ""
         if held and self._is_inside:
             yield from self._reasoning(held.rstrip())

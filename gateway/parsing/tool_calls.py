@@ -1,7 +1,7 @@
-"""Finds tool calls in a model's output, token by token. Pure; one parser per choice.
+"""Finds tool calls in a model's output, token by token. Each choice needs its own parser.
 
-A marker may be split over several tokens, so text that may become a marker is held back until this is known. If the
-text after a marker is not a call, it is passed on as text, including the marker.
+A marker may be split over several tokens. Text that may become a marker is therefore held back until more text has
+arrived. If the text after a marker is not a call, it is passed on as text, including the marker.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -12,22 +12,22 @@ from gateway.parsing.json_calls import CallReader, NotACallError
 from gateway.parsing.pieces import Arguments, CallBegun, Piece, Text
 
 _SEPARATORS = ",;[]"
-"""Characters between calls, in addition to white space."""
+"""Characters that may separate calls, in addition to white space."""
 
 
 class _Mode(Enum):
     START = auto()
-    """No text has arrived yet, and a call may begin without a marker."""
+    """No text has arrived yet. The output may begin with a call without a marker."""
     TEXT = auto()
     BETWEEN = auto()
-    """After the marker, but not within a call."""
+    """A tool call may begin, because a marker or another call has ended."""
     NAME = auto()
-    """Within a name that precedes the arguments."""
+    """The name of the function is being read, in formats that write the name before the arguments."""
     CALL = auto()
 
 
 class CallParser:
-    """Splits one choice's text into text and calls."""
+    """Parser that splits the text of one choice into text and tool calls."""
 
     def __init__(
         self,
@@ -36,8 +36,9 @@ class CallParser:
         make_id: Callable[[], str],
         most_calls: int | None = None,
     ) -> None:
-        """`names` are the names of the available functions. Only these functions can be called without a marker. Only
-        the first `most_calls` calls are passed on."""
+        """Make a parser. `names` are the names of the available functions. A call without a marker is recognized only
+        if it calls one of these functions. `make_id` returns a new call id. If `most_calls` is set, only the first
+        `most_calls` calls are passed on."""
         self.num_calls = 0
         self._format = format_
         self._names = names
@@ -53,7 +54,7 @@ class CallParser:
         self._is_after_call = False  # white space that follows calls is left out
 
     def push(self, text: str) -> Iterator[Piece]:
-        """Read the next text. Yield the pieces that are complete enough to be passed on."""
+        """Read the next text. Yield the pieces of output that are ready to be sent to the client."""
         self._held += text
         while self._held:
             if self._mode is _Mode.START and not self._starts():
@@ -67,8 +68,8 @@ class CallParser:
                 yield from self._read_char(char)
 
     def end(self) -> Iterator[Piece]:
-        """Yield the remaining pieces after the model's last token. A call that ends before its name is known is passed
-        on as text, unless the output is constrained to calls."""
+        """Yield the remaining pieces of the output. Must be called after the model's last token. A call that ends
+        before its name is complete is passed on as text, unless the output is constrained to calls."""
         if self._format.is_all:
             return
         is_marker_alone = self._mode is _Mode.BETWEEN and not self.num_calls and self._raw.strip() == self._format.begin

@@ -1,1 +1,2 @@
-"""OpenAI's Responses API: answers as items, in a stream of typed events, kept for a while for later requests."""
+"""OpenAI's Responses API. Answers consist of items, are streamed as typed events, and are stored for a limited time for
+later requests."""

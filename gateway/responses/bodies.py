@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/responses, with the names and defaults of OpenAI's API; unknown fields are ignored."""
+"""Bodies of POST /v1/responses, with the names and defaults of OpenAI's API. Unknown fields are ignored."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,22 +9,22 @@ from gateway.bodies import Function, Parts, SamplingBody, at_most
 
 
 class Item(BaseModel):
-    """An item of a conversation: a message, a call of a function, its answer, or reasoning."""
+    """Item of a conversation: a message, a function call, the result of a function call, or reasoning."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: str = "message"
     id: str | None = None
-    """Name of the item, by which lists are paged."""
+    """Unique id of the item, which is used to page through lists of items."""
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     role: str | None = None
     content: str | Parts | None = None
     call_id: str | None = None
-    """Name of the call, in the call itself and in its answer."""
+    """Id that connects a function call with the item that has its result."""
     name: str | None = None
     arguments: str | None = None
     output: str | Parts | None = None
-    """Answer of the function that was called."""
+    """Result of the called function."""
 
 
 class FunctionTool(Function):
@@ -34,14 +34,14 @@ class FunctionTool(Function):
 
 
 class NamedFunction(BaseModel):
-    """The function that the model must call."""
+    """Value of `tool_choice` that names the function which the model must call."""
 
     type: Literal["function"]
     name: str
 
 
 class TextFormat(BaseModel):
-    """The form of the answer's text."""
+    """Required format of the answer's text."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -49,7 +49,7 @@ class TextFormat(BaseModel):
 
 
 class TextConfig(BaseModel):
-    """Format options of the answer's text."""
+    """Options for the text of the answer."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -60,25 +60,25 @@ class ResponsesBody(SamplingBody):
     """Body of POST /v1/responses."""
 
     input: Annotated[str | Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)], at_most(MAX_ITEMS)]
-    """The user's message, or the conversation's next items."""
+    """Text of the user's message, or a list of the next items of the conversation."""
     instructions: str | None = None
-    """System message of this response only. A response that continues from it has its own."""
+    """System message for this response only. It is not used for later responses that continue the conversation."""
     previous_response_id: str | None = None
-    """Id of the kept response whose conversation is continued."""
+    """Id of the stored response whose conversation this request continues. None: a new conversation."""
     store: bool | None = None
-    """False: the response is not kept. By default it is kept."""
+    """If false, the response is not stored. None means true."""
     max_output_tokens: int | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     include: Annotated[list[str], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
-    """Further content of the response. `message.output_text.logprobs` requests logprobs."""
+    """Additional content of the response. `message.output_text.logprobs` requests logprobs."""
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
-    """Kept with the response, and sent back."""
+    """Arbitrary pairs of names and texts that are stored with the response and returned in it."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the model's chat template, such as enable_thinking."""
+    """Additional variables for the model's chat template, such as `enable_thinking`."""
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None

@@ -1,6 +1,6 @@
-"""Writes a response as the sequence of events that the OpenAI API defines. Pure; one writer per response.
+"""Writes a response as the sequence of events that the OpenAI API defines. Each response needs its own writer.
 
-A response that is not streamed is taken from the last event, so that both forms are equal.
+A response that is not streamed is taken from the last event, so that both forms have the same content.
 """
 
 import uuid
@@ -18,13 +18,13 @@ _STEMS = {"message": "response.output_text", "reasoning": "response.reasoning_te
 
 
 class ResponseEvents:
-    """Writes the events of one response."""
+    """Writer of the events of one response."""
 
     def __init__(
         self, head: ResponseHead, rules: OutputRules, token_text: Callable[[int], str], *, has_logprobs: bool
     ) -> None:
         self.output: list[Object] = []
-        """Items that are complete."""
+        """Output items that are complete."""
         self._head = head
         self._parser = rules.parser()
         self._token_text = token_text
@@ -36,12 +36,12 @@ class ResponseEvents:
         self._finish: FinishReason | None = None
 
     def begin(self) -> Iterator[Object]:
-        """Yield the events that precede the output."""
+        """Yield the events at the start of a response, before the first token."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._head.object("in_progress", []))
 
     def take(self, event: TokenEvent) -> Iterator[Object]:
-        """Yield the events for one event of the stream."""
+        """Yield the events of the response that result from one token event."""
         if event.token is not None and self._has_logprobs:
             self._logprobs.append(scored_token(event.token, self._token_text))
         pieces = list(self._parser.push(event.text, None if event.token is None else event.token.token_id))
@@ -53,7 +53,7 @@ class ResponseEvents:
             yield from self._write(piece)
 
     def end(self, usage: Usage | None) -> Iterator[Object]:
-        """Yield the events that follow the output. The last event contains the whole response."""
+        """Yield the events after the last token. The last of them contains the whole response."""
         is_cut = self._finish is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
         if self._item is None and not self.output:
@@ -68,7 +68,7 @@ class ResponseEvents:
         yield self._event(f"response.{status}", response=response)
 
     def fail(self, message: str) -> Iterator[Object]:
-        """Yield the last event of a response that an error has ended."""
+        """Yield the last event of a response that ended with an error. `message` is the error's text."""
         output = self.output if self._item is None else [*self.output, self._item.object("incomplete")]
         error = {"code": "server_error", "message": message}
         yield self._event("response.failed", response=self._head.object("failed", output, error=error))

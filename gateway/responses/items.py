@@ -1,4 +1,4 @@
-"""Lists the items that a response was made from: gives them ids, and divides the list into pages. Pure."""
+"""Gives ids to the input items of a response, and divides the list of items into pages."""
 
 import uuid
 from collections.abc import Collection, Sequence
@@ -14,8 +14,8 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def named(items: Sequence[Item], taken: Collection[str | None]) -> list[Item]:
-    """Return the items, each with a unique id. An item keeps its id, unless the id is in `taken` or belongs to an
-    earlier item; then it gets a new one."""
+    """Return the items with unique ids. An item without an id gets a new one. An item also gets a new id if its id is
+    in `taken` or belongs to an earlier item."""
     seen, found = set(taken), []
     for item in items:
         if item.id is None or item.id in seen:
@@ -32,13 +32,13 @@ class Page:
     limit: int
     """Maximum number of items of the page."""
     order: Literal["asc", "desc"]
-    """asc: the oldest item first; desc: the newest item first."""
+    """Order of the items in the list. "asc": the oldest item is first. "desc": the newest item is first."""
     after: str | None
-    """Id of the item that precedes the page; None: the page is the first one."""
+    """Id of the item directly before the page, in the order of the list. None: the page begins with the first item."""
 
     def of(self, items: Sequence[Item]) -> Object:
-        """Return the page. `items` is the whole list, the oldest item first. Raises InvalidArgumentError if no item has
-        the id `after`."""
+        """Return the page. `items` is the whole list with the oldest item first. Raises InvalidArgumentError if `after`
+        is not the id of an item."""
         ordered = items if self.order == "asc" else items[::-1]
         start = 0
         if self.after is not None:

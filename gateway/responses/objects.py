@@ -1,4 +1,4 @@
-"""The objects of responses: the response itself, and the items of its output. Pure."""
+"""Makes the objects of the Responses API: the response itself, and its output items."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,18 +10,18 @@ from gateway.responses.bodies import ResponsesBody
 
 @dataclass
 class OutputItem:
-    """An item of an output that is being written: reasoning, a message, or a call of a function."""
+    """Output item that is being written: reasoning, a message, or a function call."""
 
     kind: str
     id: str
     text: str = ""
-    """Text, or a call's arguments."""
+    """Text of the message or the reasoning, or the arguments of the function call."""
     call_id: str = ""
     name: str = ""
     logprobs: list[Object] = field(default_factory=list)
 
     def object(self, status: str) -> Object:
-        """Return the item. While it is in progress, it has no content yet."""
+        """Return the item as an object of the API. An item in progress has no content."""
         common: Object = {"id": self.id, "type": self.kind, "status": status}
         is_open = status == "in_progress"
         if self.kind == "function_call":
@@ -33,7 +33,7 @@ class OutputItem:
         return common | {"role": "assistant", "content": content}
 
     def part(self, *, is_empty: bool = False) -> Object:
-        """Return the one part of the item's content."""
+        """Return the only content part of the item. If `is_empty` is true, the part has no text yet."""
         text = "" if is_empty else self.text
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -43,16 +43,17 @@ class OutputItem:
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """Fields that all objects of one response have in common."""
+    """Data that all objects of one response share."""
 
     id: str
     created: int
-    """Time at which the response was begun, in seconds since 1970."""
+    """Time at which the response was begun, in seconds since 1970 (UTC)."""
     model: str
     body: ResponsesBody
 
     def object(self, status: str, output: list[Object], **more: Any) -> Object:
-        """Return the response in this state. The fields `more` override those of the request."""
+        """Return the response object with this status and output. The fields in `more` replace the default values of
+        these fields."""
         body = self.body
         return {
             "id": self.id,
@@ -84,7 +85,7 @@ class ResponseHead:
 
 
 def usage_of(found: Usage | None, num_reasoning_tokens: int) -> Object | None:
-    """Return a response's usage; None when it is not known."""
+    """Return the `usage` object of a response. Return None if `found` is None."""
     if found is None:
         return None
     return {

@@ -1,4 +1,5 @@
-"""Converts the body of a request for a response, and the conversation before it, to the body of a chat. Pure."""
+"""Converts the body of a request for a response, together with the earlier conversation, to the body of a chat
+request."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,13 +34,13 @@ _NAMES = {
     "response_format.type": "text.format.type",
     "token_ids": "input",
 }
-"""Names of a response's fields, by the names that a chat or Baton's own API has for them."""
+"""Field names of the Responses API, by the names of the same fields in a chat or in Baton's own API."""
 _PLACES = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("function.parameters", "parameters"),
 )
-"""Pairs of a path in a chat's fields and the corresponding path in a response's fields."""
+"""Pairs of field paths: the path in a chat's body, and the corresponding path in a response's body."""
 _REFUSED = (
     ("background", "the answer comes while the client waits"),
     ("conversation", "use previous_response_id"),
@@ -49,13 +50,13 @@ _REFUSED = (
 
 
 def items_of(body: ResponsesBody) -> list[Item]:
-    """Return the items that the body adds to the conversation."""
+    """Return the new items that the body adds to the conversation. An input text becomes one message of the user."""
     return [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
 def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
-    """Return the chat that corresponds to the body. `items` are its whole conversation. Raises InvalidArgumentError for
-    values that are wrong or not supported."""
+    """Return the body of a chat that corresponds to the body of a response. `items` are all items of the conversation,
+    old and new. Raises InvalidArgumentError for values that are wrong or not supported."""
     refuse_unsupported(body, adds_special_tokens=False)
     for name, why in _REFUSED:
         if getattr(body, name):
@@ -83,7 +84,7 @@ def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
 
 
 def response_names(body: ResponsesBody) -> FieldNames:
-    """Return the names of a response's fields."""
+    """Return the field names that errors use for a request for a response."""
     tools, choice = [_tool(each) for each in body.tools or ()], _choice(body.tool_choice)
     form = parameter_names(tools, choice) or form_names(body)
     for of_chat, own in _PLACES:
@@ -92,8 +93,8 @@ def response_names(body: ResponsesBody) -> FieldNames:
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Return a conversation's items as the messages of a chat. Successive reasoning, text and calls of the assistant
-    become one message. Raises InvalidArgumentError for an item that is unknown or incomplete."""
+    """Convert the items of a conversation to the messages of a chat. Successive reasoning, text and function calls of
+    the assistant become one message. Raises InvalidArgumentError for an item that is unknown or incomplete."""
     messages: list[Message] = []
     for index, item in enumerate(items):
         read = _READERS.get(item.type)

@@ -1,4 +1,4 @@
-"""Routes of the Responses API. On the loop."""
+"""HTTP routes of OpenAI's Responses API. Runs on the asyncio loop."""
 
 import asyncio
 import hashlib
@@ -34,7 +34,7 @@ from gateway.upstream import Answers, Upstream
 
 
 class Responses:
-    """Answers requests for responses by calls to one upstream server, and stores the responses."""
+    """Handlers of the routes of the Responses API. They call one upstream server, and store the responses."""
 
     def __init__(self, upstream: Upstream, reader: Reader, store: ResponseStore) -> None:
         self._upstream = upstream
@@ -42,7 +42,7 @@ class Responses:
         self._store = store
 
     def router(self) -> APIRouter:
-        """Return the routes of this API."""
+        """Return the routes of the Responses API."""
         router = APIRouter(route_class=BodyRoute)
         router.post("/v1/responses", response_model=None, responses=STREAMED)(self.create)
         known = [Depends(_check_caller)]
@@ -52,7 +52,8 @@ class Responses:
         return router
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
-        """Answer the next turn of a conversation, whole or as a stream of events."""
+        """Create a response to the next input of a conversation. The response is sent as a whole or as a stream of
+        events."""
         request.state.fields = response_names(body)
         before = self._before(body, request)
         read = partial(self._read, body, before)
@@ -74,7 +75,7 @@ class Responses:
             return EventStream(_lines(events, answers, first, tokens, keep), stack.pop_all(), headers)
 
     async def find(self, response_id: str, request: Request) -> Response:
-        """Return a response that is kept."""
+        """Return a stored response. Unknown ids get status 404."""
         return _json(self._kept(response_id, request).response)
 
     async def find_input(
@@ -85,12 +86,12 @@ class Responses:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Object:
-        """List the items that a kept response was made from, including the conversation before it."""
+        """List the input items of a stored response. They include the earlier conversation."""
         request.state.fields = FieldNames(("after",))
         return Page(limit, order, after).of(await asyncio.to_thread(self._kept(response_id, request).read_input))
 
     async def delete(self, response_id: str, request: Request) -> Object:
-        """Delete a response that is kept."""
+        """Delete a stored response. Unknown ids get status 404."""
         if not self._store.delete(_owner(request), response_id):
             raise _unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}

@@ -1,6 +1,8 @@
-"""Keeps responses for a while, so that later requests may continue from them. Bounded by number, bytes and time.
+"""Stores responses for a limited time, so that later requests can continue their conversations. The number of
+responses, their memory and their age are limited.
 
-Owned by one gateway, on its loop. Other gateways do not have these responses, and a restart of the gateway drops them.
+The store belongs to one gateway, and is used on the gateway's loop. Other gateways do not have these responses. A
+restart of the gateway deletes them.
 """
 
 import json
@@ -15,18 +17,18 @@ from gateway.responses.bodies import Item
 
 _ITEMS = TypeAdapter(tuple[Item, ...])
 _ENTRY_BYTES = 512
-"""Bytes of memory that a response uses in addition to its texts."""
+"""Estimate of the bytes of memory that a response uses in addition to its texts."""
 
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """Limits on the number, memory and age of stored responses."""
+    """Limits of a store of responses: number, memory and age."""
 
     max_responses: int = 4096
     max_bytes: int = 64 * 2**20
-    """Bytes of memory of all conversations and responses."""
+    """Maximum total memory, in bytes, of all responses with their conversations."""
     keep_s: float = 24 * 3600.0
-    """Seconds after which a response is deleted."""
+    """Time in seconds after which a response is deleted."""
 
 
 DEFAULT_LIMITS = StoreLimits()
@@ -34,31 +36,32 @@ DEFAULT_LIMITS = StoreLimits()
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response and the conversation that it was made from, each as JSON, which takes less memory than objects."""
+    """Stored response with its input items. Both are JSON, because JSON uses less memory than Python objects."""
 
     owner: str
-    """Caller that requested the response. Other callers cannot read it."""
+    """Caller that created the response. Other callers cannot read it."""
     response: bytes
     input: bytes
     until_s: float
-    """Time on the clock at which the response is deleted."""
+    """Time, in seconds of the store's clock, at which the response is deleted."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of memory that it is counted as."""
+        """Number of bytes that count against the store's memory limit."""
         return len(self.response) + len(self.input) + _ENTRY_BYTES
 
     def read_input(self) -> tuple[Item, ...]:
-        """Return the items that the response was made from. Takes 0.1 s for 16 MiB."""
+        """Return the input items of the response. Takes about 0.1 s for 16 MiB."""
         return _ITEMS.validate_json(self.input)
 
     def read_items(self) -> tuple[Item, ...]:
-        """Return the whole conversation, the response's own items included. Takes 0.1 s for 16 MiB."""
+        """Return all items of the conversation: the input items and the response's output. Takes about 0.1 s for 16
+        MiB."""
         return (*self.read_input(), *map(Item.model_validate, json.loads(self.response)["output"]))
 
 
 class ResponseStore:
-    """The responses that are kept. The oldest are dropped first when there is no room."""
+    """Store of responses. When a limit is exceeded, the oldest responses are deleted."""
 
     def __init__(self, limits: StoreLimits, clock: Clock) -> None:
         self.num_bytes = 0
@@ -70,8 +73,8 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, owner: str, id_: str, response: bytes, conversation: bytes) -> None:
-        """Store a response in JSON, with the conversation before it in the form that `written` returns. A response that
-        alone exceeds the memory limit is not stored."""
+        """Store a response. `response` is the response as JSON. `conversation` has its input items as JSON, as
+        `written` returns them. A response that alone exceeds the memory limit is not stored."""
         kept = Kept(owner, response, conversation, self._clock.now_s() + self._limits.keep_s)
         if kept.num_bytes > self._limits.max_bytes or not self._limits.max_responses:
             return
@@ -82,13 +85,13 @@ class ResponseStore:
             self._drop(next(iter(self._kept)))
 
     def get(self, owner: str, id_: str) -> Kept | None:
-        """Return the response of this caller with the id `id_`; None if none is stored."""
+        """Return the response `id_` of the caller `owner`. None if this caller has no such response."""
         self._forget_old()
         kept = self._kept.get(id_)
         return kept if kept is not None and kept.owner == owner else None
 
     def delete(self, owner: str, id_: str) -> bool:
-        """Delete a response of this caller. Return whether a response of that id existed."""
+        """Delete the response `id_` of the caller `owner`. Return True if it existed."""
         if self.get(owner, id_) is None:
             return False
         self._drop(id_)
@@ -104,5 +107,5 @@ class ResponseStore:
 
 
 def written(items: Sequence[Item]) -> bytes:
-    """Return items as JSON. Takes 0.1 s for 16 MiB."""
+    """Return items as the text of a JSON list. Takes about 0.1 s for 16 MiB."""
     return _ITEMS.dump_json(tuple(items), exclude_none=True)

@@ -1,1 +1,2 @@
-"""Tools in a chat: those that a request offers, their description to the model, and the form of required calls."""
+"""Tools in a chat: the tools that a request offers, their description for the model, and the form of required tool
+calls."""

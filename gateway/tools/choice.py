@@ -1,7 +1,8 @@
-"""Selects the tools of a request that are offered to the model, and decides whether it must call one. Pure.
+"""Selects the tools of a request that are offered to the model, and decides whether the model must call one.
 
-If the model must call a tool, its output is constrained to a JSON list of calls, whose arguments match the function's
-parameters. This holds for all families, regardless of their usual format.
+If the model must call a tool, its output is constrained to a JSON list of calls. The arguments of each call match the
+JSON schema of the function's parameters. This applies to all model families, although they usually write calls in other
+formats.
 """
 
 from collections.abc import Sequence
@@ -12,14 +13,14 @@ from baton.sampling_params import StructuredOutput, structured_from_option
 from gateway.bodies import NamedTool, Tool
 
 _LITERALS = ("const", "enum", "default", "examples")
-"""Keywords whose values are literals, and not schemas."""
+"""JSON schema keywords whose values are literals and not schemas."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value maps names to schemas; the names are not keywords."""
+"""JSON schema keywords whose values map arbitrary names to schemas. The names are not keywords."""
 
 
 def offered(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> tuple[Tool, ...]:
-    """Return the tools that the model may call. Raises InvalidArgumentError for duplicate names, and for a choice that
-    the tools do not contain."""
+    """Return the tools that the model may call. `choice` is the field `tool_choice` of the request. Raises
+    InvalidArgumentError for duplicate names, and for a choice that names a tool which is not in `tools`."""
     given = tuple(tools or ())
     names = [tool.function.name for tool in given]
     for name in names:
@@ -35,8 +36,9 @@ def offered(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> tup
 def obliged_form(
     tools: Sequence[Tool], choice: str | NamedTool | None, *, most_calls: int | None = None
 ) -> StructuredOutput | None:
-    """Return the form of an output that must call tools: any of the offered ones, or the named one exactly once. None
-    when no call is required. Raises InvalidArgumentError for parameters that are too long."""
+    """Return the constraint for an output that must call tools. If `choice` names a tool, the output is exactly one
+    call of this tool. If `choice` is "required", it is at least one call of any of the tools, and at most `most_calls`.
+    Return None when no call is required. Raises InvalidArgumentError if the schemas of the parameters are too long."""
     called = _called(tools, choice)
     if not called:
         return None
@@ -53,8 +55,8 @@ def obliged_form(
 
 
 def parameter_names(tools: Sequence[Tool], choice: str | NamedTool | None) -> dict[str, str]:
-    """Return the request's field names for parts of the form of an output that must call tools, by the names that
-    errors use for these parts. Empty when no call is required."""
+    """Return the names of request fields for errors about required tool calls, by the names that the errors use. Empty
+    when no call is required."""
     called = _called(tools, choice)
     places = {
         f"structured_output.json is not supported at {_place(place)}": f"tools[{number}].function.parameters is not "
@@ -90,8 +92,9 @@ def _call(tool: Tool, place: int) -> dict[str, Any]:
 
 
 def rebased(schema: Any, pointer: str) -> Any:
-    """Return a schema with its references into itself rewritten for its new place, `pointer`. A part with an `$id` is a
-    document of its own and is left unchanged. Raises InvalidArgumentError for too deep nesting."""
+    """Return a JSON schema for use inside another document, with its references to itself rewritten. `pointer` is the
+    JSON pointer of the schema in the other document. A part with an `$id` counts as a document of its own, and is not
+    changed. Raises InvalidArgumentError if the schema is nested too deeply."""
     try:
         return _rebased(schema, pointer)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Describes tools in the system message, in the words that SmolLM2's instruct models were trained on. Pure."""
+"""Describes tools in the system message, with the text that SmolLM2's instruct models were trained on."""
 
 import json
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ _PROMPT = (
     "... (more tool calls as required)\n"
     "]</tool_call>"
 )
-"""The words of the model's own documentation, spaces included: the model knows no others."""
+"""Text from the documentation of SmolLM2, including its spaces. It must not be changed, because the model was trained
+on exactly this text."""
 
 
 def prompted(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the chat with its tools, calls and answers of tools as text: the tools before the system's own message,
-    each call as the model writes it, and each answer as a message of the user."""
+    """Return a chat in which tools, tool calls and tool results are text. The tools are described before the chat's own
+    system message. A call is written as the model writes it. The result of a tool becomes a message of the user."""
     chat = [_as_text(message) for message in messages]
     if not tools:
         return chat

@@ -1,1 +1,1 @@
-"""Run the batch of a generation engine, one step at a time, on the engine's thread."""
+"""Generation engine: runs the batch, one step at a time, on the engine's thread."""

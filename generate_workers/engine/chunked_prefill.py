@@ -1,15 +1,16 @@
-"""Batching policy: decoding sequences run first, and prefill gets the rest of a step. Runs on the engine's thread.
+"""Scheduling policy: decoding sequences run first, and prefill gets the rest of a step. Runs on the engine's thread.
 
-1. Every sequence that lacks the KV of one token runs in each step: decoding never waits for prefill.
+1. Every decoding sequence (its KV is complete except for the last token) runs in each step. Decoding never waits for
+   prefill.
 2. The other sequences share the step's prefill tokens, in the order in which they joined. A step prefills at most
-   `max_prefill_tokens` tokens. If the step also decodes, its predicted time limits them further (`step_bound`), but
-   never to zero, except in the rare steps that measure the time of decoding alone.
-3. While no sequence streams, all waiting prompts run in one step, if each has at most `max_prefill_tokens` tokens and
-   their sum is at most max(`max_prefill_tokens`, min(4 * `max_prefill_tokens`, 2,048)). Otherwise the first prompt's
-   stream would pause after its first token until the others are prefilled.
-4. A prompt that does not fit into the rest of this step, but fits completely into an empty step, waits for the next
-   step, where it runs first. A later, shorter prompt may use the rest of this step. So the first of several prompts get
-   their first tokens early.
+   `max_prefill_tokens` tokens. If the step also decodes, its predicted time (`step_bound`) limits prefill further. The
+   limit is never zero, except in the rare steps that measure the time of decoding alone.
+3. While no sequence streams, all waiting prompts run in one step if they are short enough: each has at most
+   `max_prefill_tokens` tokens, and their sum is at most max(`max_prefill_tokens`, min(4 * `max_prefill_tokens`,
+   2,048)). Otherwise the first prompt's stream would pause after its first token until the others are prefilled.
+4. A prompt may not fit into the rest of this step, although it fits completely into an empty step. Such a prompt waits
+   for the next step, where it runs first. A later, shorter prompt may use the rest of this step. The first of several
+   prompts therefore get their first tokens early.
 """
 
 import math
@@ -24,18 +25,20 @@ from generate_workers.engine.scheduling_policy import Progress, RowSpan, StepPla
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 
 _BURST_STEPS, _BURST_TOKENS = 4, 2048
-"""Limits of a step that prefills all waiting prompts: the tokens of `_BURST_STEPS` prefill steps, and at most
-`_BURST_TOKENS` tokens, whose activations need little memory."""
+"""Limits of a step that prefills all waiting prompts. It may have `_BURST_STEPS` times as many prefill tokens as a
+normal step, but at most `_BURST_TOKENS` tokens, because activations of more tokens need much memory."""
 
 
 class ChunkedPrefillPolicy:
-    """SchedulingPolicy that runs all decoding sequences in every step, together with bounded chunks of prefill."""
+    """SchedulingPolicy with chunked prefill: each step runs all decoding sequences and a limited number of prefill
+    tokens."""
 
     def __init__(
         self, max_prefill_tokens: int, bound: StepBound | None = None, work: PrefillWork | None = None
     ) -> None:
-        """`bound` and `work` limit prefill by predicted time. Without a bound only `max_prefill_tokens`, at least 1,
-        limits it."""
+        """Make a policy. `max_prefill_tokens` (at least 1) is the maximum number of prefill tokens of a step. `bound`
+        also limits prefill by the predicted time of a step; None: no such limit. `work` converts prefill tokens to
+        work; None: attention is not counted."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
         self._max_burst_tokens = max(max_prefill_tokens, min(_BURST_STEPS * max_prefill_tokens, _BURST_TOKENS))
@@ -50,7 +53,8 @@ class ChunkedPrefillPolicy:
         return cls(config.max_prefill_tokens_per_step, bound, work)
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
-        """Return the plan of the next step; empty when no sequence has tokens to run. Changes no state."""
+        """Return the plan of the next step. `rows` has the progress of each sequence, by slot. The plan is empty when
+        no sequence has tokens to run. Changes no state."""
         decoding = _decoding(rows)
         max_tokens = 0 if self._bound.is_to_decode_alone(decoding) else self._most_tokens(rows, decoding)
         max_work = math.inf
@@ -80,7 +84,7 @@ class ChunkedPrefillPolicy:
         return sum(self._work.of(tokens) for tokens in left if len(tokens) > 1)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """Pass the duration of the plan's step, in seconds, to the StepBound."""
+        """Report the duration of a step, in seconds, to the StepBound, which predicts later steps from it."""
         self._bound.observe(plan.decoding, plan.prefill_work, seconds)
 
 
@@ -92,19 +96,19 @@ def _decoding(rows: Mapping[SlotId, Progress]) -> Decoding:
 
 
 class _Budget:
-    """Remaining prefill tokens and prefill work of one step."""
+    """Remaining prefill tokens and remaining prefill work of a step that is being planned."""
 
     def __init__(self, max_tokens: int, max_work: float, work: PrefillWork) -> None:
         self.num_taken = 0
-        """Number of tokens used so far."""
+        """Number of prefill tokens that were taken from the budget so far."""
         self.work_taken = 0.0
         self._max_tokens = max_tokens
         self._max_work = max_work
         self._work = work
 
     def take(self, start: int, num_tokens: int) -> int:
-        """Return how many of the `num_tokens` tokens that a sequence must prefill from position `start` run in this
-        step, and deduct them from the budget."""
+        """Take prefill tokens of one sequence from the budget, and return their number. The sequence needs `num_tokens`
+        tokens from position `start`. The result may be smaller, or 0."""
         room = self._max_tokens - self.num_taken
         most = min(num_tokens, room)
         if self._max_work < math.inf:

@@ -1,14 +1,14 @@
 """Generation engine: continuous batching on its own thread.
 
-`servicer` submits a stream to the `request_queue`, from any thread. The stream joins the batch between two steps: when
-its lease is committed or, without a lease, when a slot is free. Each step runs one forward over all sequences
-(`model_runner`), samples their next tokens together, and emits events. A sequence's slot is freed before its terminal
-event is sent, unless the stream's RowEndHook takes the slot over. When memory runs out, the youngest sequences are
-preempted (`preemption`).
+`servicer` submits streams to the `request_queue`, from any thread. A stream joins the batch between two steps: when its
+lease is committed or, without a lease, when a slot is free. Each step runs one forward over all sequences
+(`model_runner`), samples their next tokens together, and emits events. A sequence's slot is freed before its last event
+is sent, unless the stream's RowEndHook takes the slot over. When memory is short, the youngest sequences are preempted
+(`preemption`).
 
-A stream with several choices has one slot, one sequence (Row) and one terminal event per choice. The prompt is
-prefilled, or pushed, once, for the first choice. When its KV is in place, the other choices get a copy, and all choices
-sample their first tokens from the same logits.
+A stream has one slot, one sequence (class Row) and one last event for each choice. The prompt is prefilled, or its KV
+is received, only once, for the first choice. When this KV is complete, the other choices get a copy. All choices sample
+their first tokens from the same logits.
 
 `step` and all functions that it calls run only on the thread 'generate-engine'. RequestQueue holds the state that other
 threads share.
@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 class GenerationEngine:
-    """Engine that owns the batch. Call `start` once, `submit` and `cancel` from any thread, and `close` at the end."""
+    """Generation engine that owns the batch. `start` must be called once, and `close` at the end. Any thread may call
+    `submit` and `cancel`."""
 
     def __init__(
         self,
@@ -55,11 +56,12 @@ class GenerationEngine:
         decode_steps: DecodeSteps | None = None,
         crash_note: str = "",
     ) -> None:
-        """Takes ownership of `running`, which must have no sequences yet. `decode_steps`, if given, runs the steps that
-        it supports. `crash_note`: path of the process's crash note; empty: no crash note."""
+        """Make an engine, which owns `running` from now on. `running` must have no sequences yet. `decode_steps` runs
+        the steps that it supports on the device; None: all steps run through the decoder. `crash_note` is the path of a
+        file that names the requests of the running step, for use after a crash; empty: no such file."""
         slots, decoder, tokenizer = running.slots, model.decoder, model.tokenizer
         self.residency: Residency = slots.memory.residency
-        """Policy that stores the sequences' KV. Any thread may read its traits."""
+        """Residency policy that stores the KV of all sequences. Any thread may read its traits."""
         self._speculation = running.speculation
         self._decoder = decoder
         self._tokenizer = tokenizer
@@ -89,12 +91,13 @@ class GenerationEngine:
 
     @property
     def thread_id(self) -> int:
-        """Return the operating system's id of the engine's thread. The thread must have been started."""
+        """Operating system's id of the engine's thread. Valid only after `start`."""
         assert self._thread.native_id is not None
         return self._thread.native_id
 
     def close(self) -> None:
-        """End every open stream with an error and stop the thread. Blocks until the running step ends. Idempotent."""
+        """End all open streams with an error, and stop the engine's thread. Blocks until the running step ends.
+        Idempotent."""
         self._queue.close("the generation engine is shutting down: try another group")
         if self._thread.is_alive():
             self._thread.join()
@@ -106,11 +109,14 @@ class GenerationEngine:
         self._decoder.device.link.rest()
 
     def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> StreamId:
-        """Open a stream. The engine's thread calls `on_event` for each event, and `hook` when sequences of the stream
-        end. Each choice's last event has a finish reason. Any thread; does not block. Raises InvalidArgumentError for a
-        field out of its limits, StaleStampError or LeaseExpiredError if the lease has ended, ResourceExhaustedError if
-        too many requests wait for a slot, UnavailableError if the engine is closed. On an error no stream is opened,
-        and the caller still owns the lease."""
+        """Open a stream for a request and return its id. The engine's thread calls `on_event` for each event, and
+        `hook` when sequences of the stream end. The last event of each choice has a finish reason. Any thread may call
+        this method. It does not block.
+
+        Raises InvalidArgumentError for a field that is out of its limits, StaleStampError or LeaseExpiredError if the
+        lease has ended, ResourceExhaustedError if too many requests wait for a slot, and UnavailableError if the engine
+        is closed. After an error no stream is open, and the caller still owns the lease.
+        """
         request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
         self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
         if request.lease_ref is not None:
@@ -128,12 +134,12 @@ class GenerationEngine:
         return partial(self._grammars.prepare, form, request.output_ids, request.params.n)
 
     def cancel(self, stream_id: StreamId) -> None:
-        """End a stream before the next step, and free its lease or slots. Idempotent. Any thread."""
+        """End a stream before the next step, and free its lease or its slots. Idempotent. Any thread may call it."""
         self._queue.cancel(stream_id)
 
     def status(self) -> EngineStatus:
-        """Return the engine's current state. Each call also checks whether the engine hangs. Any thread. Raises
-        UnavailableError once the engine has failed or is closed."""
+        """Return the engine's current state. Each call also checks that the engine does not hang. Any thread may call
+        it. Raises UnavailableError if the engine has failed or is closed."""
         self._queue.check_open()
         self._watch.look(self._has_rows or self._queue.has_messages)
         running = self._running
@@ -152,8 +158,8 @@ class GenerationEngine:
         )
 
     def step(self) -> None:
-        """Process messages of other threads, end expired leases, and add waiting sequences to the batch. Then plan and
-        run one step, and accept the sequences' next tokens."""
+        """Run one step. First process messages of other threads, end expired leases, and add waiting sequences to the
+        batch. Then plan and run the step, and accept the next tokens of the sequences."""
         try:
             self._watched_step()
         finally:

@@ -1,6 +1,7 @@
-"""Decode steps that run entirely on the device (`baton.modeling.forward.step_graphs`), for engines that support them.
+"""Decode steps that run entirely on the device (`baton.modeling.forward.step_graphs`), for engines that support such
+steps.
 
-`memory_limits` reserves memory for these steps, and `servicer` captures them when the engine starts.
+`memory_limits` reserves memory for the steps. `servicer` captures the steps when the engine starts.
 """
 
 import logging
@@ -22,22 +23,22 @@ logger = logging.getLogger(__name__)
 
 _ONE_QUERY = (1,)
 _QUERIES = tuple(2**power for power in range(1 + MOST_DRAFTS.bit_length()))
-"""Numbers of tokens per sequence for which kernels are compiled: powers of two that cover one token and its drafts. A
-step uses the smallest number that is large enough."""
+"""Numbers of tokens per sequence for which kernels are compiled. They are powers of two, up to the number of one token
+and all its drafts. A step uses the smallest number that is large enough."""
 
 
 def device_step_bytes(decoder: Decoder, config: EngineConfig) -> int:
-    """Return the expected bytes of device memory that captured steps need in addition to weights and KV; 0 if the
-    engine does not run such steps."""
+    """Return the expected bytes of device memory that captured decode steps need in addition to weights and KV. Return
+    0 if the engine does not run such steps."""
     if not _wants_steps(decoder, config):
         return 0
     return step_bytes(decoder, config.num_slots, -(-config.max_slot_tokens // PAGE_TOKENS))
 
 
 def make_device_steps(decoder: Decoder, residency: Residency, config: EngineConfig, clock: Clock) -> StepGraphs | None:
-    """Capture an engine's decode steps for batches of each power of two and of `num_slots` sequences, and return them;
-    None if the engine does not run such steps. Logs the duration. Blocks: call this before the engine starts. Raises
-    ConfigError if memory cannot be allocated."""
+    """Capture an engine's decode steps and return them. The batch sizes are all powers of two below `num_slots`, and
+    `num_slots`. Return None if the engine does not run such steps. Logs the duration. Blocks, and must be called before
+    the engine starts. Raises ConfigError if memory cannot be allocated."""
     if not isinstance(residency, PagedResidency) or not _wants_steps(decoder, config):
         return None
     began_s, num_slots = clock.now_s(), config.num_slots

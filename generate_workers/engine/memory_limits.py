@@ -1,4 +1,4 @@
-"""Limits of KV memory: as configured, or derived from the memory that is free when the group starts.
+"""Limits of KV memory. They are configured, or computed from the memory that is free when the engine starts.
 
 `servicer` calls `make_memory` once, before it makes the slots.
 """
@@ -22,18 +22,18 @@ from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.kv_memory import KvMemory, MemoryLimits
 
 _DEVICE_SHARE = 0.9
-"""Default fraction of a device's free memory that KV may use; the rest is for activations."""
+"""Default fraction of a device's free memory that KV may use. The rest is left for activations."""
 _SHARE = 0.5
-"""Default fraction of the free host memory that KV of all engines may use; the rest is for weights and other
+"""Default fraction of the free host memory that the KV of all engines may use. The rest is left for weights and other
 processes."""
 
 
 def make_memory(
     decoder: Decoder, config: EngineConfig, num_engines: int = 1, *, draft_model: Decoder | None = None
 ) -> KvMemory:
-    """Return a group's KV memory as configured, for one of `num_engines` engines that share the machine. The memory of
-    `draft_model` is deducted from the limits. Raises ConfigError for an unknown policy or if memory cannot be
-    allocated, ModelError when the file of `baton prepare` is missing."""
+    """Return the KV memory of an engine, as configured. `num_engines` is the number of engines that share the machine.
+    The memory of `draft_model` is deducted from the limits. Raises ConfigError for an unknown policy, or if memory
+    cannot be allocated. Raises ModelError when the file of `baton prepare` does not exist."""
     decoder.device.bound(None)  # remove the limit that an earlier rank or engine of this process has set
     drafts = DraftKeys.of(config.draft_keys, MOST_DRAFTS) if _drafts_over_keys(config) else None
     shape = KvShape(
@@ -74,14 +74,14 @@ def _drafts_over_keys(config: EngineConfig) -> bool:
 
 @dataclass(frozen=True)
 class TakenBytes:
-    """Memory that is not available for the KV of sequences."""
+    """Memory that cannot be used for the KV of sequences, by its use."""
 
     weights: int
-    """Bytes of the weights of all models."""
+    """Bytes of the weights of the served model and of a draft model."""
     draft_kv: int = 0
-    """Bytes of a draft model's KV, for all slots together."""
+    """Bytes of a draft model's KV for all slots together. 0 if there is no draft model."""
     num_step_bytes: int = 0
-    """Bytes of the captured decode steps, which run entirely on a device."""
+    """Bytes of device memory that captured decode steps use. 0 if there are none."""
 
     def __str__(self) -> str:
         """Return a readable text that names each use of the memory and its bytes."""
@@ -98,8 +98,9 @@ def memory_limits(
     num_engines: int = 1,
     device_bytes: int | None = None,
 ) -> MemoryLimits:
-    """Return the limits of KV. `device_bytes`: bytes of device memory for KV; None: no limit. Raises ConfigError if
-    `taken.draft_kv`, or one token's KV, exceeds the limits."""
+    """Return the memory limits of an engine's KV. `taken` is memory that KV cannot use. `num_engines` is the number of
+    engines that share the host memory. `device_bytes` is the device memory in bytes that is available for KV; None: no
+    limit. Raises ConfigError if `taken.draft_kv` or the KV of one token exceeds the limits."""
     kv_bytes = config.kv_memory_bytes
     if kv_bytes:
         kv_bytes -= taken.draft_kv

@@ -1,6 +1,7 @@
-"""Tensor work of one step: a ragged forward over all planned sequences, then sampling. Runs on the engine's thread.
+"""Tensor work of one step: a forward over sequences with different numbers of tokens, and the logits for sampling. Runs
+on the engine's thread.
 
-`engine.core` passes it the plans that `scheduling_policy` makes. The residency policy provides the KV, and
+`engine.core` passes the plans of `scheduling_policy` to this module. The residency policy provides the KV.
 `baton.modeling.forward.decoder` runs the forward.
 
 Shape suffixes: T tokens of all spans, D hidden size.
@@ -27,45 +28,48 @@ from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
 from generate_workers.residency.port import Residency, RowError, StepKv
 
 _SCORED_TOKENS = 64
-"""Number of prompt tokens whose logits are computed at once. Each takes 4 bytes per token of the vocabulary."""
+"""Number of prompt tokens whose logits are computed at once for prompt logprobs. The logits of one token need 4 bytes
+for each token of the vocabulary."""
 
 
 class DecodeSteps(Protocol):
-    """Decode steps that run entirely on the device that stores the KV, sampling included. Each sequence decodes one
-    token without drafts."""
+    """Decode steps that run entirely on the device that stores the KV, including sampling. Each sequence decodes one
+    token, without drafts."""
 
     def run(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Write the KV of the sequences' latest tokens to their pages. Return each sequence's next token, or NO_TOKEN
-        where its logits are not finite. Blocks. Accepts up to as many sequences as the group has slots."""
+        """Run one decode step. Write the KV of each sequence's latest token to its pages, and return each sequence's
+        next token. The result is NO_TOKEN for a sequence whose logits are not finite. Blocks. `rows` may have as many
+        sequences as the engine has slots."""
         ...
 
 
 class ModelRunner:
-    """Runs step plans, for KV in host or device memory."""
+    """Runs the forward of planned steps. The KV may be in host memory or in device memory."""
 
     def __init__(self, decoder: Decoder, residency: Residency, decode_steps: DecodeSteps | None = None) -> None:
-        """`decode_steps`, if given, runs the plans that it supports."""
+        """Make a runner. `decode_steps` runs the plans that it supports, entirely on the device. None: the decoder runs
+        all plans."""
         self._decoder = decoder
         self._residency = residency
         self._decode_steps = decode_steps
         self._reads = step_reads(decoder.weights)
         self._num_kv_bytes = 0
-        """Bytes of KV that attention read in the last step, without its drafts."""
+        """Bytes of KV that attention read in the last step, not counting the steps that made its drafts."""
         self._num_link_bytes = 0
-        """Total bytes copied between host and device up to the beginning of the last step, before its drafts."""
+        """Total bytes copied between host and device before the last step and its draft steps began."""
         self._num_drafts = 0
         """Number of drafts that the last step verified."""
         self._num_tokens = 0
         """Number of tokens that the last step ran."""
 
     def begin(self) -> None:
-        """Start to count the bytes that the next step copies between host and device. Call it before the step's drafts
-        are made."""
+        """Start to count the bytes that the next step copies between host and device. Must be called before the step's
+        drafts are made."""
         self._num_link_bytes = self._residency.num_link_bytes
 
     def stats(self, plan: StepPlan, duration_s: float, drafted: SpeculationStats | None = None) -> StepStats:
-        """Return the statistics of the last step, which ran `plan` and took `duration_s` seconds. They include the
-        drafts that the step verified, which are the latest round in `drafted`."""
+        """Return the statistics of the last step, which ran `plan` and took `duration_s` seconds. `drafted` has the
+        statistics of the drafts that the step verified; None: there were no drafts."""
         round = drafted or SpeculationStats()
         return StepStats(
             num_decode_rows=plan.decoding.num_rows,
@@ -81,9 +85,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> Verified:
-        """Run one forward over the plan's spans, each followed by its sequence's drafts. Return the logits of the
-        sequences that reach their last known token. Followers (further choices of a request) come after their leader
-        and share its logits. Raises RowError."""
+        """Run one forward over the plan's spans. The drafts of a sequence follow its span. `rows` has the sequences by
+        slot. Return the logits of the sequences whose last known token was run. A leader and its followers (further
+        choices of the same request) share logits, and the followers come after the leader. Raises RowError."""
         self._num_drafts = sum(map(len, drafts.values()))
         token_ids: list[int] = []
         spans: list[tuple[SlotId, TokenRange]] = []

@@ -1,11 +1,11 @@
-"""Conversion of a ModelConfig to the ModelShape from which FLOPs and bytes are computed. Pure."""
+"""Converts a ModelConfig to a ModelShape, from which FLOPs and bytes are computed. The function has no side effects."""
 
 from baton.modeling.forward.model_config import ModelConfig
 from baton.planning.model_shape import ModelShape
 
 
 def model_shape(config: ModelConfig, dtype_bytes: int) -> ModelShape:
-    """Return the shape of a model whose weights and KV have elements of `dtype_bytes` bytes."""
+    """Return the ModelShape of a model. `dtype_bytes` is the number of bytes of one value in weights and KV."""
     return ModelShape(
         num_layers=config.num_layers,
         hidden=config.hidden_size,

@@ -1,13 +1,14 @@
-"""Running sequences: their slots, the plan of the next step, and preemption when memory runs out.
+"""Running sequences: their slots, the plan of the next step, and preemption when memory is short.
 
-`engine.core` adds and removes sequences (Row), `scheduling_policy` plans their tokens, and `slots.table` provides
-memory. A sequence needs more memory as it grows. When none is free, the youngest sequence releases its memory and
-waits. It resumes before any new sequence joins, and prefills all tokens that it had, output included, so that its
-stream continues. In fp32 it gets the same tokens as without preemption. In bf16 they may differ, since a chunked
-prefill rounds differently from decode steps.
+`engine.core` adds and removes sequences (class Row), `scheduling_policy` plans their tokens, and `slots.table` provides
+memory. A sequence needs more memory as it grows. When no memory is free, the youngest sequence releases its memory and
+waits. It resumes before any new sequence joins. It then prefills all its tokens again, prompt and output, so that its
+stream continues. In fp32 it gets the same tokens as without preemption. In bf16 the tokens may differ, because a
+chunked prefill rounds differently from decode steps.
 
-A request that does not fit alone is refused at the start, so the oldest sequence can always run. At worst it waits for
-the memory of leases, which end at their deadlines; new leases do not use the memory that it needs.
+A request that does not fit into memory alone is refused at the start. The oldest sequence can therefore always run. At
+worst it waits for memory that leases hold. Leases end at their deadlines, and new leases do not get the memory that
+this sequence needs.
 
 Owned by the engine's thread.
 """
@@ -30,36 +31,41 @@ _AGE = attrgetter("age")
 
 @dataclass
 class RunningRows:
-    """Sequences of the batch, and preempted sequences that wait to resume."""
+    """Sequences in the batch, and preempted sequences that wait to resume."""
 
     slots: SlotTable
     scheduling_policy: SchedulingPolicy
     speculation: Speculation | None = None
     reclaim: Callable[[], bool] | None = None
-    """Function that releases slots of ended sequences when memory is short, and returns whether it released any."""
+    """Function that releases slots of ended sequences when memory is short. Returns True if it released any. None: such
+    slots do not exist."""
     rows: dict[SlotId, Row] = field(default_factory=dict)
-    """Sequences of the batch by slot, in the order in which they joined. Further choices of a request (followers) join
-    when the KV of its first choice (the leader) is in place."""
+    """Sequences in the batch by slot, in the order in which they joined. The first choice of a request is the leader,
+    and its other choices are followers. Followers join when the leader's KV is complete."""
     waiting: list[Row] = field(default_factory=list)
-    """Preempted sequences, the oldest first. Each waits together with its followers."""
+    """Preempted sequences, with the oldest first. Followers (further choices of a request) wait together with their
+    leader."""
     watched: list[Row] = field(default_factory=list)
-    """Leaders that have received few tokens in this engine, including those that wait."""
+    """Leaders (first choices of requests) that have received few tokens in this engine, including preempted ones. A
+    crash note names their requests."""
     num_preemptions: int = 0
     is_stalled: bool = False
-    """True if the last plan was empty although the batch has a sequence: it waits for memory that leases hold."""
+    """True if the last plan was empty because the only sequence in the batch waits for memory that leases hold."""
     _growth: KvBytes = field(default=KvBytes(), init=False)
-    """Bytes by which a sequence must grow beyond the memory that is free now; 0 if none must."""
+    """Bytes that a sequence needs in order to grow, beyond the memory that is free now. New leases do not get these
+    bytes. 0 if no sequence lacks memory."""
 
     def add(self, rows: list[Row]) -> None:
-        """Add a stream's sequences. The first joins the batch. The others become its followers, which join by
-        `fork`."""
+        """Add the sequences of a stream, one for each choice. The first becomes the leader and joins the batch. The
+        others become its followers, and join the batch later, in `fork`."""
         leader = rows[0]
         leader.followers = rows[1:]
         self.rows[leader.slot] = leader
         self.watched.append(leader)
 
     def watched_in(self, plan: StepPlan) -> tuple[bytes, ...]:
-        """Return the fingerprints of the plan's requests that have received few tokens in this engine."""
+        """Return the fingerprints of the plan's requests that have received few tokens in this engine. A crash note
+        names these requests."""
         if not self.watched:
             return ()
         self.watched = [row for row in self.watched if row.is_watched]
@@ -68,8 +74,8 @@ class RunningRows:
         return tuple(row.stream.request.fingerprint for row in computed)
 
     def fork(self, leader: Row) -> None:
-        """Copy a leader's KV to its followers, and add the followers to the batch. The KV of all tokens that the leader
-        knows must be in place."""
+        """Copy the leader's KV to its followers (the other choices of the request), and add the followers to the batch.
+        The KV of all known tokens of the leader must be complete."""
         followers, leader.followers = leader.followers, []
         for row in followers:
             self.slots.memory.residency.copy(leader.slot, row.slot, leader.num_known)
@@ -77,28 +83,29 @@ class RunningRows:
             self.rows[row.slot] = row
 
     def ran(self, plan: StepPlan) -> None:
-        """Record that the plan was run: the KV of its tokens is in place."""
+        """Record that a plan was run. The KV of the plan's tokens is then complete."""
         for span in plan.spans:
             row = self.rows[span.slot]
             assert row.num_cached == span.tokens.start
             row.num_cached = span.tokens.end
 
     def retire(self, row: Row) -> None:
-        """Remove a sequence that has its last token, and free its slot unless the stream's hook takes the slot over."""
+        """Remove a sequence that has got its last token. Its slot is freed, unless the stream's hook takes the slot
+        over."""
         hook = row.stream.hook
         self._unseat([row], frees=hook is None or not hook.take_row(row))
 
     def remove(self, row: Row) -> None:
-        """Remove a sequence before its last token, and free its slot and memory."""
+        """Remove a sequence that has not got its last token, and free its slot and memory."""
         if row in self.waiting:
             self.waiting.remove(row)
             self._owe()
         self._unseat([row])
 
     def resume(self) -> bool:
-        """Resume preempted sequences, oldest first, while slots and memory are free. Return True if no preempted
-        sequence waits any more. Raises ResourceExhaustedError if the oldest cannot get memory although no sequence
-        runs."""
+        """Resume preempted sequences, with the oldest first, while slots and memory are free. Return True if no
+        preempted sequence is left. Raises ResourceExhaustedError if the oldest sequence cannot get memory although no
+        sequence runs."""
         if not self.waiting:
             return True
         while self.waiting:
@@ -115,8 +122,9 @@ class RunningRows:
         return not self.waiting
 
     def plan(self) -> StepPlan:
-        """Return the plan of the next step, with memory promised to all its sequences. When memory is short,
-        reclaims it from ended sequences. If they have none, preempts the youngest sequences, one at a time."""
+        """Return the plan of the next step, and reserve memory for all its sequences. When memory is short, slots of
+        ended sequences are released first. If this is not enough, the youngest sequences are preempted, one at a
+        time."""
         self.is_stalled = False
         while True:
             plan = self.scheduling_policy.plan(self.rows)

@@ -1,7 +1,8 @@
-"""Open streams of an engine, and messages of other threads to the engine. No other state is shared with its thread.
+"""Open streams of an engine, and messages of other threads to the engine. Other threads share no other state with the
+engine's thread.
 
-`streams.open_streams` opens and cancels streams here through `engine.core`, which processes the messages between two
-steps. The condition of `slots.changes` guards all state. The engine's thread waits on it while it has nothing to run.
+Streams are opened and cancelled through `engine.core`, which processes the messages between two steps. The condition of
+`slots.changes` protects all state. The engine's thread waits on this condition while it has nothing to run.
 """
 
 import math
@@ -19,23 +20,24 @@ from generate_workers.slots.table import SlotTable
 
 
 class RequestQueue:
-    """Open streams, and messages that open or end streams. Thread-safe. Only the engine calls `take`, `claim_slots`,
-    `forget` and `await_work`."""
+    """Thread-safe queue of open streams, and of messages that open or end streams. Only the engine calls `take`,
+    `claim_slots`, `forget` and `await_work`."""
 
     def __init__(self, max_waiting: int, slots: SlotTable) -> None:
-        """`max_waiting`: maximum number of choices that wait although no slot is free for them."""
+        """Make a queue. `max_waiting` is the maximum number of waiting choices, not counting choices for which a slot
+        is free."""
         self._max_waiting = max_waiting
         self._slots = slots
         self._condition = slots.changes.condition
         self.close_reason = ""
-        """Reason why no more streams are accepted; empty while open."""
+        """Reason why no more streams are accepted. Empty while the queue is open."""
         self._next_stream_id = 1
         self._open: dict[StreamId, EngineStream] = {}
         self._refs: dict[LeaseRef, StreamId] = {}
         self._waiting: dict[StreamId, int] = {}
-        """Number of choices of each open stream that has neither a lease nor slots yet."""
+        """Number of choices of each waiting stream. A stream waits if it has neither a lease nor slots."""
         self._preparing: dict[StreamId, EngineStream] = {}
-        """Open streams whose token masks are being prepared. They enter the inbox when the masks are ready."""
+        """Open streams whose token masks are not ready yet. A stream enters the inbox when its masks are ready."""
         self._inbox: list[EngineStream] = []
         self._cancelled: list[StreamId] = []
 
@@ -46,9 +48,10 @@ class RequestQueue:
         hook: RowEndHook | None,
         prepare: Callable[[], Future[list[ChoiceMasks]]] | None = None,
     ) -> EngineStream:
-        """Add a stream. `prepare`, for constrained output, starts to prepare the token masks of its choices; the engine
-        gets the stream when the masks are ready. Raises UnavailableError after `close`, InvalidArgumentError if the
-        lease has a stream already, ResourceExhaustedError if too many choices wait for a slot."""
+        """Add a stream for a request and return it. `prepare` is set for constrained output, and starts to prepare the
+        token masks of the choices. The engine gets the stream when the masks are ready. Raises UnavailableError after
+        `close`, InvalidArgumentError if the lease already has a stream, and ResourceExhaustedError if too many choices
+        wait for a slot."""
         stop = StopStrings.of(request.params)  # not under the lock, which the engine's thread acquires in every step
         with self._condition:
             self.check_open()
@@ -68,27 +71,28 @@ class RequestQueue:
         return stream
 
     def cancel(self, stream_id: StreamId) -> None:
-        """Request that the engine end a stream. Idempotent; no effect on a stream that has ended."""
+        """Request that the engine end a stream. Idempotent. Has no effect on a stream that has ended."""
         with self._condition:
             if stream_id in self._open:
                 self._cancelled.append(stream_id)
                 self._condition.notify()
 
     def close(self, reason: str) -> None:
-        """Refuse further streams with `reason`. The first reason is kept."""
+        """Refuse further streams with `reason` as the error. If the queue is already closed, the first reason is
+        kept."""
         with self._condition:
             self.close_reason = self.close_reason or reason
             self._condition.notify()
 
     def check_open(self) -> None:
-        """Raise UnavailableError with the reason if the queue is closed."""
+        """Raise UnavailableError with the reason of the closing if the queue is closed."""
         with self._condition:
             if self.close_reason:
                 raise UnavailableError(self.close_reason)
 
     @property
     def has_messages(self) -> bool:
-        """Return whether the engine has messages to take, or a slot has changed."""
+        """True if the engine has messages to process, or a slot has changed."""
         with self._condition:
             return bool(self._slots.changes.has_changed or self._inbox or self._cancelled)
 
@@ -106,10 +110,12 @@ class RequestQueue:
     # Called only by the engine's thread.
 
     def take(self) -> tuple[list[EngineStream], list[EngineStream]]:
-        """Return `(new streams, streams to cancel)` since the last call. New streams include unprepared streams that
-        are to be cancelled and, after `close`, all unprepared streams. A stream whose lease was abandoned is cancelled
-        if it has sequences, running or preempted. Otherwise the engine finds that the lease has ended when the stream
-        would join."""
+        """Return a pair (new streams, streams to cancel) with the changes since the last call.
+
+        Streams whose token masks are not ready are new streams only if they are cancelled or the queue is closed. A
+        stream whose lease was abandoned is cancelled if it already has sequences, running or preempted. Otherwise the
+        engine notices the ended lease when the stream would join the batch.
+        """
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []
             abandoned = [self._refs[ref] for ref in self._slots.changes.take_abandoned() if ref in self._refs]
@@ -120,9 +126,9 @@ class RequestQueue:
             return came, [self._open[stream_id] for stream_id in dict.fromkeys(cancelled) if stream_id in self._open]
 
     def claim_slots(self, stream: EngineStream, occupy: Callable[[], list[BatchSlot] | None]) -> list[BatchSlot] | None:
-        """Call `occupy` to claim slots for a waiting stream, and return the slots; None if it claims none. With slots,
-        the stream no longer counts as waiting. Holds the lock throughout, so that a concurrent count includes the
-        stream exactly once."""
+        """Call `occupy` to get slots for a waiting stream, and return the slots. Return None if `occupy` returns None.
+        A stream that has got slots no longer counts as waiting. The lock is held during the call, so that other threads
+        count the stream exactly once."""
         with self._condition:
             batch_slots = occupy()
             if batch_slots is not None:
@@ -138,7 +144,8 @@ class RequestQueue:
                 self._refs.pop(stream.request.lease_ref, None)
 
     def await_work(self) -> bool:
-        """Sleep until a message arrives, a slot changes or a lease's deadline has passed. Return False when closed."""
+        """Block until a message arrives, a slot changes, a lease expires, or the queue is closed. Return False if the
+        queue is closed."""
         with self._condition:
             while not (self.close_reason or self.has_messages):
                 left_s = self._slots.next_deadline_s() - self._slots.clock.now_s()

@@ -1,9 +1,9 @@
-"""Types of a request in the engine, one per stage: GenerationRequest (received), EngineStream (open), Row (in the
+"""Types of a request in the engine, one for each stage: GenerationRequest (received), EngineStream (open), Row (in the
 batch).
 
-`engine.core` moves a request from one type to the next. A stream has a Row, the state of one sequence, for each choice.
-A Row turns sampled tokens into events, and decides their text, stop strings and finish reason. Owned by the engine's
-thread.
+`engine.core` converts a request from one type to the next. A stream has one Row for each choice, which is the state of
+one sequence. A Row converts sampled tokens to events, and determines their text, stop strings and finish reason. Owned
+by the engine's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,46 +25,47 @@ from baton.types import DraftRound, FinishReason, LeaseRef, RequestId, SampledTo
 from generate_workers.slots.leases import BatchSlot
 
 StreamId = NewType("StreamId", int)
-"""Number that `GenerationEngine.submit` gave a stream; unique within one engine."""
+"""Id of a stream, which `GenerationEngine.submit` returns. Unique within one engine."""
 EventSink = Callable[[TokenEvent], None]
-"""Receiver of a stream's events. It is called on the engine's thread and must neither block nor raise."""
+"""Function that receives a stream's events. It is called on the engine's thread, and must neither block nor raise."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A client's request to a generation group."""
+    """Request of a client, as an engine receives it."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
-    """Output tokens that the request already has from earlier attempts. Empty at the first attempt, and always with
-    several choices."""
+    """Output tokens that the client already got from earlier attempts at this request. Empty at the first attempt, and
+    always empty for requests with several choices."""
     params: SamplingParams
     lease_ref: LeaseRef | None = None
-    """Lease of the slot to which the KV of all tokens, or of the first ones, is pushed. None: prefill locally."""
+    """Lease on the slot that receives the KV of all tokens, or of the first tokens, from another worker. None: the
+    engine prefills the prompt itself."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of known tokens: those of the prompt and of the known output."""
+        """Number of known tokens: the prompt, and the output of earlier attempts."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def capacity_tokens(self) -> int:
-        """Return the largest number of tokens that a sequence of this request may have, prompt and output."""
+        """Maximum number of tokens of one sequence of this request, prompt and output together."""
         return len(self.prompt_ids) + self.params.max_tokens
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Return the fingerprint by which a crash note names the request."""
+        """Hash of the request's id and prompt, which identifies the request in a crash note."""
         return fingerprint(self.request_id, self.prompt_ids)
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Return whether the prompt's logprobs are to be sent. They are sent with the first output token."""
+        """True if the logprobs of the prompt must be sent. They are sent with the first output token."""
         return self.params.prompt_logprobs is not None and not self.output_ids
 
     def check(self, vocab_size: int, max_slot_tokens: int, num_slots: int) -> None:
-        """Raise InvalidArgumentError, naming the field, if a field is out of its limits."""
+        """Raise InvalidArgumentError if a field is out of its limits. The error's text names the field."""
         if not self.prompt_ids:
             raise InvalidArgumentError("prompt_ids is empty: send at least one token")
         for name in ("prompt_ids", "output_ids"):
@@ -95,23 +96,23 @@ class GenerationRequest:
 
 
 class RowEndHook(Protocol):
-    """Receiver of one stream's sequences that have ended. Called on the engine's thread; must neither block nor
-    raise."""
+    """Interface of an object that is notified when sequences of one stream end. Its methods are called on the engine's
+    thread, and must neither block nor raise."""
 
     def take_row(self, row: "Row") -> bool:
-        """Take over an ended sequence's slot and return True; the hook then releases it by `SlotTable.release`. Return
-        False to have the slot freed at once."""
+        """Called when a sequence has ended. Return True to take over its slot; the hook must later release the slot
+        with `SlotTable.release`. Return False to let the engine free the slot at once."""
         ...
 
     def stream_ended(self) -> None:
-        """Record that the stream has sent its last event: `take_row` is not called any more."""
+        """Called when the stream has sent its last event. `take_row` is not called afterwards."""
         ...
 
 
 @dataclass(eq=False)
 class EngineStream:
-    """An open request. Each of its choices gets exactly one terminal event. Owned by the engine's thread, except that
-    any thread may read the first six fields, which do not change."""
+    """Open request in the engine. Each of its choices gets exactly one last event. Owned by the engine's thread. Any
+    thread may read the first six fields, which do not change."""
 
     stream_id: StreamId
     request: GenerationRequest
@@ -119,40 +120,42 @@ class EngineStream:
     stop: StopStrings
     """The request's stop strings, shared by all of its choices."""
     hook: RowEndHook | None = None
-    """Receiver of the stream's sequences that have ended. None: their slots are freed at once."""
+    """Object that is notified when sequences of the stream end, and may take over their slots. None: the slots are
+    freed at once."""
     masks: Future[list[ChoiceMasks]] | None = None
-    """Token masks of each choice, for constrained output; None otherwise. The future is done when the engine receives
-    the stream, unless the stream is being ended."""
+    """Token masks of each choice, for constrained output. None if the output is not constrained. The future is done
+    when the engine receives the stream, unless the stream is being ended."""
     rows: "list[Row]" = field(default_factory=list)
-    """Rows of the choices that have not ended; empty before the stream has its slots."""
+    """Sequences of the choices that have not ended. Empty until the stream has got its slots."""
     has_rows: bool = False
-    """True once the stream has got its slots, also after it has ended."""
+    """True if the stream has got its slots. Stays True after the stream has ended."""
 
     @property
     def is_over(self) -> bool:
-        """Return whether all choices have ended. Valid only if `has_rows`."""
+        """True if all choices have ended. Valid only if `has_rows` is True."""
         return not self.rows
 
     @property
     def failure(self) -> BaseException | None:
-        """Return the error of preparing the token masks; None if there was none, or they are not ready yet."""
+        """Error that occurred while the token masks were prepared. None if there was no error, or if the masks are not
+        ready yet."""
         return None if self.masks is None or not self.masks.done() else self.masks.exception()
 
     def tell_ended(self) -> None:
-        """Notify the hook, if one is set, that the stream has sent its last event."""
+        """Notify the stream's hook, if there is one, that the last event was sent."""
         if self.hook is not None:
             self.hook.stream_ended()
 
     def open_choices(self) -> list[tuple[int, int]]:
-        """Return `(choice, number of output tokens so far)` of each choice that has not ended."""
+        """Return a pair (choice, number of output tokens so far) for each choice that has not ended."""
         if self.has_rows:
             return [(row.choice, row.sampler.position) for row in self.rows]
         return [(choice, len(self.request.output_ids)) for choice in range(self.request.params.n)]
 
 
 class Row:
-    """State of one sequence of the batch, which is one choice of a stream. Its sampler and text are rebuilt from the
-    known tokens, so that a resumed stream continues."""
+    """State of one sequence, which is one choice of a stream. When a stream continues after an earlier attempt, the
+    state of its sampler and of its text is rebuilt from the known tokens."""
 
     def __init__(
         self, stream: EngineStream, choice: int, batch_slot: BatchSlot, tokenizer: Tokenizer, config: ModelConfig
@@ -162,67 +165,70 @@ class Row:
         self.stream = stream
         self.choice = choice
         self.batch_slot: BatchSlot | None = batch_slot
-        """The sequence's slot; None while it is preempted."""
+        """Slot of the sequence. None while the sequence is preempted."""
         self.first = batch_slot.first
-        """First token, if another group sampled it and sent it with the KV; else None."""
+        """First output token, if the prefill group sampled it and sent it with the KV. Otherwise None."""
         self.capacity_tokens = len(batch_slot.row.tokens)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         """All known tokens of the sequence, prompt and output."""
         self.num_cached = batch_slot.num_cached
-        """Number of leading tokens whose KV is in place."""
+        """Number of the sequence's first tokens whose KV is complete."""
         masks = None if stream.masks is None else stream.masks.result()[choice]
         self.sampler = SamplerState(
             params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids, masks=masks
         )
         self.followers: list[Row] = []
-        """Rows of the stream's other choices, until they have a copy of this Row's KV and join the batch."""
+        """Sequences of the stream's other choices. They wait until this sequence's KV was copied to them, and then join
+        the batch."""
         self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
-        """Prompt tokens scored so far; empty if this Row does not have to score the prompt."""
+        """Prompt tokens with logprobs, as far as they were computed. Empty if this sequence does not have to compute
+        them."""
         self._text = TextStream.rebuild(tokenizer, stream.stop, request.prompt_ids, request.output_ids)
         self._vocab_size = config.vocab_size
         self._max_tokens = min(self.capacity_tokens, config.max_position)
 
     @property
     def ref(self) -> LeaseRef:
-        """Return the sequence's claim on its slot. The sequence must not be preempted."""
+        """Reference to the lease by which the sequence holds its slot. Not valid while the sequence is preempted."""
         assert self.batch_slot is not None
         return self.batch_slot.ref
 
     @property
     def slot(self) -> SlotId:
-        """Return the number of the slot, which identifies the sequence in the batch. The sequence must not be
-        preempted."""
+        """Number of the sequence's slot, which also identifies the sequence in the batch. Not valid while the sequence
+        is preempted."""
         return self.ref.slot
 
     @property
     def num_known(self) -> int:
-        """Return the number of known tokens, prompt and output."""
+        """Number of known tokens, prompt and output together."""
         return len(self.token_ids)
 
     @property
     def num_output(self) -> int:
-        """Return the number of known output tokens."""
+        """Number of known output tokens, including tokens of earlier attempts."""
         return self.sampler.position
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a crash note must name the request, because this choice has not ended and has got few tokens
-        in this engine."""
+        """True if a crash note must name the request: the choice has not ended, and has received few tokens in this
+        engine."""
         num_new = self.num_output - len(self.stream.request.output_ids)
         return self in self.stream.rows and num_new < NUM_WATCHED_TOKENS
 
     @property
     def num_left(self) -> int:
-        """Return the maximum number of remaining output tokens, as limited by max_tokens and by the slot."""
+        """Maximum number of further output tokens. The limits are `max_tokens` and the size of the slot."""
         return min(self.sampler.params.max_tokens - self.sampler.position, self._max_tokens - self.num_known + 1)
 
     @property
     def age(self) -> tuple[StreamId, int]:
-        """Return the sort key of sequences by age; the oldest sequence has the smallest key."""
+        """Sort key of sequences by age. The oldest sequence has the smallest key."""
         return self.stream.stream_id, self.choice
 
     def unscored(self, tokens: TokenRange) -> TokenRange:
-        """Return the positions among `tokens` whose successor is a prompt token that is not scored yet."""
+        """Return the positions in `tokens` whose next token still needs a prompt logprob. The range is empty if prompt
+        logprobs were not requested."""
         if not self._prompt:
             return TokenRange(tokens.start, tokens.start)
         start = max(tokens.start, len(self._prompt) - 1)  # earlier tokens were scored before a preemption
@@ -234,10 +240,13 @@ class Row:
     def accept(
         self, token: SampledToken, unix_ns: int, drafts: DraftRound | None = None, *, goes_on: bool = False
     ) -> TokenEvent:
-        """Append the next output token and return its event. The event has a finish reason if the choice ends with this
-        token. `drafts`: result of the drafts that the step verified. `goes_on`: the step has another token for this
-        sequence; unless the choice ends, the event then does not include `drafts`. Raises InvalidArgumentError for a
-        token outside the model's vocabulary."""
+        """Append the next output token and return its event. If the choice ends with this token, the event has a finish
+        reason.
+
+        `drafts` is the result of the drafts that the step verified. `goes_on` is True if the step has further tokens
+        for this sequence; the event then has `drafts` only if the choice ends. Raises InvalidArgumentError for a token
+        that is not in the model's vocabulary.
+        """
         if not 0 <= token.token_id < self._vocab_size:
             raise InvalidArgumentError(f"token {token.token_id} is not in the model's vocabulary of {self._vocab_size}")
         index = self.sampler.position

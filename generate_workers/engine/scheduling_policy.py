@@ -1,9 +1,9 @@
-"""Port of batching policies, which decide on plain integers which tokens run in the next step.
+"""Interface of scheduling policies, which decide which tokens run in the next step. They work on integers only.
 
-`preemption` requests a plan and promises memory to its sequences, and `model_runner` runs it. A sequence has
-`num_known` known tokens, and the KV of the first `num_cached` of them is in place; the other tokens have to run. A
-decoding sequence has one token to run, a prefilling sequence has more. One batch may mix both. `chunked_prefill` is the
-implementation.
+`preemption` requests a plan and reserves memory for its sequences. `model_runner` runs the plan. A sequence has
+`num_known` known tokens. The KV of the first `num_cached` of them is complete, and the other tokens must run. A
+decoding sequence has one token to run, and a prefilling sequence has more. One batch may contain both.
+`chunked_prefill` is the implementation.
 """
 
 from collections.abc import Mapping
@@ -15,64 +15,67 @@ from generate_workers.engine.step_bound import NO_DECODING, Decoding
 
 
 class Progress(Protocol):
-    """Progress of one sequence of the batch."""
+    """Interface that shows a scheduling policy the progress of one sequence."""
 
     @property
     def num_cached(self) -> int:
-        """Return the number of tokens whose KV is in place."""
+        """Number of the sequence's first tokens whose KV is complete."""
         ...
 
     @property
     def num_known(self) -> int:
-        """Return the number of known tokens, prompt and output."""
+        """Number of known tokens, prompt and output together."""
         ...
 
     @property
     def num_output(self) -> int:
-        """Return the number of known output tokens."""
+        """Number of known output tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Part of a step that belongs to one sequence."""
+    """Tokens of one sequence that a step runs."""
 
     slot: SlotId
     tokens: TokenRange
-    """Positions to run. Their KV is in place afterwards."""
+    """Positions of the tokens to run. After the step, their KV is complete."""
     samples: bool
-    """True if `tokens` includes the last known token, so that the next token is sampled."""
+    """True if `tokens` includes the sequence's last known token. The step then samples the next token."""
     num_drafts: int = 0
-    """Largest number of drafts to verify after `tokens`. The sequence has memory for their KV."""
+    """Maximum number of drafts that the step verifies after `tokens`. Memory for their KV is reserved."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Plan of one step: one forward over all spans."""
+    """Plan of one step, which is one forward over the spans of several sequences."""
 
     spans: tuple[RowSpan, ...]
     num_prefill_tokens: int = 0
-    """Number of tokens of the spans that do not decode."""
+    """Number of prompt tokens that the step prefills: the tokens of all spans that do not decode."""
     decoding: Decoding = NO_DECODING
-    """Decoding part: the sequences that run exactly their last known token."""
+    """Decoding part of the step: the sequences of which only the last known token is run."""
     prefill_work: float = 0.0
-    """Work of the prefill spans, in units of PrefillWork."""
+    """Work of the prefill spans, in the unit of PrefillWork (the linear FLOPs of one token)."""
     expected_s: float = field(default=0.0, compare=False)
-    """Rough prediction of the step's seconds, which the watchdog uses to detect a hang; 0 while unknown."""
+    """Rough prediction of the step's duration in seconds, from which the watchdog recognizes a hang. 0 if it is not
+    known."""
 
     def __bool__(self) -> bool:
         return bool(self.spans)
 
 
 class SchedulingPolicy(Protocol):
-    """Plans steps. Owned by the engine's thread. It handles neither tensors nor memory nor text."""
+    """Interface of an object that plans steps. It is owned by the engine's thread. It does not handle tensors, memory
+    or text."""
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
-        """Return the plan of the next step. `rows`: the sequences in the order in which they joined. A span begins at
-        its sequence's `num_cached`. While any sequence has tokens to run, the plan is not empty. May be called again,
-        with fewer sequences, before a plan is run."""
+        """Return the plan of the next step. `rows` has the sequences by slot, in the order in which they joined. The
+        span of a sequence begins at its `num_cached`. The plan is empty only if no sequence has tokens to run. The
+        method may be called again with fewer sequences before a plan is run."""
         ...
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """Record the seconds that the plan's step took, from taking messages to the last event."""
+        """Record the duration of the plan's step in seconds. It includes all work of the step, from processing messages
+        to the last event."""
         ...

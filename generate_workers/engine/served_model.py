@@ -1,4 +1,4 @@
-"""Model that a generation engine serves, its draft model, and the measured costs of its steps."""
+"""The model that a generation engine serves, with its draft model and the measured costs of its steps."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from baton.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with its tokenizer."""
+    """Model that an engine serves, with its tokenizer and an optional draft model."""
 
     decoder: Decoder
     tokenizer: Tokenizer
     draft_model: Decoder | None = None
-    """The loaded model that `EngineConfig.draft_model` names, with the vocabulary of `decoder`; None if it names
-    none."""
+    """Loaded draft model of `EngineConfig.draft_model`, which has the same vocabulary as `decoder`. None if no draft
+    model is configured."""
     cost: WorkCost | None = None
-    """Measured costs of steps of `decoder` on this machine. None: nominal costs."""
+    """Measured costs of steps of `decoder` on this machine. None: estimated costs are used."""

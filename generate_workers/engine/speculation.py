@@ -1,9 +1,10 @@
-"""Port of speculation: it makes drafts of the next tokens of sequences, and one step verifies the drafts of all
+"""Interface of speculative decoding: makes drafts of the next tokens of sequences. One step verifies the drafts of all
 sequences.
 
-`preemption` calls `plan` after memory was promised to the plan's sequences. `core` calls `draft`, verifies the drafts
-(`verified`), and calls `observe`. `generate_workers.speculation` is the implementation. Under the coupled rule of
-`verified`, drafts never change the text in fp32. In bf16 they may, because a step of more tokens rounds differently.
+`preemption` calls `plan` after it has reserved memory for the plan's sequences. `core` calls `draft`, verifies the
+drafts (`verified`), and calls `observe`. `generate_workers.speculation` is the implementation. Under the coupled rule
+of `verified`, drafts never change the text in fp32. In bf16 they may change it, because a step with more tokens rounds
+differently.
 """
 
 from collections.abc import Mapping
@@ -23,57 +24,60 @@ class SourceStats:
 
     counts: DraftCounts
     draft_keys: int
-    """Number of keys that a draft step attends to; 0 for a source without draft steps."""
+    """Number of keys that a draft step attends to. 0 for a source that makes drafts without running a model."""
 
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """Statistics of all drafts so far, and of the latest round."""
+    """Statistics of speculative decoding: totals so far, and values of the latest round. A round is a step that
+    verifies drafts, and the steps that made the drafts."""
 
     num_drafted: int = 0
-    """Number of drafts verified so far."""
+    """Total number of drafts that were verified so far."""
     num_accepted: int = 0
-    """Number of drafts accepted so far."""
+    """Total number of drafts that were accepted so far."""
     num_drafts: int = 0
-    """Number of drafts in the latest round, of all sequences."""
+    """Number of drafts of all sequences in the latest round."""
     expected_tokens: float = 0.0
-    """Number of tokens predicted for the latest round; 0 for a round whose step also prefilled."""
+    """Predicted number of output tokens of the latest round. 0 if the round's step also prefilled."""
     predicted_s: float = 0.0
-    """Seconds predicted for the latest round; 0 for a round whose step also prefilled."""
+    """Predicted duration of the latest round in seconds. 0 if the round's step also prefilled."""
     measured_s: float = 0.0
-    """Seconds that the latest round took: its draft steps, and the step that verified the drafts."""
+    """Measured duration of the latest round in seconds. It includes the draft steps and the step that verified the
+    drafts."""
     num_draft_kv_bytes: int = 0
-    """Bytes of KV that these forward passes read in all layers, assuming `draft_keys` keys per sequence. The true
-    number is larger where keys are selected, and for drafts over keys that were selected in an earlier round. A draft
-    model's prefill before a sequence's first draft is not counted."""
+    """Estimated bytes of KV that the latest round's draft steps read in all layers. The estimate assumes `draft_keys`
+    keys per sequence. The true number is larger if the draft steps select keys, or attend to keys that were selected in
+    an earlier round. A draft model's prefill before the first draft of a sequence is not counted."""
     num_draft_weight_bytes: int = 0
-    """Bytes of the drafting model's weights that the forward passes of the latest round's drafts read."""
+    """Bytes of weights that the latest round's draft steps read from the model that makes the drafts."""
     sources: tuple[SourceStats, ...] = ()
     """Statistics of each draft source of the engine."""
 
 
 class Speculation(Protocol):
-    """Makes drafts for decoding sequences. Owned by the engine's thread, except `stats`."""
+    """Interface of an object that makes drafts for decoding sequences. Owned by the engine's thread, except `stats`."""
 
     @property
     def stats(self) -> SpeculationStats:
-        """Return the statistics of the drafts so far. Any thread."""
+        """Statistics of all drafts so far. Any thread may read them."""
         ...
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
-        """Return the plan with a number of drafts for each decoding sequence, and with the work that drafts add.
-        Promises memory for the drafts. Sequences for which no memory is free get no drafts."""
+        """Return a copy of the plan with a number of drafts for each decoding sequence, and with the work that drafts
+        add. Memory for the drafts is reserved. A sequence gets no drafts if no memory is free."""
         ...
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
-        """Return the drafts of the plan's sequences, at most the planned number for each. Called right before the plan
-        is run."""
+        """Return drafts for the plan's sequences, by slot. A sequence gets at most the planned number of drafts. Called
+        directly before the plan is run."""
         ...
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        """Learn from a round that has ended: from the drafts accepted and the time that its steps took."""
+        """Record the result of a round: the accepted drafts, and the duration of its steps. Later plans are based on
+        it."""
         ...
 
     def forget(self, row: Row) -> None:
-        """Drop all state of a sequence that releases its slot."""
+        """Delete all state of a sequence, because the sequence releases its slot."""
         ...

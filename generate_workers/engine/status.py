@@ -1,7 +1,7 @@
 """Status of a generation engine, as immutable values that threads may share.
 
-`generate_workers.servicer` sends it: the fields of EngineStatus and SlotLedger that GenerationStatus has under the same
-names.
+`generate_workers.servicer` sends the status as the message GenerationStatus, whose fields have the same names as those
+of EngineStatus and SlotLedger.
 """
 
 from dataclasses import dataclass
@@ -12,46 +12,48 @@ from generate_workers.slots.leases import SlotLedger
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of one step."""
+    """Statistics of one step of the engine."""
 
     num_decode_rows: int
     num_prefill_tokens: int
-    """Number of tokens of local prefill."""
+    """Number of prompt tokens that the step prefilled."""
     duration_s: float
     num_kv_bytes: int
-    """Bytes of KV that attention read in all layers, in the step and in the draft steps before it."""
+    """Bytes of KV that attention read in all layers. They include the draft steps before the step."""
     num_weight_bytes: int
-    """Bytes of weights read: the model's weights once, and the drafting model's weights once per draft step."""
+    """Bytes of weights that were read. The model's weights count once. The weights of the model that makes drafts count
+    once for each draft step."""
     num_link_bytes: int
-    """Bytes copied between host and device, including those for drafts."""
+    """Bytes that were copied between host and device. They include the draft steps before the step."""
     num_drafts: int = 0
-    """Number of drafts that were verified, of all sequences."""
+    """Number of drafts of all sequences that the step verified."""
     num_draft_kv_bytes: int = 0
-    """Part of `num_kv_bytes` that draft steps read."""
+    """Bytes of KV that the draft steps read. They are included in `num_kv_bytes`."""
     predicted_s: float = 0.0
-    """Seconds predicted for the drafts and the step; 0 for a step without drafts or with local prefill."""
+    """Predicted duration in seconds of the draft steps and the step together. 0 if the step had no drafts, or if it
+    also prefilled."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes read from the device's memory. The minimum duration of the step is this number divided by
-        the memory's bandwidth in bytes per second."""
+        """Bytes that the step read from the device's memory. The step takes at least this number divided by the memory
+        bandwidth in bytes per second."""
         return self.num_kv_bytes + self.num_weight_bytes
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Snapshot of the engine for heartbeats and metrics."""
+    """Snapshot of an engine's state, for heartbeats and metrics."""
 
     ledger: SlotLedger
     num_streams: int
-    """Number of open requests, including those that wait for a slot or a commit."""
+    """Number of open requests. It includes requests that wait for a slot, or for their KV to be committed."""
     num_rows: int
     """Number of sequences in the batch."""
     num_steps: int
-    """Number of steps begun so far."""
+    """Number of steps that have begun so far."""
     num_preemptions: int
-    """Number of preemptions so far. A preempted sequence releases its memory to older ones and is prefilled again
-    later."""
+    """Total number of preemptions so far. A preempted sequence releases its memory to older sequences, and is prefilled
+    again later."""
     num_preempted: int
     """Number of preempted sequences that wait to resume."""
     last_step: StepStats | None
@@ -60,6 +62,6 @@ class EngineStatus:
     device: str = ""
     """Name of the device that the engine computes on."""
     stall: str = ""
-    """Reason why the engine is considered hung, so that its worker must be replaced; empty while it works."""
+    """Reason why the engine counts as hung, so that its worker must be replaced. Empty if the engine does not hang."""
     num_not_finite: int = 0
-    """Number of sequences so far that ended because their logits were NaN or infinite."""
+    """Total number of sequences that ended because their logits were NaN or infinite."""

@@ -1,25 +1,27 @@
-"""Limit on prefill in steps that also decode (mixed steps), so that decoding sequences do not wait much longer.
+"""Limits prefill in steps that also decode (mixed steps), so that decoding sequences are delayed only a little.
 
-A mixed step takes at most a multiple of the time that decoding alone takes, or `mixed_step_s` seconds if that is more.
-Steps may exceed this limit by `burst_step_s` seconds in total, if that ends all waiting prefills. Streams are then slow
-for a moment instead of in many steps. If no decoding sequence has more than its first token, only the number of tokens
-limits a step: no client has received a continuous text that could stall.
+A mixed step may take a multiple of the time that decoding alone takes, or `mixed_step_s` seconds if that is more. Mixed
+steps may exceed this limit by `burst_step_s` seconds in total, if that ends all waiting prefills. Streams are then slow
+for a moment instead of in many steps. If no decoding sequence has more than one output token, only the number of tokens
+limits a step, because no client reads a continuous text yet.
 
-The predicted time of a step that decodes B sequences with C tokens in total, and also prefills, is
+The predicted time of a mixed step, which decodes B sequences with C tokens in total, is
 
     step + B * token + C * key    time of decoding alone
-    + work * rate                 one token's linear FLOPs are one unit of work, and so is the number of query-key pairs
-                                  that needs the same number of FLOPs
+    + work * rate                 time of prefill; one unit of work is the linear FLOPs of one token, and query-key
+                                  pairs are converted to this unit by their FLOPs
 
 With drafts, decoding alone is a round: the draft steps, and the further tokens and pairs in the step that verifies
-(`baton.planning.work_cost`). Steps of a draft model are not part of that work: their predicted seconds are added. The
-next round is expected to have the same number of drafts per sequence as the latest.
+(`baton.planning.work_cost`). The steps of a draft model are not part of this work. Their predicted seconds are added.
+The next round is expected to have the same number of drafts per sequence as the latest round.
 
-`step`, `token` and `key` are fitted to the latest steps that only decoded. Some steps of each batch size are kept, so
-that the fit also holds for sizes that have not occurred for a while. `rate` is adjusted after each step that prefilled,
-by a fraction of the relative deviation of the step's time from its predicted time, decoding included.
+`step`, `token` and `key` are costs in seconds, fitted to the latest steps that only decoded. Some steps of each batch
+size are kept, so that the fit also holds for sizes that have not occurred for a while. `rate` (seconds per unit of
+work) is adjusted after each step that prefilled. The adjustment is a fraction of the relative difference between the
+step's measured and predicted time.
 
-`chunked_prefill` uses the bound and reports the time of each step. Owned by the engine's thread; has no clock.
+`chunked_prefill` uses this module and reports the duration of each step. Owned by the engine's thread. The module does
+not read a clock.
 """
 
 import math
@@ -33,43 +35,45 @@ from baton.types import TokenRange
 from generate_workers.engine.model_shape import model_shape
 
 _KEPT_STEPS = 8
-"""Number of latest steps kept per batch size."""
+"""Number of latest steps that are kept for the fit, for each batch size."""
 _GAIN = 0.2
-"""Fraction of a step's relative deviation from its prediction by which the rate is adjusted."""
+"""Fraction of the relative prediction error of a mixed step by which the rate of prefill is adjusted."""
 _MOST_OVER = 2.0
-"""Maximum ratio of measured to predicted seconds that is used; larger ratios are reduced to it, because something else
-may have delayed the step."""
+"""Maximum ratio of measured to predicted seconds. Larger ratios are reduced to this value, because something else may
+have delayed the step."""
 _LEAST_SHARE = 0.05
-"""Minimum fraction of a step's time that counts as prefill in the first step that prefills, and as the model's own time
-in a round with steps of a draft model. A rate or cost of zero could not be scaled."""
+"""Minimum fraction of a step's time that counts as prefill, in the first step that prefills. In a round with steps of a
+draft model, it is the minimum fraction that counts as the model's own time. Without it, a rate or a cost could become
+zero, and later adjustments, which multiply it, would have no effect."""
 _REFILL = 0.05
-"""Seconds by which the remaining `burst_step_s` grows per second of steps."""
+"""Seconds by which the remaining allowance (initially `burst_step_s`) grows for each second of steps."""
 _MOST_MIXED = 32
-"""Number of mixed steps after which one step only decodes. It measures decoding alone, because the time of mixed steps
-cannot be divided between decoding and prefill."""
+"""Number of successive mixed steps after which one step only decodes. This step measures the time of decoding alone,
+which cannot be measured in mixed steps."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Part of a step that decodes."""
+    """Decoding part of a step: the number of sequences that decode, and their work."""
 
     num_rows: int
     num_tokens: int
-    """Total number of tokens that the decoding sequences attend to."""
+    """Total number of tokens to which all decoding sequences attend."""
     drafts: StepWork = NO_WORK
-    """Work that drafts add: verifying them, and the steps of the model itself that make them."""
+    """Additional work of the served model for drafts: verifying the drafts, and draft steps of the model itself."""
     draft_model_s: float = 0.0
-    """Predicted seconds of the steps of a separate draft model, whose costs are tracked separately."""
+    """Predicted seconds of the draft steps of a separate draft model. Their costs are measured separately."""
     is_streaming: bool = True
-    """True if a sequence has more than one output token, so that its reader would notice a pause."""
+    """True if at least one sequence has more than one output token. Its client would notice a pause."""
 
     @property
     def work(self) -> StepWork:
-        """Return all work of the model in the round: its draft steps, and the step that verifies."""
+        """Total work of the served model in a round: its draft steps, and the step that verifies the drafts."""
         return StepWork.plain(self.num_rows, self.num_tokens) + self.drafts
 
     def drafting_as(self, other: "Decoding") -> "Decoding":
-        """Return these sequences with the same number of drafts per sequence as `other`, which must have sequences."""
+        """Return a copy for the same sequences, with as many drafts per sequence as in `other`. `other` must have at
+        least one sequence."""
         share, drafts = self.num_rows / other.num_rows, other.drafts
         tokens, keys, pairs = (round(share * part) for part in (drafts.num_tokens, drafts.num_keys, drafts.num_pairs))
         added = StepWork(tokens, keys, pairs, drafts.num_steps)
@@ -83,34 +87,39 @@ NO_DECODING = Decoding(0, 0)
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Work of prefilling tokens of a sequence, in units of one token's linear FLOPs."""
+    """Converts prefill tokens of a sequence to work. The unit of work is the linear FLOPs of one token."""
 
     pair_work: float = 0.0
-    """Work of one query-key pair."""
+    """Work of one query-key pair of attention, in units of one token's linear FLOPs."""
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "PrefillWork":
-        """Return a PrefillWork with the work of a query-key pair, derived from the model's FLOPs."""
+        """Return the PrefillWork of a model. The work of a query-key pair is computed from the model's FLOPs."""
         shape = model_shape(config, dtype_bytes=2)  # FLOPs do not depend on dtype_bytes
         return cls(shape.pair_flops / shape.linear_flops)
 
     def of(self, tokens: TokenRange) -> float:
-        """Return the work of a chunk, which attends to itself and to all tokens before it."""
+        """Return the work of prefilling the chunk `tokens`. Its tokens attend to each other (causally) and to all
+        earlier tokens."""
         num_pairs = len(tokens) * tokens.start + len(tokens) * (len(tokens) + 1) / 2
         return len(tokens) + self.pair_work * num_pairs
 
     def num_fitting(self, start: int, most: float) -> int:
-        """Return the largest number of tokens from position `start` whose work is at most `most`, which is finite."""
+        """Return the maximum number of tokens that can be prefilled from position `start` with at most `most` units of
+        work. `most` must be finite."""
         linear, square = 1 + self.pair_work * (start + 0.5), self.pair_work / 2
         root = math.sqrt(linear * linear + 4 * square * max(most, 0.0))
         return int(2 * max(most, 0.0) / (root + linear))
 
 
 class StepBound:
-    """Predictor of step times that limits prefill. A step that also decodes takes at most `max_stretch` times as long
-    as decoding alone would, or `mixed_step_s` seconds, whichever is longer. If that ends all waiting prefills, steps
-    may exceed this limit by `burst_step_s` seconds in total. This allowance refills slowly after use. If `burst_step_s`
-    is not 0, sequences with at most one output token do not limit prefill."""
+    """Predictor of step times, which limits prefill in steps that also decode (mixed steps).
+
+    A mixed step takes at most `max_stretch` times as long as decoding alone would, or `mixed_step_s` seconds, whichever
+    is longer. Mixed steps may exceed this limit by `burst_step_s` seconds in total, if that ends all waiting prefills.
+    This allowance refills slowly after use. If `burst_step_s` is not 0, the limit does not apply while all sequences
+    have at most one output token.
+    """
 
     def __init__(self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> None:
         assert max_stretch >= 1 and mixed_step_s >= 0 and burst_step_s >= 0
@@ -118,21 +127,21 @@ class StepBound:
         self._mixed_step_s = mixed_step_s
         self._burst_step_s = burst_step_s
         self._patience_s = burst_step_s
-        """Remaining seconds of `burst_step_s`."""
+        """Remaining allowance in seconds by which mixed steps may exceed their limit. Its maximum is `burst_step_s`."""
         self._decoded: dict[int, deque[tuple[Decoding, float]]] = {}
-        """Latest steps that only decoded, with their seconds, by batch size."""
+        """Latest steps that only decoded, as pairs (decoding, seconds), by batch size."""
         self._fit: WorkCost | None = None
-        """Fitted cost of decoding. None: the fit is outdated."""
+        """Cost of decoding, fitted to the kept steps. None: it must be fitted again, because steps were added."""
         self._latest: Decoding | None = None
-        """Decoding part of the latest step that decoded."""
+        """Decoding part of the latest step with decoding sequences. None until such a step has run."""
         self._rate_s: float | None = None
-        """Seconds per unit of work. None before a step has prefilled."""
+        """Seconds per unit of prefill work. None until a step has prefilled."""
         self._num_mixed = 0
         """Number of mixed steps since the latest step that only decoded."""
 
     def decode_s(self, decoding: Decoding) -> float | None:
-        """Return the predicted seconds of a step that only decodes, including its drafts. None if no such step was
-        observed yet."""
+        """Return the predicted seconds of a step that only decodes, including its drafts. Return None if no such step
+        was observed yet."""
         if not self._decoded:
             return None
         if self._fit is None:
@@ -140,20 +149,25 @@ class StepBound:
         return self._fit.seconds(decoding.work) + decoding.draft_model_s
 
     def prefill_s(self, work: float) -> float | None:
-        """Return the predicted seconds that `work` units of prefill add to a step. None before a step has prefilled."""
+        """Return the predicted seconds that `work` units of prefill add to a step. Return None if no step has prefilled
+        yet."""
         return None if self._rate_s is None else work * self._rate_s
 
     def expected_s(self, decoding: Decoding, work: float) -> float:
-        """Return a rough prediction of a step's seconds, without a fit: the seconds of the latest decoding step of the
-        same batch size, plus the predicted seconds of prefill. 0 if both are unknown."""
+        """Return a rough prediction of a step's duration in seconds. It is the duration of the latest step of the same
+        batch size that only decoded, plus the predicted time of prefill. An unknown part counts as 0."""
         alike = self._decoded.get(decoding.num_rows)
         return (alike[-1][1] if alike else 0.0) + (self.prefill_s(work) or 0.0)
 
     def max_work(self, decoding: Decoding, waiting: float = math.inf) -> float:
-        """Return the units of prefill work that the next step may run, before its drafts are planned. `waiting`: units
-        of all waiting prefills. Return infinity if no sequence decodes, or if there is no limit. With `burst_step_s`,
-        also return infinity if no sequence streams yet, or if all `waiting` units end soon enough. Return 0 while the
-        cost of decoding or of prefill is unknown."""
+        """Return the maximum prefill work of the next step, in units of PrefillWork. `waiting` is the work of all
+        waiting prefills.
+
+        The result is infinity if there is no limit or no sequence decodes. With `burst_step_s`, it is also infinity if
+        no sequence has more than one output token, or if the remaining allowance suffices to end all waiting prefills.
+        The result is 0 while the cost of decoding or of prefill is not known. Drafts of the next step are not planned
+        yet and are estimated.
+        """
         is_bounded = decoding.num_rows and self._max_stretch < math.inf
         if not is_bounded or self.may_burst(decoding):
             return math.inf
@@ -165,21 +179,22 @@ class StepBound:
         return (self._bound_s(decode_s) - decode_s) / self._rate_s
 
     def may_burst(self, decoding: Decoding) -> bool:
-        """Return whether all waiting prefills may run in one step, regardless of its time: if `burst_step_s` is set,
-        and no sequence streams."""
+        """Return True if one step may prefill all waiting prompts, regardless of its duration. This requires that
+        `burst_step_s` is not 0, and that no sequence has more than one output token."""
         return self._burst_step_s > 0 and not decoding.is_streaming
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
-        """Return whether the next step should only decode, to measure the cost of decoding: after many mixed steps, or
-        after one mixed step if more sequences decode than in any step that only decoded. Never True for two consecutive
-        steps."""
+        """Return True if the next step should only decode, so that the cost of decoding is measured. This is the case
+        after many mixed steps. It is also the case after one mixed step if more sequences decode than in any earlier
+        step that only decoded. Never True for two successive steps."""
         if not self._num_mixed or not decoding.num_rows or not self._decoded or self._max_stretch == math.inf:
             return False
         is_unseen = decoding.num_rows > max(self._decoded)
         return self._num_mixed >= (1 if is_unseen else _MOST_MIXED)
 
     def observe(self, decoding: Decoding, work: float, seconds: float) -> None:
-        """Learn from a step that ran `decoding` and `work` units of prefill and took `seconds` seconds."""
+        """Record the duration of a step, in seconds, to improve later predictions. The step ran `decoding` and `work`
+        units of prefill."""
         if decoding.num_rows:
             self._num_mixed = self._num_mixed + 1 if work else 0
             self._latest = decoding

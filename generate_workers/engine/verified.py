@@ -1,11 +1,10 @@
 """Verification of drafts: decides which drafts are accepted, by one of two rules.
 
-Coupled: a draft is accepted if and only if the model samples the same token at that position, with the sequence's own
-seed and output position. So the text is the same as without speculation, for any drafts. Temperature, filters,
-penalties and logprobs apply unchanged.
-
-Maximal (`baton.modeling.forward.speculative_sampling`): the largest number of drafts is accepted for which the
-distribution of tokens is the same as without drafts. The text for a given seed depends on the drafts.
+- Coupled: a draft is accepted if and only if the model samples the same token at this position, with the sequence's own
+  seed and output position. The text is therefore the same as without speculation, for any drafts. Temperature, filters,
+  penalties and logprobs apply unchanged.
+- Maximal (`baton.modeling.forward.speculative_sampling`): as many drafts are accepted as possible while the
+  distribution of tokens is the same as without drafts. The text for a given seed depends on the drafts.
 
 `engine.model_runner` computes the logits. If no sequence has drafts, the step itself may sample the tokens. The engine
 accepts each token before the next one is sampled.
@@ -26,13 +25,14 @@ from generate_workers.engine.rows import Row
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens drafted for one sequence."""
+    """Draft of one sequence: the tokens that are proposed to follow it."""
 
     token_ids: list[int]
     drafted_V: list[Tensor] | None = None
-    """Distribution from which each token was sampled, for the maximal rule. None: each token had probability 1."""
+    """Probability distribution from which each draft token was sampled, for the maximal rule. None: each token had
+    probability 1."""
     source: str = ""
-    """Name of the draft source that made them."""
+    """Name of the draft source that made the tokens. Empty if there are none."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,33 +44,34 @@ class Draft:
 
 NO_DRAFT = Draft([])
 Drafts = Mapping[SlotId, Draft]
-"""Drafts of sequences, by slot. Sequences without drafts are absent."""
+"""Drafts of sequences, by slot. Sequences without drafts have no entry."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Sequences that a step ran up to their last known token, and the logits that it computed for them."""
+    """Result of a step: the sequences whose last known token was run, and their logits."""
 
     logits_RV: Tensor
-    """Logits, fp32. Each sequence has one row for the logits after its last known token, then one for each of its
-    drafts."""
+    """Logits in fp32. A sequence has one row for its last known token, and one row for each of its drafts."""
     rows: Sequence[tuple[Row, Draft, int]]
-    """Sequences, each with its draft and the index of its first row of logits. Followers (further choices of a request)
-    share their leader's logits."""
+    """Tuples (sequence, its draft, index of its first row of logits). Followers (further choices of a request) have the
+    same logits as their leader, the first choice."""
     chosen_R: Sequence[int] = ()
-    """Next token of each sequence, if the step itself sampled them; `logits_RV` is then empty, and no sequence has
-    drafts."""
+    """Next token of each sequence, if the step itself has sampled it. In this case `logits_RV` is empty and no sequence
+    has drafts."""
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
-    """Sequences that had drafts, each with its number of accepted drafts, by slot. Complete when the iterator of
-    `accept` has ended."""
+    """Pairs (sequence, number of its accepted drafts), by slot, for the sequences that had drafts. Complete when the
+    iterator of `accept` has ended."""
 
     def accept(self, *, is_maximal: bool = False) -> Iterator[tuple[Row, SampledToken, DraftRound | None, bool]]:
-        """Yield each sequence's next tokens, its accepted drafts and one more token, each as `(row, token, drafts,
-        goes_on)`. `drafts`: result of the sequence's drafts up to and including this token; None for a sequence without
-        drafts. `goes_on`: True if the step has another token for the sequence, unless the sequence ends with this
-        token. Before it resumes the iterator, the caller must append the token to its sequence or end the sequence. May
-        be called only once. Sets `num_cached` of each sequence to the number of its tokens whose KV is in place: the
-        tokens known before the step, and the drafts accepted so far."""
+        """Yield the next tokens of all sequences: the accepted drafts of each, and one further token. May be called
+        only once.
+
+        Each item is a tuple `(row, token, drafts, goes_on)`. `drafts` is the result of the sequence's drafts up to this
+        token, or None if the sequence had no drafts. `goes_on` is True if the step has a further token for the
+        sequence. Before the caller requests the next item, it must append the token to the sequence or end the
+        sequence. The method sets `num_cached` of each sequence to the number of its tokens whose KV is complete.
+        """
         num_cached = {row: row.num_cached for row, *_ in self.rows}
         slots = {row: row.slot for row, draft, _ in self.rows if draft}
         going, index = list(self.rows), 0

@@ -1,1 +1,1 @@
-"""Copies between a group's slots and its node's store of cached KV blocks."""
+"""Copies cached KV blocks between the slots of a group and the prefix cache of its node."""

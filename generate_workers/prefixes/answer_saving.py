@@ -1,14 +1,15 @@
-"""Saving answers: the KV of an ended sequence is copied from its slot to the node's prefix store, for later prompts.
+"""Saves answers: copies the KV of ended sequences from their slots to the node's prefix store, so that later prompts
+can use it.
 
-`engine.core` hands over each ended sequence through its stream's RowEndHook. The saver then holds the sequence's slot,
-and releases it after the copy. On its own thread, it copies the complete blocks of prompt and output that the store
-lacks; the slot counts it as a reader meanwhile. The last token of an output has no KV, because no step ran it. Output
-tokens' KV comes from decode steps, which round differently from a prefill. So in bf16 a later prompt's tokens may
-differ from those of a cold start, as they may after a preemption.
+`engine.core` passes each ended sequence to the saver through the stream's RowEndHook. The saver then holds the
+sequence's slot, and releases it after the copy. The saver's own thread copies the complete blocks of prompt and output
+that the store does not have. The slot has an open reader during the copy. The last token of an output has no KV,
+because no step ran it. The KV of output tokens comes from decode steps, which round differently from a prefill. In
+bf16, the output for a later prompt may therefore differ from the output without cached KV, as after a preemption.
 
 An answer is dropped at once when its stream is cancelled, when the engine needs the memory or closes, when the store is
-full, or when too many other answers wait. Half-written blocks are then dropped. Another thread copies stored answers to
-disk; it holds no slot.
+full, or when too many other answers wait. Incomplete blocks are then dropped. Another thread copies stored answers to
+the disk, and holds no slot.
 """
 
 import logging
@@ -29,78 +30,85 @@ from generate_workers.slots.table import SlotTable
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 16
-"""Maximum number of answers that wait for the saver's thread. Each holds a slot that a new sequence could use."""
+"""Maximum number of answers that wait for the saver's thread. Each of them holds a slot that a new sequence could
+use."""
 _MAX_SINKING = 64
-"""Maximum number of answers that wait for the disk. Further answers are not copied to disk until they are stored
-again."""
+"""Maximum number of answers that wait to be written to the disk. Further answers are not written, unless they are
+stored again later."""
 _MOST_TOKENS = 1024
-"""Maximum number of tokens that are copied from a slot at once, unless a block has more. Each copy from a device has a
-fixed cost, equal to that of hundreds of tokens, and uses host memory."""
+"""Maximum number of tokens that are copied from a slot at once, unless one block has more tokens. Fewer tokens would be
+slower, because each copy from a device has a fixed cost. More tokens would use more host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """Ended sequence, whose slot is held until its KV is stored or dropped."""
+    """Ended sequence whose slot is held until its KV is stored or dropped."""
 
     ref: LeaseRef
     reader: SlotReader
     token_ids: tuple[int, ...]
-    """Tokens whose KV is in the slot."""
+    """Tokens whose KV is in the slot: all tokens of the sequence except the last."""
     stream: "StreamAnswers"
 
 
 class StreamAnswers:
-    """RowEndHook that saves the answers of one stream. Guarded by the saver's lock."""
+    """RowEndHook of one stream: takes over the slots of its ended sequences so that their KV is saved. Protected by the
+    saver's lock."""
 
     def __init__(self, saver: "AnswerSaver", naming: BlockNaming, on_filled: Callable[[Filled], None]) -> None:
-        """`on_filled` is called once with the stored blocks, on any thread, when the stream has ended and no slot is
-        held for it. It must neither block nor raise."""
+        """Make the hook of one stream. `naming` computes the names of its blocks. `on_filled` is called once, on any
+        thread, with the blocks that were stored, when the stream has ended and no slot of it is held. `on_filled` must
+        neither block nor raise."""
         self.naming = naming
         self.num_held = 0
-        """Number of slots of ended sequences that are held until their KV is stored."""
+        """Number of slots of the stream's ended sequences that are held until their KV is stored."""
         self.filled = Filled()
-        """Blocks stored so far."""
+        """Blocks of the stream that were stored so far."""
         self.is_over = False
-        """True once all sequences of the stream have ended."""
+        """True if all sequences of the stream have ended."""
         self.on_filled = on_filled
         self._saver = saver
         self._is_cancelled = False
 
     def take_row(self, row: Row) -> bool:
-        """Take over an ended sequence's slot to save its answer. Return False if the stream is cancelled, the saver is
-        closed, or too many answers wait."""
+        """Take over the slot of an ended sequence, so that its KV can be saved. Return False if the stream is
+        cancelled, the saver is closed, or too many answers wait. The engine then frees the slot."""
         return not self._is_cancelled and self._saver.save(row, self)
 
     def stream_ended(self) -> None:
-        """Report the stored blocks as soon as all accepted answers are stored or dropped."""
+        """Record that the stream has ended. The stored blocks are reported when all its answers are stored or
+        dropped."""
         self._saver.end(self)
 
     def cancel(self) -> None:
-        """Drop the answers that are not stored yet, and accept no more. May be called on any thread. Idempotent."""
+        """Drop the stream's answers that are not stored yet, and accept no further answers. Any thread may call it.
+        Idempotent."""
         self._is_cancelled = True
         self._saver.give_up(self)
 
 
 class AnswerSaver:
-    """Saves the answers of one group. Any thread may call it."""
+    """Saves the answers of one group to the prefix store. Any thread may call it."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_stored = 0
-        """Bytes copied from slots so far."""
+        """Total bytes of KV copied from slots to the store so far."""
         self._slots = slots
         self._store = store
         self._lock = threading.Lock()
-        """Guards `_held`, `_is_closed` and all StreamAnswers. Must not be held when the slots' lock is acquired."""
+        """Lock that protects `_held`, `_is_closed` and all StreamAnswers. It must not be held when the lock of the
+        slots is acquired."""
         self._held: dict[_Answer, Future[None]] = {}
-        """Answers whose slots are held. The thread that removes an answer releases its slot."""
+        """Answers whose slots the saver holds, with the future of each copy. The thread that removes an answer must
+        release its slot."""
         self._is_closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="answer-saver")
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
         self._may_sink = threading.BoundedSemaphore(_MAX_SINKING)
 
     def save(self, row: Row, stream: StreamAnswers) -> bool:
-        """Take over the slot of an ended sequence of `stream` and queue its answer. Return False if too many answers
-        wait, or the saver is closed. Called on the engine's thread."""
+        """Take over the slot of an ended sequence of `stream`, and queue its answer for saving. Return False if too
+        many answers wait, or if the saver is closed. Called on the engine's thread."""
         token_ids = tuple(row.token_ids[:-1])  # the last token has no KV
         answer = _Answer(row.ref, self._slots.open_read(row.ref), token_ids, stream)
         with self._lock:
@@ -112,7 +120,7 @@ class AnswerSaver:
         return is_worth_it
 
     def end(self, stream: StreamAnswers) -> None:
-        """Record that a stream has ended, and report its stored blocks if no slot is held for it."""
+        """Record that a stream has ended. If no slot of the stream is held, report the blocks that were stored."""
         with self._lock:
             stream.is_over = True
             is_complete = not stream.num_held
@@ -120,8 +128,9 @@ class AnswerSaver:
             stream.on_filled(stream.filled)
 
     def give_up(self, stream: StreamAnswers | None = None) -> bool:
-        """Drop the answers of one stream, or of all streams, that are not stored yet, and release their slots. Return
-        whether any answer was dropped. A running copy ends soon after, and its slot is free only then."""
+        """Drop the answers of one stream that are not stored yet, and release their slots. None: the answers of all
+        streams. Return True if an answer was dropped. If an answer is being copied, the copy ends soon, and its slot
+        becomes free only then."""
         with self._lock:
             given_up = [each for each in self._held if stream in (None, each.stream)]
         for answer in given_up:
@@ -130,7 +139,7 @@ class AnswerSaver:
 
     def close(self) -> None:
         """Drop all answers that are not stored yet, and end the threads. Blocks until running copies have ended.
-        Answers that wait for the disk are not written. Idempotent."""
+        Answers that wait for the disk are not written to it. Idempotent."""
         with self._lock:
             self._is_closed = True
         self.give_up()

@@ -1,11 +1,13 @@
-"""Leases that begin with blocks of the node's prefix store, which are copied into the slot instead of pushed.
+"""Leases slots for prompts whose first blocks are in the node's prefix store. These blocks are copied from the store to
+the slot, instead of being received from a prefill worker.
 
-The loader is a baton.transport.kv_sink.KvPrefixes, called by `baton.transport.kv_receiver`; it leases from
-`slots.table`. Blocks are opened, and so locked, before the lease reports them as present. They are copied while the
-prefill runs, by a writer of the slot; the commit waits for this writer as for any other. Opening and copying have their
-own threads, which wait for a disk for some seconds at most (`baton.modeling.prefix_store.disk_tier`). They do not block
-the engine's thread. Nor do they block heartbeats, which use the loop's thread pool and report the latest known count of
-blocks on disk.
+The loader implements `baton.transport.kv_sink.KvPrefixes`. `baton.transport.kv_receiver` calls it, and it leases slots
+from `slots.table`. Blocks are opened, and thereby locked, before the lease reports them as present. They are copied
+while the prefill runs. The copy is a writer of the slot, and the commit waits for it as for any other writer.
+
+Blocks are opened and copied on separate threads, which may wait for a disk for some seconds
+(`baton.modeling.prefix_store.disk_tier`). They block neither the engine's thread nor the loop's thread pool. Heartbeats
+use that pool, and report the latest known number of blocks on the disk.
 """
 
 import asyncio
@@ -24,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 _NUM_THREADS = 2
-"""Number of threads that copy blocks, and number of other threads that open blocks. More threads would share the same
-bandwidth of memory or disk."""
+"""Number of threads that copy blocks. The same number of other threads opens blocks. More threads would not be faster,
+because they share the bandwidth of memory or disk."""
 
 
 class PrefixLoader:
-    """Leases slots that begin with cached blocks of their prompts. Used on the asyncio loop."""
+    """Leases slots that begin with cached blocks of their prompts. All methods are called on the asyncio loop."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_read = 0
-        """Total bytes of cached blocks with which slots have begun, including blocks in pages shared with other
-        sequences."""
+        """Total bytes of cached blocks that leased slots began with. Blocks in pages that are shared with other
+        sequences are included."""
         self.num_disk_bytes_read = 0
-        """Part of `num_bytes_read` that was read from disk."""
+        """Total bytes of cached blocks that were read from disk. They are included in `num_bytes_read`."""
         self._slots = slots
         self._store = store
         self._loads: set[asyncio.Task[None]] = set()
@@ -44,10 +46,13 @@ class PrefixLoader:
         self._opening = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prefix-opener")
 
     async def reserve(self, request: ReserveSpec) -> Lease:
-        """Open the longest leading run of the request's blocks, lease a slot, and begin to copy them. Return the lease,
-        which has the number of tokens that are present. A lease for local prefill is committed when its blocks are in
-        place. Raises InvalidArgumentError for a bad block name, and the errors of `SlotTable.reserve`. If too few slots
-        or too little memory is free, it raises before it reads a disk, because the request will be retried."""
+        """Lease a slot, and begin to copy the cached blocks of the request's prompt to it. The blocks used are the
+        longest sequence of leading blocks that the store has. Return the lease, which has the number of tokens that
+        these blocks contain. A lease for local prefill is committed when the blocks are copied.
+
+        Raises InvalidArgumentError for an invalid block name, and the errors of `SlotTable.reserve`. If too few slots
+        or too little memory is free, the error is raised before a disk is read, because the request will be retried.
+        """
         self._slots.check_room(request)
         found = await self._open(request)
         lease = self._slots.reserve(request, len(found.blocks) * request.block_tokens)
@@ -62,7 +67,7 @@ class PrefixLoader:
         return lease
 
     async def close(self) -> None:
-        """End the threads. Waits for running copies and disk reads."""
+        """End the threads. Waits until running copies and disk reads have ended."""
         await asyncio.to_thread(self._opening.shutdown, cancel_futures=True)
         await asyncio.gather(*self._loads)
         self._copying.shutdown()

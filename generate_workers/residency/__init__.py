@@ -1,1 +1,2 @@
-"""Storage of a generation group's KV, and its access by steps: a port, and one file for each policy."""
+"""Storage of a generation group's KV, and access to it by steps. The package has an interface (`port`) and the
+residency policies that implement it."""

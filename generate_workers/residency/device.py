@@ -1,7 +1,9 @@
-"""Residency `device`: all KV is stored where attention reads it. No KV is fetched or copied.
+"""Residency policy `device`: all KV is stored in the memory from which attention reads it. KV is never fetched or
+copied.
 
-A Residency for `engine.model_runner`. All bytes count as both `home` and `device` (see `port.KvBytes`). On devices with
-their own memory, `generate_workers.residency.paged` is used instead, unless drafts select keys.
+The class is used by `engine.model_runner`. All bytes count both as `home` (the complete KV) and as `device` (see
+`port.KvBytes`). On devices with their own memory, `generate_workers.residency.paged` is used instead, unless drafts
+select keys.
 
 Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -18,17 +20,19 @@ from generate_workers.residency.traits import POLICIES
 
 
 class DeviceResidency(RowResidency[StoredRow]):
-    """Residency that keeps all KV on the device."""
+    """Residency policy that stores all KV in the device's memory."""
 
     traits = POLICIES["device"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, indices: Sequence[RowPart] = ()) -> None:
-        """`indices`: a further RowPart for each slot, which counts only as device memory. Empty: slots hold only KV.
-        Raises an error of OUT_OF_MEMORY if the slots' address space cannot be reserved."""
+        """Make the storage of all slots. `indices` has one additional RowPart for each slot, which counts only as
+        device memory. Empty: slots hold only KV. Raises one of the exceptions in OUT_OF_MEMORY if the address space of
+        the slots cannot be reserved."""
         kvs = [PagedKv(shape.layout, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
         rows = [StoredRow([kv], [kv, *indices[slot : slot + 1]]) for slot, kv in enumerate(kvs)]
         super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
 
     def kv(self, slot: SlotId, layer: int, tokens: TokenRange) -> Tensor:
-        """Return a view `[T, 2, G, H]` of the slot's `tokens`, which must have been written. Engine's thread."""
+        """Return a view `[T, 2, G, H]` of the KV of `tokens` in one layer of a slot. The tokens must have been written.
+        Called on the engine's thread."""
         return self._rows[slot].kv(layer, tokens)

@@ -1,9 +1,9 @@
-"""First and latest KV of a sequence on the device, for drafts: either a copy of KV in host memory, or a draft model's
-KV.
+"""KV of the first and the latest tokens of a sequence, in device memory, for drafts. It is either a copy of KV in host
+memory, or the KV of a draft model.
 
-A copy is a RowPart of a slot (`row_parts`). The KV of each token is copied once, when it is final. So drafts copy only
-a few tokens per round over the link, for sequences of any length. `generate_workers.speculation` runs draft steps over
-the copy. A draft model's forwards write their own KV (`generate_workers.speculation.draft_model`).
+A copy is a RowPart of a slot (`row_parts`). The KV of each token is copied once, when it is final. Each round of drafts
+therefore copies the KV of only a few tokens to the device, for sequences of any length. `generate_workers.speculation`
+runs draft steps with the copy. A draft model writes its own KV (`generate_workers.speculation.draft_model`).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,51 +17,53 @@ from generate_workers.residency.port import DraftKeys
 from generate_workers.residency.row_parts import MakeMemory
 
 Fetch = Callable[[list[tuple[Tensor, Tensor]]], None]
-"""Function that takes a list of `(target, source)` tensors, copies each source in host memory to its target on the
-device, and returns when all copies are complete."""
+"""Function that copies tensors from host memory to the device. It takes a list of pairs (target, source), and returns
+when all copies are complete."""
 
 
 class DraftWindow:
-    """First and latest KV of a slot's sequence. The object is reused by the slot's claims, one after another."""
+    """KV of the first and latest tokens of the sequence in one slot. The slot's sequences use the same object one after
+    another. A sequence's use of it, from `open` to `release`, is a claim."""
 
     def __init__(self, layout: KvLayout, make_memory: MakeMemory, size: DraftKeys) -> None:
-        """Raises the errors of `make_memory`."""
+        """Make a window of the given `size`, in memory from `make_memory`. Raises the errors of `make_memory`."""
         self._layout, self._size = layout, size
         self._memory = make_memory(layout, size.num_places)
         self._buffer: KvBuffer | None = None
         self._num_copied = 0
-        """Number of the sequence's tokens whose final KV was copied or left out."""
+        """Number of the sequence's first tokens that the window has processed: their final KV was copied, or was
+        skipped because the window does not need it."""
         self._start = size.num_first
-        """Position of the token that is stored right after the `num_first` first tokens."""
+        """Position, in the sequence, of the token that is stored directly after the `num_first` first tokens."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are committed now."""
+        """Bytes of memory that the window uses now."""
         return self._memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of the copy for a sequence of `num_tokens` tokens. They grow with the tokens up to a
-        maximum."""
+        """Return the bytes that a window uses for a sequence of `num_tokens` tokens. The number grows with the tokens
+        up to the maximum size of the window."""
         return self._memory.bytes_for(min(num_tokens, self._size.num_places))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim, without copied KV."""
+        """Begin to use the window for a new sequence. The window has no KV yet."""
         self._memory.expect(min(num_tokens, self._size.num_places))
         tokens = TokenRange(0, self._size.num_places)
         self._buffer = KvBuffer.of(self._layout, tokens, self._memory.data_LS2GH, self._memory.access)
         self._num_copied, self._start = 0, self._size.num_first
 
     def copy_from(self, other: "DraftWindow", num_tokens: int) -> None:
-        """Do nothing: each copy is made from its own sequence's KV."""
+        """Do nothing. A window is not copied from another slot, because it is filled from its own sequence's KV."""
 
     def release(self) -> None:
-        """End the claim, if one exists."""
+        """End the use of the window by the current sequence. Does nothing if the window is not in use."""
         self._buffer = None
         self._memory.release()
 
     def follow(self, home: KvBuffer, num_tokens: int, fetch: Fetch) -> None:
-        """Copy KV that the window lacks. The KV of the sequence's first `num_tokens` tokens must be final. `home` holds
-        all KV of the sequence. `fetch` runs the copies."""
+        """Copy KV that the window does not have yet. `home` has all KV of the sequence. The KV of the first
+        `num_tokens` tokens must be final. `fetch` runs the copies."""
         for tokens in self.missing(num_tokens):
             place = self._place(tokens.start)
             to = TokenRange(place, place + len(tokens))
@@ -71,13 +73,14 @@ class DraftWindow:
         self.settle(num_tokens)
 
     def settle(self, num_tokens: int) -> None:
-        """Record that the final KV of exactly the sequence's first `num_tokens` tokens is in the window or left out."""
+        """Record that the window has the final KV of the sequence's first `num_tokens` tokens, except for tokens that
+        it does not need."""
         self._num_copied = num_tokens
 
     def missing(self, num_tokens: int) -> list[TokenRange]:
-        """Return the ranges of the sequence's first `num_tokens` tokens whose KV the window lacks, in the order in
-        which they must be written: the sequence's first tokens, then the latest. Make room for these tokens and for
-        drafts after them."""
+        """Return the ranges of tokens whose KV must be written to the window, so that it is complete for the sequence's
+        first `num_tokens` tokens. The ranges are in the order in which they must be written: first tokens, then latest
+        tokens. The method also frees space in the window for these tokens and for drafts after them."""
         size, copied = self._size, self._num_copied
         first_last = max(num_tokens - size.num_last, size.num_first)
         first = min(size.num_first, num_tokens)
@@ -90,9 +93,9 @@ class DraftWindow:
         return [tokens for tokens in wanted if tokens]
 
     def span(self, tokens: TokenRange) -> "DraftWindowSpan":
-        """Return the span of new tokens. All earlier tokens must be in the window or left out. The new tokens attend to
-        the first tokens, to themselves, and to the tokens before them that are among the `num_last` tokens that end
-        with the last new token."""
+        """Return the span of new tokens at the positions `tokens`. The KV of each earlier token must be in the window,
+        unless the window does not need it. The new tokens attend to the sequence's first tokens and to the latest
+        `num_last` tokens, themselves included."""
         place = self._place(tokens.start)
         self._memory.commit(TokenRange(place, place + len(tokens)))
         first = self._size.num_first
@@ -101,7 +104,7 @@ class DraftWindow:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the buffer of the current claim."""
+        """Return the buffer with the KV of the current sequence. The slot must be in use."""
         assert self._buffer is not None, "the slot is not claimed"
         return self._buffer
 
@@ -120,16 +123,17 @@ class DraftWindow:
 
 @dataclass(frozen=True)
 class DraftWindowSpan:
-    """SequenceSpan of new tokens over a sequence's first and latest KV."""
+    """SequenceSpan of a draft step: new tokens of a sequence, which attend to the sequence's first and latest KV in a
+    DraftWindow."""
 
     buffer: KvBuffer
     tokens: TokenRange
-    """Positions of the new tokens."""
+    """Positions of the new tokens in the sequence."""
     index: int
-    """Index of the first new token in the buffer; the other new tokens follow."""
+    """Index of the first new token in the buffer. The other new tokens follow it directly."""
     unseen: TokenRange | None
-    """Range of buffer indices before the new tokens to which the new tokens do not attend. None: they attend to all
-    tokens."""
+    """Range of indices in the buffer that the new tokens do not attend to. None: they attend to all tokens in the
+    buffer."""
 
     def own(self, layer: int) -> Tensor:
         return self.buffer.span(layer, TokenRange(self.index, self._end))

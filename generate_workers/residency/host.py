@@ -1,17 +1,18 @@
-"""Residency `host`: all KV is stored in host memory. A step fetches the KV of each layer, one layer ahead of its use.
+"""Residency `host`: all KV is stored in host memory. A step fetches the KV of each layer to the device, one layer
+before it is used.
 
 A Residency for `engine.model_runner`, after FlexGen (Sheng et al., 2023). Unlike FlexGen's published baselines, it pins
-host memory on CUDA, and uses a double buffer, so that layer l computes while layer l + 1 is fetched. The device holds
-two layers of each sequence, for a model of any depth: a slot has one area (memory for one layer's KV) for even layers
-and one for odd layers. Only the fetch of layer 0 does not overlap with computing.
+host memory on CUDA, and uses a double buffer: layer l computes while layer l + 1 is fetched. The device holds the KV of
+two layers of each sequence, for a model of any depth. A slot has two areas (memory for one layer's KV): one for even
+layers and one for odd layers. Only the fetch of layer 0 does not overlap with computing.
 
     engine:  begin 0 | layer 0 | end 0 | begin 1 | layer 1 | end 1 | begin 2 ...
     link:    fetch 0 | fetch 1 ------- |         | fetch 2 ------- |
 
-A step fetches the KV of all tokens cached before it, in all layers, and stores the KV of its new tokens. Every copy
-uses the device's link (`baton.modeling.device`), which counts it. Fetches run in the order of their requests, while the
-engine's thread computes. No other thread uses the memory of a copy until it is done. If the device is the CPU, the link
-is memory bandwidth.
+In all layers, a step fetches the KV of the tokens that were cached before the step, and stores the KV of its new
+tokens. Every copy uses the device's link (`baton.modeling.device`), which counts the copied bytes. Fetches run in the
+order in which they were requested, while the engine's thread computes. No other thread uses the memory of a copy until
+the copy has ended. If the device is the CPU, the link is memory bandwidth.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,8 +33,8 @@ _NUM_AREAS = 2
 
 
 class HostRow(AreaRow):
-    """StoredRow with host memory for all layers, and an Area of two layers on the device. Layer l uses layer l % 2 of
-    the Area."""
+    """Memory of one slot (a StoredRow): host memory for all layers, and an Area on the device for the KV of two layers.
+    Layer l uses layer l % 2 of the Area."""
 
     def __init__(self, kv: PagedKv, area: Area, draft_window: DraftWindow | None = None) -> None:
         super().__init__([kv], [area] if draft_window is None else [area, draft_window])
@@ -41,7 +42,7 @@ class HostRow(AreaRow):
 
 
 class HostStep(RowStep[HostRow]):
-    """StepKv that fetches one layer ahead, and stores the new tokens' KV."""
+    """Step that fetches each layer's KV one layer ahead, and copies the new tokens' KV to host memory."""
 
     def __init__(self, shape: KvShape, rows: Sequence[tuple[HostRow, TokenRange]], link: Link) -> None:
         super().__init__(rows, shape.bytes_read(tokens for _, tokens in rows))
@@ -49,12 +50,12 @@ class HostStep(RowStep[HostRow]):
         self._buffers = [(row.home.buffer, row.area.buffer, new) for row, new in rows]
         self._link = link
         self._stores: list[Transfer] = []
-        """Transfers of the layers that have run, by layer."""
+        """Copies of new tokens' KV to host memory, one for each layer that has run, in the order of layers."""
         self._fetch = self._begin_fetch(0)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Wait for the layer's fetch, and begin to fetch layer + 1 into the area of layer - 1, which is not used any
-        more."""
+        """Wait for the fetch of `layer`, and begin to fetch the KV of the next layer. It is fetched into the area of
+        the previous layer, which is not used any more."""
         self._fetch.join()
         if layer >= _NUM_AREAS:
             self._stores[layer - _NUM_AREAS].join()  # its copy reads the memory of this layer's new tokens
@@ -62,19 +63,20 @@ class HostStep(RowStep[HostRow]):
             self._fetch = self._begin_fetch(layer + 1)
 
     def end(self, layer: int) -> None:
-        """Begin to store the layer's new KV in host memory."""
+        """Begin to copy the new tokens' KV of `layer` to host memory."""
         area = layer % _NUM_AREAS
         copies = [(home.span(layer, new), there.span(area, new)) for home, there, new in self._buffers]
         self.num_link_bytes += num_bytes_of(copies)
         self._stores.append(self._link.store(copies))
 
     def settle(self) -> None:
-        """Wait until all new KV is in host memory."""
+        """Wait until the new tokens' KV is in host memory. Raises the error of a failed copy."""
         for store in self._stores:
             store.result()
 
     def leave(self) -> None:
-        """Wait until no copy runs. Errors of fetches are not raised here, but by `begin`."""
+        """Wait until all fetches and stores of the step have ended. Does not raise their errors: `begin` raises the
+        error of a fetch."""
         for transfer in (self._fetch, *self._stores):
             transfer.wait()
 
@@ -87,7 +89,7 @@ class HostStep(RowStep[HostRow]):
 
 
 class HostResidency(RowResidency[HostRow]):
-    """Residency that keeps all KV in host memory."""
+    """Residency that stores all KV in host memory, and fetches each layer's KV to the device in every step."""
 
     traits = POLICIES["host"]
 
@@ -107,12 +109,13 @@ class HostResidency(RowResidency[HostRow]):
         super().__init__(rows, lambda rows: HostStep(shape, rows, device.link))
 
     def draft_spans(self, rows: StepRows) -> list[DraftWindowSpan]:
-        """Return spans of one new token each over the sequences' copies on the device."""
+        """Return the spans of a draft step with one new token per sequence. Each span covers the copy of the sequence's
+        first and latest KV on the device."""
         return [self._window_of(slot).span(tokens) for slot, tokens in rows]
 
     def follow(self, rows: Iterable[tuple[SlotId, int]]) -> None:
-        """Copy KV to the device that drafts attend to and that is missing there. `rows`: slots, each with its number of
-        tokens whose KV is final. Blocks until the copies are complete."""
+        """Copy the KV that drafts attend to, and that is not on the device yet, to the device. `rows`: slots, each with
+        its number of tokens whose KV is final. Blocks until the copies have ended."""
 
         def fetch(copies: Copies) -> None:
             self.num_link_bytes += num_bytes_of(copies)
@@ -127,5 +130,5 @@ class HostResidency(RowResidency[HostRow]):
         return draft_window
 
     def close(self) -> None:
-        """End the link's threads."""
+        """Stop the threads that copy data over the link between host and device."""
         self._link.rest()

@@ -1,12 +1,14 @@
-"""Residency `device` on a device with its own memory: the KV of sequences is stored in pages of one pool. A Residency
-for `engine.model_runner`. A sequence allocates pages as it grows and frees them at its end, so that no memory is
-reserved for the longest one. Choices of one request share the pages of their prompt: a sequence that writes to a shared
-page copies it first (`baton.modeling.kv.pages`). Sequences whose prompts begin with the same blocks share the blocks'
-pages (`baton.modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages; no other KV is copied.
+"""Residency `device` on a device with its own memory: the KV of sequences is stored in pages of one pool.
+
+A Residency for `engine.model_runner`. A sequence allocates pages as it grows and frees them at its end, so memory is
+not reserved for the maximum length. Choices of one request share the pages of their prompt. A sequence that writes to a
+shared page copies the page first (`baton.modeling.kv.pages`). Sequences whose prompts begin with the same blocks share
+the pages of these blocks (`baton.modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages. No other KV
+is copied.
 
 Memory is promised and counted per sequence. A shared page counts for each of its sequences, so that a free page always
-exists when a sequence must copy it. Pages that only cached blocks use are promised to no sequence, and are evicted when
-a sequence needs them.
+exists when a sequence must copy the page. Pages that only cached blocks use are promised to no sequence, and are
+evicted when a sequence needs them.
 
 Shape suffixes: L layers, T tokens of a piece.
 """
@@ -27,7 +29,7 @@ from generate_workers.residency.traits import POLICIES
 
 
 class PagedRow:
-    """RowKv whose KV is stored in pages of a pool."""
+    """KV of one slot's sequence, stored in pages of a pool. Implements RowKv."""
 
     def __init__(self, pool: PagePool, prefixes: PagePrefixes, shape: KvShape) -> None:
         self._prefixes, self._page_tokens = prefixes, pool.page_tokens
@@ -36,18 +38,18 @@ class PagedRow:
         self._row_bytes = shape.layout.row_bytes
         self._tokens: TokenRange | None = None
         self._num_expected = 0
-        """Number of tokens that are certain to be written. Their pages are allocated at once, so that they are
-        adjacent."""
+        """Number of tokens that are certain to be written. Pages for these tokens are allocated at the same time, so
+        that they are adjacent in memory."""
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the range of tokens that the current claim may hold."""
+        """Return the range of token positions that the current claim may use."""
         assert self._tokens is not None, "the slot is not claimed"
         return self._tokens
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Return the bytes of the sequence's pages. Shared pages count in full."""
+        """Return the number of bytes of the sequence's pages. Shared pages count in full."""
         return KvBytes(self.pages.num_bytes, self.pages.num_bytes)
 
     @property
@@ -59,21 +61,24 @@ class PagedRow:
         return KvBytes(num_bytes, num_bytes)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim, without pages. `num_tokens`: tokens that are certain to be written."""
+        """Begin a claim on the slot, for a new sequence. No page is allocated yet. `num_tokens`: number of tokens that
+        are certain to be written. `capacity_tokens`: maximum number of tokens."""
         self._tokens, self._num_expected = TokenRange(0, capacity_tokens), num_tokens
 
     def commit(self, tokens: TokenRange) -> None:
-        """Allocate unshared pages for `tokens`, which are about to be written. Raises MemoryError if too few pages are
-        free."""
+        """Allocate pages for `tokens`, which are about to be written. Shared pages among them are copied first. Raises
+        MemoryError if too few pages are free."""
         assert tokens.end <= self.tokens.end, f"{tokens} outside {self.tokens}"
         self.pages.prepare(tokens, self._num_expected)
 
     def span(self, tokens: TokenRange) -> PageSpan:
-        """Return the span of a step whose new tokens are `tokens`."""
+        """Return the PageSpan of a step that runs the new tokens `tokens`: the KV that they attend to, and memory for
+        their own KV."""
         return PageSpan(self.pages, tokens)
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV into pages, over the device's link."""
+        """Begin to copy pushed KV of `tokens` in a layer over the link into the sequence's pages. Pages for these
+        tokens are allocated first."""
         assert data.nbytes == len(tokens) * self._row_bytes, f"{data.nbytes} bytes for {tokens}"
         self.commit(tokens)
         writes = []
@@ -83,16 +88,17 @@ class PagedRow:
         return self._access.write(writes)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return a copy of the bytes of `tokens`, which must have been written."""
+        """Return a copy of the KV of `tokens` in a layer as bytes. The KV must have been written."""
         return self._access.read([kv_T2GH for _, kv_T2GH in self.pages.spans(layer, tokens)])
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Share the pages of another sequence's first `num_tokens` tokens."""
+        """Share the pages of the first `num_tokens` tokens of another slot's sequence."""
         self.pages.share(other.pages.pages_of(TokenRange(0, num_tokens)))
 
     def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
-        """Begin an empty sequence with the leading blocks of `names` that the device has, by sharing their pages.
-        Return the number of tokens of these blocks."""
+        """Begin an empty sequence with cached blocks, by sharing their pages. `names`: names of the sequence's leading
+        blocks, of `block_tokens` tokens each. Blocks are used up to the first one that is not on the device. Return the
+        number of tokens of the used blocks."""
         if not self._has_whole_pages(block_tokens):
             return 0
         pages = self._prefixes.begin(names)
@@ -100,8 +106,9 @@ class PagedRow:
         return len(pages) * self._page_tokens
 
     def keep(self, names: Sequence[str], block_tokens: int) -> None:
-        """Make the sequence's first blocks, whose KV must be final, available to later sequences with the same
-        prefix."""
+        """Make the pages of the sequence's first blocks available to later sequences with the same prefix. `names`:
+        names of these blocks, of `block_tokens` tokens each. Their KV must be final. Does nothing if a block is not a
+        whole number of pages."""
         if self._has_whole_pages(block_tokens):
             self._prefixes.keep(names, self.pages.pages_of(TokenRange(0, len(names) * block_tokens)))
 
@@ -110,21 +117,21 @@ class PagedRow:
         return block_tokens % self._page_tokens == 0
 
     def release(self) -> None:
-        """End the claim, if one exists, and free its pages."""
+        """End the claim on the slot, if one exists, and free its pages."""
         self._tokens = None
         self.pages.release()
 
 
 class PagedResidency(RowResidency[PagedRow]):
-    """Residency that keeps all KV in pages on the device."""
+    """Residency that stores all KV on the device, in pages of one pool."""
 
     traits = POLICIES["device"]
 
     def __init__(
         self, shape: KvShape, device: Device, device_bytes: int | None = None, page_tokens: int = PAGE_TOKENS
     ) -> None:
-        """`device_bytes`: bytes of device memory for KV; None: no limit. Raises an error of OUT_OF_MEMORY, or OSError,
-        when the pool cannot be allocated."""
+        """`device_bytes`: number of bytes of device memory for KV; None: no limit. `page_tokens`: number of tokens of a
+        page. Raises an error of OUT_OF_MEMORY, or OSError, when the pool cannot be allocated."""
         num_pages = shape.num_slots * -(-shape.max_slot_tokens // page_tokens)
         if device_bytes is not None:
             num_pages = max(min(num_pages, device_bytes // (page_tokens * shape.layout.token_bytes)), 1)
@@ -135,10 +142,12 @@ class PagedResidency(RowResidency[PagedRow]):
         super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
 
     def bound(self, num_bytes: int) -> None:
-        """Limit sequences and cached blocks to `num_bytes` bytes in total, but at least one page."""
+        """Limit the memory of sequences and cached blocks to `num_bytes` bytes in total. At least one page remains
+        usable."""
         self.pool.most_taken = min(self.pool.num_pages, max(num_bytes // self.pool.page_bytes, 1))
 
     def close(self) -> None:
-        """Free the pages of cached blocks, and end the link's threads. Idempotent."""
+        """Free the pages of cached blocks, and stop the threads that copy data over the link between host and device.
+        Idempotent."""
         self.prefixes.close()
         self._link.rest()

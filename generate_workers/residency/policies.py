@@ -1,4 +1,4 @@
-"""Construction of residency policies by the names in `traits`.
+"""Construction of residency policies. `traits` lists their names.
 
 `engine.memory_limits` makes a group's policy here when the group starts.
 """
@@ -42,26 +42,30 @@ class SelectionSource:
     path: Path | None = None
     """Path of the prepared file. None: the default path for the model."""
     pool: PoolSize | None = None
-    """Limit of the tokens whose KV a sequence keeps. None: all tokens."""
+    """Limit on the number of tokens whose KV a sequence keeps, and eviction rule. None: all tokens are kept."""
     device_bytes: int | None = None
     """Bytes of device memory for the KV of all slots. None: no limit."""
     kv_bytes: int | None = None
-    """Configured bytes for the KV of all slots in any memory. None: not configured."""
+    """Configured number of bytes for the KV of all slots, in host or device memory. None: not configured."""
     serves_drafts: bool = False
-    """True if drafts select keys by this selection, so that policy `device` stores partial keys in addition to KV."""
+    """True if speculative drafts use this selection of keys. Policy `device` then stores partial keys in addition to
+    KV."""
 
     @property
     def pool_bytes(self) -> int | None:
-        """Return the bytes for KV that is stored entirely on the device. None: no limit."""
+        """Return the maximum number of bytes of KV for a policy that stores all KV on the device: the smaller of
+        `device_bytes` and `kv_bytes`. None: no limit."""
         return min((each for each in (self.device_bytes, self.kv_bytes) if each is not None), default=None)
 
     def load(self) -> PreparedSelection:
-        """Read the prepared selection. Raises ModelError when none exists for this model."""
+        """Read the prepared selection from its file. Raises ModelError if no prepared selection exists for this
+        model."""
         return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
 
     def load_early(self) -> PreparedSelection:
-        """Read the selection with which keys are selected one layer early: the file tuned for this or, if it does not
-        exist, the default file, with which the loss of quality is larger. Raises ModelError as `load` does."""
+        """Read the prepared selection for selecting keys one layer early. If no file was tuned for early selection,
+        read the default file, with which the loss of quality is larger. Raises ModelError if no prepared selection
+        exists for this model."""
         early = prepared_path(self.decoder.layout.model_fingerprint, lookahead=1)
         prepared = self.load() if self.path or not early.is_file() else load_prepared(early, self.decoder)
         if not prepared.lookahead:
@@ -82,8 +86,9 @@ def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> R
 
 
 def selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
-    """Return a function that makes the policy `name`, which attends to selected keys. The function raises ConfigError
-    if the policy is not supported on this device or its kernels are not installed."""
+    """Return a function that checks the requirements of the policy `name`, which selects keys, and then calls `make`.
+    The function raises ConfigError if the policy is not supported on this device or if the native kernels are not
+    loaded."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
         require_selective(f"residency = {name!r}", shape, device)
@@ -136,7 +141,8 @@ def infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
 
 
 def require_others(name: str, shape: KvShape) -> None:
-    """Raise ConfigError for a model without layers that the policy stores in host memory."""
+    """Raise ConfigError if the model has too few layers for the policy `name`. The policy stores only the layers after
+    the first two in host memory, so it needs more than two layers."""
     if shape.layout.num_layers <= NUM_WHOLE_LAYERS:
         raise ConfigError(f"residency = {name!r} needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
 
@@ -148,7 +154,7 @@ MAKERS: Mapping[str, Make] = {
     "infinigen_int4": selecting("infinigen_int4", infinigen_int4),
     "int4": lambda shape, device, source: make_int4(shape, device),
 }
-"""Maker of each policy, by its name."""
+"""Functions that make residency policies, by the policy's name."""
 
 
 def make_residency(
@@ -158,9 +164,12 @@ def make_residency(
     source: SelectionSource | None = None,
     makers: Mapping[str, Make] = MAKERS,
 ) -> Residency:
-    """Return the policy `name` for all slots. Policies that select keys need a `source`. `makers`: maker of each known
-    policy. Raises ConfigError if the name is unknown, the policy is not supported on this device, or the slots' address
-    space cannot be reserved; ModelError if the prepared file of `source` does not exist or does not fit the model."""
+    """Return the residency policy `name` for all slots. Policies that select keys need a `source`. `makers`: functions
+    that make policies, by name.
+
+    Raises ConfigError if the name is unknown, the policy is not supported on this device, or the slots' address space
+    cannot be reserved. Raises ModelError if the prepared file of `source` does not exist or does not fit the model.
+    """
     make = policy_named(name, makers)
     if source is not None and source.pool is not None and not (name in POLICIES and POLICIES[name].has_pool):
         raise ConfigError(f"residency = {name!r} keeps all KV: leave pool_tokens at 0, or use residency {POOLED}")

@@ -1,10 +1,11 @@
-"""Residency port: a policy owns the memory of all slots' KV, and provides the KV to each step, layer by layer.
+"""Interface of residency policies. A policy owns the memory for the KV of all slots, and provides the KV to each step,
+layer by layer.
 
-`slots` open, write and release the KV of sequences (RowKv); `engine.model_runner` runs steps on the engine's thread.
-The port distinguishes two memories: `device`, where attention reads, and `home`, where KV is stored between steps.
-`home` is host memory or, if a policy stores KV on the device, device memory; the bytes then count as both. A policy
-that attends to selected keys gets the data for its selection in `RowKv.write`, in `begin` and `picks` of its turns
-(calls between layers), and at the end of a step.
+`slots` opens, writes and releases the KV of sequences (RowKv). `engine.model_runner` runs steps on the engine's thread.
+The interface distinguishes two memories: `device`, from which attention reads, and `home`, in which KV is stored
+between steps. `home` is host memory, unless a policy stores KV on the device. It is then device memory, and the bytes
+count as both. The methods that a policy runs between layers are its turns. A policy that selects keys gets the data for
+its selection in `RowKv.write`, in `begin` and `picks` of its turns, and at the end of a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,13 +21,15 @@ from baton.types import KvLayout, SlotId, TokenRange
 from generate_workers.residency.traits import PolicyTraits
 
 _NUM_SINKS = 16
-"""Number of first keys that drafts attend to, as in MagicDec (Sadhukhan et al., 2024)."""
+"""Maximum number of first keys of a sequence (attention sinks) that drafts attend to, as in MagicDec (Sadhukhan et al.,
+2024)."""
 StepRows = Sequence[tuple[SlotId, TokenRange]]
-"""Slots of one forward, each with its new tokens. The KV of all earlier tokens is in place."""
+"""Slots of one forward pass, each with its new tokens. The KV of all earlier tokens must have been written."""
 
 
 class RowError(Exception):
-    """Error of the sequence in `slot` that makes its step fail. The step can run without this sequence."""
+    """Error that makes a step fail because of the sequence in `slot`. The other sequences of the step can run without
+    it."""
 
     def __init__(self, slot: SlotId, message: str) -> None:
         super().__init__(message)
@@ -35,8 +38,8 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class KvBytes:
-    """Bytes of KV in `home`, the memory where KV is stored between steps, and in device memory. KV that is stored on
-    the device counts as both."""
+    """Numbers of bytes of KV in `home`, the memory where KV is stored between steps, and in device memory. KV that is
+    stored on the device counts as both."""
 
     home: int = 0
     device: int = 0
@@ -53,31 +56,32 @@ class KvBytes:
 
 @dataclass(frozen=True)
 class DraftKeys:
-    """Numbers of first and latest keys of a sequence that drafts attend to."""
+    """Keys of a sequence that drafts attend to, as numbers of first and latest keys."""
 
     num_first: int
-    """Number of tokens at the sequence's start."""
+    """Number of keys at the start of the sequence."""
     num_last: int
-    """Number of latest tokens, including drafts."""
+    """Number of latest keys of the sequence, including the keys of drafts."""
     most_drafts: int
-    """Maximum number of tokens that drafts add before the step that verifies them."""
+    """Maximum number of drafts that a sequence gets before a step verifies them."""
 
     @property
     def num_places(self) -> int:
-        """Return the number of tokens for which a copy of these keys has room. It has room for additional latest
-        tokens, so that these rarely have to be moved back to the start of their area."""
+        """Return the capacity, in tokens, of a copy of these keys. It includes extra space for latest tokens, so that
+        they rarely have to be moved to the start of their area."""
         return self.num_first + 2 * self.num_last + self.most_drafts
 
     @classmethod
     def of(cls, num_keys: int, most_drafts: int) -> Self:
-        """Return a DraftKeys that divides `num_keys` keys, at least two, into a few first keys and the latest keys."""
+        """Return a DraftKeys with `num_keys` keys in total, at least two. A few of them are first keys, the others are
+        latest keys."""
         num_first = min(_NUM_SINKS, num_keys // 2)
         return cls(num_first, num_keys - num_first, most_drafts)
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """Size of the model's KV and of the batch, for which a policy reserves memory."""
+    """Size of the model's KV and of the batch. A policy reserves its memory by it."""
 
     layout: KvLayout
     windows: Sequence[int | None]
@@ -85,22 +89,22 @@ class KvShape:
     num_slots: int
     max_slot_tokens: int
     draft_keys: DraftKeys | None = None
-    """Keys that policy `host` copies to the device for drafts. None: no keys are copied."""
+    """Number of first and latest keys that policy `host` copies to the device for drafts. None: no keys are copied."""
     chosen_drafts: bool = False
-    """True if drafts select among all keys of a sequence. Policy `device` then stores a sequence's keys contiguously on
-    every device."""
+    """True if drafts select keys among all keys of a sequence. Policy `device` then stores the keys of each sequence
+    contiguously on every device."""
     most_new_tokens: int = 256
     """Maximum number of prompt tokens that one step prefills."""
 
     @property
     def long_span_bytes(self) -> int:
-        """Return the maximum number of bytes that the new tokens of all prefilling spans of a step need in one layer,
-        with each span rounded up to whole pages."""
+        """Return the maximum number of bytes, in one layer, of the new tokens of all sequences that a step prefills.
+        The bytes of each sequence are rounded up to whole pages."""
         return self.most_new_tokens * self.layout.row_bytes + self.num_slots * PAGE_BYTES
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
-        """Return the bytes that attention reads in all layers for sequences with these new tokens, each key and value
-        once."""
+        """Return the number of bytes that attention reads in a step, in all layers. `rows` has the new tokens of each
+        sequence. Each key and value counts once per sequence."""
         seen = [(tokens.end, len(tokens)) for tokens in rows]
         counts = {window: self.windows.count(window) for window in set(self.windows)}
         num_rows = 0
@@ -110,125 +114,133 @@ class KvShape:
 
 
 class RowKv(Protocol):
-    """KV of one slot's current claim, which is one sequence. A slot reuses the object for all of its claims, one after
-    another. Used by one thread at a time."""
+    """KV of the sequence that has claimed a slot. A slot uses the same object for all of its claims, one after another.
+    Used by one thread at a time."""
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the range of tokens that the claim may hold."""
+        """Return the range of token positions that the claim may use."""
         ...
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Return the bytes that are committed now, in whole pages."""
+        """Return the number of bytes of memory that are committed now, in whole pages."""
         ...
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the staging frames through which pushed KV is copied to the slot. None: KV is written in place."""
+        """Return the staging frames (buffers in host memory) through which pushed KV is copied to the slot. None: KV is
+        written directly to its final memory."""
         ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that `num_tokens` tokens take once all are written."""
+        """Return the number of bytes of memory that a sequence takes when all of its `num_tokens` tokens are
+        written."""
         ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim. `num_tokens`: tokens that are certain to be written. If it raises, no memory is held."""
+        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        `capacity_tokens`: maximum number of tokens. If this raises, no memory stays allocated."""
         ...
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Copy or share the first `num_tokens` tokens of another slot's sequence."""
+        """Copy the KV of the first `num_tokens` tokens of another slot's sequence, or share its memory."""
         ...
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens`, which a step is about to write."""
+        """Commit memory for the KV of `tokens`, which a step is about to write."""
         ...
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span of a step whose new tokens are `tokens`."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`: the KV that they attend to, and memory
+        for their own KV."""
         ...
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV, exactly the range's bytes, to where the policy stores it. If `data` is in a frame,
-        it must not change before the transfer is done. Raises MemoryError when memory cannot be allocated."""
+        """Begin to copy pushed KV to the memory where the policy stores it. `data` has exactly the KV of `tokens` in
+        `layer`. If `data` is in a staging frame, the frame must not change before the transfer has ended. Raises
+        MemoryError when memory cannot be allocated."""
         ...
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens`, which must have been written. Returns the memory itself if possible, else a
-        copy."""
+        """Return the KV of `tokens` in a layer as bytes. The KV must have been written. The result is a view of the
+        stored KV if possible, otherwise a copy."""
         ...
 
     def release(self) -> None:
-        """Release the memory. The claim must have ended. Idempotent."""
+        """Release the memory of the claim, which must have ended. Idempotent."""
         ...
 
 
 class StepKv(Protocol):
-    """View of the sequences of one forward pass: the spans that the decoder runs, and the policy's turns between
-    layers."""
+    """Sequences of one forward pass: the spans of KV that the decoder attends to, and the policy's turns (methods that
+    run between layers)."""
 
     @property
     def spans(self) -> Sequence[SequenceSpan]:
-        """Return one span for each sequence of the step."""
+        """Return a SequenceSpan for each sequence of the step: its new tokens, and the KV that they attend to."""
         ...
 
     @property
     def num_bytes_read(self) -> int:
-        """Return the bytes of KV that attention reads, in all layers."""
+        """Return the number of bytes of KV that attention reads in this step, in all layers."""
         ...
 
     @property
     def turns(self) -> LayerTurns | None:
-        """Return the policy's turns between layers. None: the policy does nothing between layers, and sequences attend
-        to all keys."""
+        """Return the policy's turns, which are methods that run between layers. None: the policy does nothing between
+        layers, and sequences attend to all keys."""
         ...
 
 
 class Residency(Protocol):
-    """Policy over all slots of a group. Any thread may call `open` and RowKv's `write` and `release`, one thread at a
-    time per slot. If `frames` is not None, one thread makes all writes. Only the engine's thread calls `copy`, `step`
-    and `close`."""
+    """Residency policy for all slots of a group. Any thread may call `open`, and `write` and `release` of the RowKv,
+    but only one thread at a time per slot. If `frames` is not None, a single thread makes all writes. Only the engine's
+    thread calls `copy`, `step` and `close`."""
 
     @property
     def traits(self) -> PolicyTraits:
-        """Return the policy's traits, which include its name."""
+        """Return the policy's traits (`PolicyTraits`), which include its name."""
         ...
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the staging frames through which pushed KV is copied to a device. None: KV is written in place."""
+        """Return the staging frames (buffers in host memory) through which pushed KV is copied to a device. None: KV is
+        written directly to its final memory."""
         ...
 
     @property
     def num_link_bytes(self) -> int:
-        """Return the bytes that steps have copied between host and device so far. On a CPU: the bytes that attention
-        has read from `home`."""
+        """Return the number of bytes that steps have copied between host and device so far. On a CPU, this is the
+        number of bytes that attention has read from `home`, the memory where KV is stored between steps."""
         ...
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of device memory that the policy holds in addition to the sequences' KV."""
+        """Return the number of bytes of device memory that the policy uses in addition to the sequences' KV."""
         ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that a sequence of `num_tokens` tokens takes."""
+        """Return the number of bytes of memory that a sequence of `num_tokens` tokens takes."""
         ...
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
-        """Begin a claim on a slot whose last claim was released. `num_tokens`: number of tokens that are certain to be
-        written."""
+        """Begin a claim on a slot, for a new sequence, and return the slot's KV object. The slot's previous claim must
+        have been released. `num_tokens`: number of tokens that are certain to be written. `capacity_tokens`: maximum
+        number of tokens."""
         ...
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy the first `num_tokens` tokens of a slot's sequence to another slot, which must be empty."""
+        """Copy the KV of the first `num_tokens` tokens of a slot's sequence to another slot, which must be empty.
+        Memory may be shared instead of copied."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
-        """Commit memory for the new tokens, and prepare a forward. After the context has ended, no thread uses the
-        sequences' memory any more, even if the forward pass failed. Raises RowError on entering, before any layer
-        runs."""
+        """Commit memory for the new tokens, and return a context for one forward pass. After the context has ended, no
+        thread uses the sequences' memory any more, even if the forward pass failed. Entering the context raises
+        RowError, before any layer runs, if a sequence cannot take part."""
         ...
 
     def close(self) -> None:
-        """End the policy's threads. Idempotent."""
+        """Stop the policy's threads. Idempotent."""
         ...

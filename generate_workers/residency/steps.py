@@ -1,6 +1,8 @@
-"""Base classes of policies whose slots are StoredRows (`row_parts`): RowStep for steps, and RowResidency for the
-policy. `engine.model_runner` runs steps on the engine's thread. Shape suffixes: T tokens of all sequences, D hidden, N
-heads, H head dim.
+"""Base classes of residency policies whose slots are RowKv objects (`row_parts`): RowStep for steps, and RowResidency
+for the policy.
+
+`engine.model_runner` runs steps on the engine's thread. Shape suffixes: T tokens of all sequences, D hidden, N heads, H
+head dim.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,49 +21,51 @@ R = TypeVar("R", bound=RowKv)
 
 
 class RowStep(Generic[R]):
-    """StepKv over the spans of the step's sequences. Its turns between layers do nothing, except in subclasses."""
+    """One step of a policy: the spans of its sequences, and the policy's turns (methods that run between layers). The
+    turns do nothing, except in subclasses."""
 
     def __init__(self, rows: Sequence[tuple[R, TokenRange]], num_bytes_read: int) -> None:
-        """`rows`: sequences, each with its new tokens, whose memory is committed."""
+        """`rows`: sequences of the step, each with its new tokens. Memory for the new tokens must be committed."""
         self.rows = rows
         self.spans: Sequence[SequenceSpan] = [row.span(tokens) for row, tokens in rows]
         self.num_bytes_read = num_bytes_read
         """Bytes of KV that attention reads. Subclasses that select keys add the bytes of each layer as it runs."""
         self.num_link_bytes = 0
-        """Bytes copied between host and device so far, in both directions."""
+        """Number of bytes that the step has copied between host and device so far, in both directions."""
 
     @property
     def turns(self) -> LayerTurns | None:
-        """Return this step, which implements the turns itself."""
+        """Return this object, which implements LayerTurns (methods that run between layers)."""
         return self
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Do nothing: all keys are in place."""
+        """Do nothing: all keys are already in the memory that attention reads."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """Return None: sequences attend to all keys."""
         return None
 
     def end(self, layer: int) -> None:
-        """Do nothing: new keys stay where they were written."""
+        """Do nothing: new keys stay in the memory to which they were written."""
 
     def settle(self) -> None:
-        """Bring the sequences' stored KV up to date. Called after a forward that did not fail."""
+        """Complete the stored KV of the step's sequences. Called after a successful forward pass."""
 
     def leave(self) -> None:
-        """Wait until no thread uses the sequences' memory. Called last, even if the forward failed."""
+        """Wait until no thread uses the sequences' memory. Called at the end of every step, even if the forward pass
+        failed."""
 
 
 class InPlaceStep(RowStep[R]):
-    """RowStep of a policy that keeps all keys where attention reads them. It has no work between layers."""
+    """Step of a policy that stores all keys where attention reads them. Nothing has to be done between layers."""
 
     @property
     def turns(self) -> None:
-        """Return None: all keys are in place."""
+        """Return None: nothing has to be done between layers."""
 
 
 class RowResidency(Generic[R]):
-    """Residency whose slots are RowKv objects (Rows). A subclass makes the Rows, and provides the step that runs
+    """Residency whose slots are RowKv objects. Subclasses make these objects, and a function that makes steps over
     them."""
 
     traits: ClassVar[PolicyTraits]
@@ -69,31 +73,34 @@ class RowResidency(Generic[R]):
     """Bytes of device memory that do not belong to any slot."""
 
     def __init__(self, rows: list[R], make_step: Callable[[Sequence[tuple[R, TokenRange]]], RowStep[R]]) -> None:
-        """`rows`: one Row for each slot. `make_step`: function that makes a step for Rows with committed memory, or
-        raises RowError."""
+        """`rows`: one RowKv object for each slot. `make_step`: function that makes a step for some of them, each with
+        its new tokens. Memory for the new tokens is committed before the call. The function raises RowError if a
+        sequence cannot take part."""
         self.num_link_bytes = 0
         self.frames = rows[0].frames
-        """Staging frames through which pushed KV is copied to a slot. None: KV is written in place."""
+        """Staging frames (buffers in host memory) through which pushed KV is copied to a slot. None: KV is written
+        directly to its final memory."""
         self._rows = rows
         self._make_step = make_step
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that a sequence of `num_tokens` tokens takes."""
+        """Return the number of bytes of memory that a sequence of `num_tokens` tokens takes."""
         return self._rows[0].bytes_for(num_tokens)
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> R:
-        """Begin a claim, and return the slot's Row."""
+        """Begin a claim on a slot, for a new sequence, and return the slot's KV object. `num_tokens`: number of tokens
+        that are certain to be written. `capacity_tokens`: maximum number of tokens."""
         self._rows[slot].open(num_tokens, capacity_tokens)
         return self._rows[slot]
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy the first `num_tokens` tokens of a slot's sequence to another slot, which must be empty."""
+        """Copy the KV of the first `num_tokens` tokens of a slot's sequence to another slot, which must be empty."""
         self._rows[target].copy_from(self._rows[source], num_tokens)
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[RowStep[R]]:
-        """Commit memory for the new tokens, and yield the step. After a failed forward pass `settle` is not called,
-        because the step's sequences end."""
+        """Commit memory for the new tokens, and yield the step. After a successful forward pass, `settle` completes the
+        stored KV. After a failed one, `settle` is not called, because the step's sequences end."""
         chosen = [(self._rows[slot], tokens) for slot, tokens in rows]
         for row, tokens in chosen:
             row.commit(tokens)
@@ -106,4 +113,4 @@ class RowResidency(Generic[R]):
             self.num_link_bytes += step.num_link_bytes
 
     def close(self) -> None:
-        """Do nothing, since this policy has no threads."""
+        """Do nothing, because this base class has no threads."""

@@ -1,6 +1,7 @@
-"""Traits of all residency policies, by their names in the configuration. The configuration, `baton doctor` and `baton
-evaluate` use them, so this module does not import torch. `policies` makes the policies, and each policy's class refers
-to its traits.
+"""Properties (traits) of all residency policies, by the policies' names in the configuration.
+
+The configuration, `baton doctor` and `baton evaluate` use them, so this module does not import torch. The module
+`policies` makes the policies, and each policy's class refers to its traits.
 """
 
 from collections.abc import Mapping
@@ -14,22 +15,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PolicyTraits:
-    """Properties of a residency policy that are needed to choose it before it is made."""
+    """Properties of a residency policy that must be known before the policy is made."""
 
     name: str
     is_exact: bool = False
-    """True if every token attends to all tokens before it, with their KV as it was computed."""
+    """True if every token attends to all earlier tokens, and their KV is stored without loss."""
     sizes: tuple[str, ...] = ()
-    """Options of `baton evaluate` that set the number of keys that a sequence attends to: budget, alpha. Empty: a
+    """Options of `baton evaluate` (budget, alpha) that set the number of keys that a sequence attends to. Empty: a
     sequence attends to all keys."""
     needs_basis: bool = False
-    """True if keys are selected with the basis that `baton prepare` fitted."""
+    """True if keys are selected with the basis (a projection of keys to few columns) that `baton prepare` fitted."""
     has_pool: bool = False
-    """True if a sequence may keep its KV in a pool of `pool_tokens` tokens, which evicts."""
+    """True if the policy supports a pool, which keeps at most `pool_tokens` tokens per sequence and evicts others."""
 
     @property
     def chooses_keys(self) -> bool:
-        """Return whether sequences attend only to some keys, the number of which `baton prepare` has tuned."""
+        """Return True if sequences attend only to some keys. `baton prepare` has then tuned the number of keys."""
         return bool(self.sizes)
 
 
@@ -44,12 +45,13 @@ POLICIES: Mapping[str, PolicyTraits] = {
     )
 }
 POOLED = ", ".join(name for name, traits in POLICIES.items() if traits.has_pool)
-"""Names of the policies that may keep KV in a pool, as text for messages."""
+"""Comma-separated names of the policies that support a pool (a limit on the tokens whose KV a sequence keeps). Used in
+messages."""
 
 
 def policy_named(name: str, policies: Mapping[str, T]) -> T:
-    """Return the entry of `policies` for the policy `name`, which is its traits or its maker. Raises ConfigError for an
-    unknown name."""
+    """Return the entry of `policies` for the policy `name`. The entries may be of any type, such as the policies'
+    traits. Raises ConfigError if the name is unknown."""
     if name not in policies:
         raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(policies)}")
     return policies[name]

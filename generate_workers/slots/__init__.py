@@ -1,1 +1,1 @@
-"""Slots of a generation group: leases, memory, and the writers and readers inside each slot."""
+"""Slots of a generation group: leases on slots, their memory, and the writers and readers of this memory."""

@@ -1,7 +1,7 @@
-"""Changes of a group's slots that its engine has not processed yet. The engine's thread waits on their condition.
+"""Changes of a group's slots that its engine has not processed yet.
 
-`SlotTable` owns the SlotChanges and reports changes on any thread, after releasing its own lock. `engine.request_queue`
-reads the changes.
+`SlotTable` owns the SlotChanges. It reports changes on any thread, after it has released its own lock.
+`engine.request_queue` reads the changes. The engine's thread waits on their condition.
 """
 
 import threading
@@ -14,26 +14,28 @@ class SlotChanges:
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        """Condition that is notified of each change. The engine's request queue uses it as well."""
+        """Condition that guards this object, and that is notified of each change. The engine's request queue uses the
+        same condition."""
         self.has_changed = False
-        """True if a claim has begun, was committed, was renewed or has ended, or a lease was abandoned."""
+        """True if a claim on a slot has begun, was committed, was renewed or has ended, or a lease was abandoned."""
         self._abandoned: list[LeaseRef] = []
 
     def wake(self) -> None:
-        """Report that a claim has begun, was committed, was renewed or has ended."""
+        """Report that a claim on a slot has begun, was committed, was renewed or has ended."""
         with self.condition:
             self.has_changed = True
             self.condition.notify()
 
     def abandon(self, ref: LeaseRef) -> None:
-        """Report an abort of a lease that has ended, or whose sequences are in the batch and must leave it."""
+        """Report that a lease was aborted, although it has ended or its sequences are already in the batch. The engine
+        must remove such sequences from the batch."""
         with self.condition:
             self._abandoned.append(ref)
             self.has_changed = True
             self.condition.notify()
 
     def take_abandoned(self) -> list[LeaseRef]:
-        """Return the leases abandoned since the last call."""
+        """Return the leases that were reported to `abandon` since the last call."""
         with self.condition:
             abandoned, self._abandoned = self._abandoned, []
             return abandoned

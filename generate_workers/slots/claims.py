@@ -1,7 +1,8 @@
-"""Claims on a group's slots: the free slots, and the claim and deadline of each other slot. Has no lock.
+"""Claims on the slots of a group: which slots are free, and the claim and deadline of every other slot. Has no lock of
+its own.
 
-`SlotTable` calls it with its lock held. A claim is found by its stamp, so that an earlier holder of the slot cannot use
-a later claim.
+`SlotTable` calls it while it holds its lock. A claim is looked up by its stamp, a number that is never reused, so that
+an earlier holder of a slot cannot use a later claim.
 """
 
 import math
@@ -18,22 +19,24 @@ from generate_workers.slots.leases import BatchSlot, Slot, SlotClaim, SlotMove, 
 
 
 class Claims:
-    """All slots of one group and the claims on them. Not thread-safe: guarded by its SlotTable's lock."""
+    """All slots of one group, and the claims on them. Not thread-safe: the SlotTable's lock guards it."""
 
     def __init__(self, memory: KvMemory, clock: Clock) -> None:
         self.slots = tuple(Slot(SlotId(number), memory) for number in range(memory.shape.num_slots))
         self.changed = False
-        """True if a claim began, was committed, was renewed or ended since the table reported it last."""
+        """True if a claim has begun, was committed, was renewed or has ended since the SlotTable last reported
+        changes."""
         self.num_owed, self.owed = 0, KvBytes()
-        """Number of slots, and bytes of memory, that new leases must not use, because sequences wait to resume or to
-        grow."""
+        """Number of slots, and bytes of memory, that are set aside for sequences that wait to resume or to grow. New
+        leases must not use them."""
         self._memory = memory
         self._clock = clock
         self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not reuse stamps of its last incarnation
 
     def room(self, request: ReserveSpec) -> list[Slot]:
-        """Return one free slot per choice. Raises InvalidArgumentError for a field out of range, ResourceExhaustedError
-        if too few slots or too little memory is free."""
+        """Find a free slot for each choice of the request, and return the slots without claiming them. Raises
+        InvalidArgumentError for a field out of range, and ResourceExhaustedError if too few slots or too little memory
+        is free."""
         num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
         _check_spec(request, len(self.slots), self._memory.shape.max_slot_tokens)
         self._memory.check(num_tokens, capacity, num_choices)
@@ -46,7 +49,10 @@ class Claims:
         return slots
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int) -> SlotClaim:
-        """Lease a free slot, and hold another slot for each further choice. Raises the errors of `room`."""
+        """Lease a free slot for the request's first choice, and reserve another free slot for each further choice.
+        `num_present_tokens`: number of tokens whose KV the caller writes, if this group prefills the rest. Raises
+        InvalidArgumentError for a field out of range, and ResourceExhaustedError if too few slots or too little memory
+        is free."""
         slots, num_tokens = self.room(request), request.num_tokens
         num_cached = num_present_tokens if request.prefills_locally else num_tokens
         claims = self._make(slots, num_tokens, request.capacity_tokens, num_cached=num_cached, ttl_s=request.ttl_s)
@@ -56,8 +62,9 @@ class Claims:
         return claims[0]
 
     def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> list[BatchSlot] | None:
-        """Claim slots for `num_choices` sequences that join the batch now, and return the slots; None if too few slots
-        or too little memory is free."""
+        """Claim a slot for each of `num_choices` sequences that join the batch now, and return the slots. Return None
+        if too few slots or too little memory is free. `num_tokens`, `capacity_tokens`: current and maximum number of
+        tokens of each sequence."""
         slots = self._free_slots(num_choices)
         if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
             return None
@@ -67,8 +74,10 @@ class Claims:
         return [BatchSlot(claim.ref, claim.memory.row, None) for claim in claims]
 
     def activate(self, ref: LeaseRef) -> list[BatchSlot] | None:
-        """Activate a committed lease, and return a `BatchSlot` per choice, of which only the first has KV; None before
-        the commit. Raises LeaseError if the slot does not hold a lease, and the errors of `present`."""
+        """Activate a committed lease: its sequences join the batch. Return a `BatchSlot` for each choice. Only the
+        first choice's slot has KV. Return None if the lease is not committed yet. Raises LeaseError if the lease was
+        activated before or the slot is not the lease's own, and StaleStampError or LeaseExpiredError if the lease has
+        ended."""
         slot = self.find(ref)
         if slot is not None and slot.state is not SlotState.COMMITTED:
             if slot.state is SlotState.LEASED:
@@ -89,7 +98,7 @@ class Claims:
         return min((slot.claim.deadline_s for slot in self.slots if slot.claim and slot.is_timed), default=math.inf)
 
     def find(self, ref: LeaseRef) -> Slot | None:
-        """Return the slot whose current claim has this stamp and has not ended; None if no such slot exists."""
+        """Return the slot whose current claim has the stamp of `ref`; None if the claim has ended."""
         if not 0 <= ref.slot < len(self.slots):
             return None
         slot = self.slots[ref.slot]
@@ -97,14 +106,15 @@ class Claims:
         return slot if holds and slot.state is not SlotState.QUARANTINED else None
 
     def active(self, ref: LeaseRef) -> Slot:
-        """Return the slot of a sequence that runs, or that has ended and still holds its slot."""
+        """Return the slot of a sequence in the batch. The sequence may have ended, as long as it has not released its
+        slot."""
         slot = self.find(ref)
         assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
         return slot
 
     def present(self, ref: LeaseRef) -> SlotClaim:
-        """Return the current claim with this stamp. Raises StaleStampError or LeaseExpiredError if the claim has
-        ended."""
+        """Return the current claim that has the stamp of `ref`. Raises LeaseExpiredError if the claim has expired, and
+        StaleStampError if it has ended otherwise."""
         self.expire()
         slot = self.find(ref)
         if slot is not None and slot.claim is not None:
@@ -114,8 +124,8 @@ class Claims:
         raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased again")
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Set the lease's time to live to `ttl_s` seconds from now. Raises InvalidArgumentError for a bad `ttl_s`, and
-        the errors of `present`."""
+        """Set the lease's time to live to `ttl_s` seconds from now. Raises InvalidArgumentError if `ttl_s` is out of
+        range, and StaleStampError or LeaseExpiredError if the lease has ended."""
         _check_ttl(ttl_s)
         claim = self.present(ref)
         claim.ttl_s = ttl_s
@@ -123,7 +133,7 @@ class Claims:
         self.changed = True
 
     def touch(self, claim: SlotClaim) -> None:
-        """Restart a claim's time to live."""
+        """Restart a claim's time to live from now."""
         claim.deadline_s = self._clock.now_s() + claim.ttl_s
 
     def expire(self) -> None:
@@ -135,8 +145,8 @@ class Claims:
                 self.changed = True
 
     def complete(self, claim: SlotClaim, firsts: tuple[SampledToken, ...]) -> None:
-        """Commit a lease whose KV is all in place. Idempotent for the same first tokens; other tokens raise
-        LeaseError."""
+        """Commit a lease whose KV is all in place. `firsts`: first token of each choice. May be repeated with the same
+        first tokens. Raises LeaseError for other first tokens, or if the lease is prefilled by this group's engine."""
         slot = self.slots[claim.ref.slot]
         if claim.num_cached < claim.num_tokens:
             raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")
@@ -150,7 +160,8 @@ class Claims:
             raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """Commit a lease whose copied blocks are all in place. The engine computes the rest of its prompt."""
+        """Commit a lease whose prompt this group's engine prefills. All copied blocks of the prompt must be in place.
+        The engine computes the rest."""
         claim = self.present(ref)
         assert claim.num_cached < claim.num_tokens and claim.is_whole
         self._commit(claim)

@@ -1,10 +1,10 @@
-"""Copies pushed KV from staging frames to a device with its own memory, on a separate thread.
+"""Copies pushed KV from staging frames (buffers in host memory) to a device with its own memory, on a separate thread.
 
-`slots.slot_access.FrameWriter` copies pieces into frames, on the loop or on a loader's thread, and queues them for the
-upload's thread. The SlotTable is notified when a piece is on the device. So neither the loop nor a holder of the
-table's lock waits for a link. The thread begins all queued copies before it waits for the oldest copy to end, so that
-the link always has a next copy. If the residency policy has frames (`residency.port`), only this thread writes pushed
-KV. It also does the rest of a write, such as packing KV in 4 bits.
+`slots.slot_access.FrameWriter` copies pieces of KV into frames, on the asyncio loop or on a loader's thread, and queues
+the frames for the upload thread. The SlotTable is notified when a piece is on the device. Neither the loop nor a thread
+that holds the table's lock waits for a copy to the device. The thread begins all queued copies before it waits for the
+oldest copy to end, so that the link always has a next copy. If the residency policy has frames (`residency.port`), only
+this thread writes pushed KV. It also does the other work of a write, such as packing KV in 4 bits.
 """
 
 import asyncio
@@ -27,29 +27,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class FramedPiece:
-    """KV of tokens in one layer, held in a frame until it is copied to its claim's slot."""
+    """Piece of pushed KV: some tokens in one layer, stored in a staging frame until the copy to the slot has ended."""
 
     claim: SlotClaim
     layer: int
     tokens: TokenRange
     frame: Frame
     num_bytes: int
-    """Bytes of the KV, from the beginning of the frame."""
+    """Number of bytes of the KV. The KV starts at the beginning of the frame."""
     landed: "Future[str]" = field(default_factory=Future)
-    """Future that is done when the copy has ended. Its result is the text of the copy's error, or empty. The exception
-    itself is not stored, because its traceback would keep memory of the writer alive."""
+    """Future that is done when the copy to the device has ended. Its result is the text of the copy's error; empty
+    if the copy succeeded. The exception object is not stored, because its traceback would keep the writer's memory
+    alive."""
 
 
 class DeviceUpload:
-    """Copies pieces from frames to the slots of one group. Thread-safe."""
+    """Copies pieces of KV from staging frames to the slots of one group. Thread-safe."""
 
     def __init__(self, frames: StagingFrames, row_bytes: int, on_landed: Callable[[FramedPiece, str], None]) -> None:
-        """`row_bytes`: bytes of one token's KV in one layer. `on_landed` is called on the upload's thread with each
-        copied piece and the text of its error, after its frame was released and before `piece.landed` is done. It must
-        not raise. Raises ConfigError if a frame is too small for one token."""
+        """`row_bytes`: number of bytes of one token's KV in one layer. `on_landed`: function that is called on the
+        upload thread after each copy, with the piece and the text of the copy's error (empty: no error). At this time
+        the frame has been released, and the future `piece.landed` is not done yet. The function must not raise. Raises
+        ConfigError if a frame is too small for one token."""
         self.frames = frames
         self.frame_tokens = frames.frame_bytes // row_bytes
-        """Number of tokens that a frame holds."""
+        """Number of tokens whose KV of one layer fits into a frame."""
         if not self.frame_tokens:
             raise ConfigError(
                 f"KV of one token and layer takes {row_bytes} bytes, and a staging frame has {frames.frame_bytes}: "
@@ -57,13 +59,13 @@ class DeviceUpload:
             )
         self._on_landed = on_landed
         self._coming = SimpleQueue[FramedPiece | None]()
-        """Pieces to be copied, at most one for each frame; None ends the thread."""
+        """Queue of pieces to be copied, at most one for each frame. The upload thread ends when it reads None."""
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
     async def take(self, count: int) -> list[Frame]:
-        """Return `count` frames. Waits while too few frames are free, first come, first served. A cancelled call gets
-        no frames."""
+        """Wait until `count` frames are free, and return them. Callers are served in the order of their calls. A
+        cancelled call gets no frames."""
         asked = self.frames.take(count)
         if not asked.done():
             try:  # `asyncio.wait` cancels no future, so that no frame is granted to a cancelled wait
@@ -75,7 +77,8 @@ class DeviceUpload:
         return asked.result()
 
     def bring(self, piece: FramedPiece) -> None:
-        """Copy a piece to its slot and then release its frame. Any thread; does not wait for the copy."""
+        """Queue a piece to be copied to its slot. Its frame is released after the copy. Returns without waiting for the
+        copy. May be called on any thread."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kv-upload", daemon=True)
@@ -83,8 +86,8 @@ class DeviceUpload:
             self._coming.put(piece)
 
     def rest(self) -> None:
-        """Wait until all pieces passed to `bring` are copied, and end the thread. A later piece starts a new thread.
-        Idempotent."""
+        """Wait until all pieces that were passed to `bring` are copied, and stop the upload thread. A later call of
+        `bring` starts a new thread. Idempotent."""
         with self._starting:  # at most one thread runs at a time
             thread, self._thread = self._thread, None
             if thread is not None:

@@ -1,8 +1,8 @@
-"""KV memory of a generation group: its limits, and the memory that is promised to each slot.
+"""KV memory of a generation group: its limits, and the memory that is promised to each slot's claim.
 
 `slots.table` requests memory when it claims a slot. A claim is promised memory for its current tokens and some growth,
-not for its full capacity. When a sequence outgrows its promise, the promise is extended if memory is free. Pages are
-committed only as they are written, and always within the promise, so the limits hold at all times.
+not for its maximum number of tokens. When a sequence needs more, its promise is extended if memory is free. Pages are
+committed only as they are written, and never beyond the promise, so the limits hold at all times.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 
 _NOTHING = KvBytes()
 _EXTENT_TOKENS = 64
-"""Multiple of tokens to which an extended promise is rounded up if memory is free, so that the promise does not have to
-be extended for every token."""
+"""Number of tokens to a multiple of which an extended promise is rounded up, if memory is free. Without rounding, a
+promise would have to be extended for every new token."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class MemoryLimits:
     kv_bytes: int
     """Limit in bytes in the memory where the policy stores KV between steps (`KvBytes.home`)."""
     device_bytes: int | None = None
-    """Limit in bytes of KV on the device. None: only `kv_bytes` limits it."""
+    """Maximum number of bytes of KV on the device. None: KV on the device has no limit of its own."""
 
     def exceeded_by(self, need: KvBytes) -> str:
-        """Return the name and value of the limit that `need` exceeds; an empty string if it exceeds no limit."""
+        """Return the name and value of the limit that `need` bytes exceed; an empty string if they exceed no limit."""
         if need.home > self.kv_bytes:
             return f"kv_memory_bytes = {self.kv_bytes}"
         if self.device_bytes is not None and need.device > self.device_bytes:
@@ -39,39 +39,40 @@ class MemoryLimits:
 
 @dataclass
 class Promise:
-    """Memory promised to one claim. Owned by the KvMemory."""
+    """Memory that is promised to one claim on a slot. Owned by the KvMemory."""
 
     row: RowKv
     num_tokens: int
-    """Number of tokens for which memory is promised."""
+    """Number of tokens for which memory is promised to the claim."""
     num_bytes: KvBytes
 
 
 class KvMemory:
-    """KV memory of one group, and all promises of it. Not thread-safe: guarded by its SlotTable's lock."""
+    """KV memory of one group, and the memory that is promised to each claim. Not thread-safe: the SlotTable's lock
+    guards it."""
 
     def __init__(self, residency: Residency, shape: KvShape, limits: MemoryLimits, growth_tokens: int) -> None:
-        """`growth_tokens`: number of tokens for which a new sequence is promised memory in addition to its current
-        tokens."""
+        """`growth_tokens`: number of additional tokens for which memory is promised to a new sequence."""
         self.residency = residency
         self.shape = shape
         self.limits = limits
         self.promised = KvBytes()
-        """Bytes promised to all claims together."""
+        """Number of bytes that are promised to all claims together."""
         self._growth_tokens = growth_tokens
 
     @property
     def num_bytes_free(self) -> int:
-        """Return the bytes of `kv_bytes` that are not promised to any claim."""
+        """Return the number of bytes of the limit `kv_bytes` that are not promised to any claim."""
         return self.limits.kv_bytes - self.promised.home
 
     def need(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> KvBytes:
-        """Return the bytes that are promised to `num_choices` new sequences of `num_tokens` tokens each, including
-        growth."""
+        """Return the number of bytes that are promised to `num_choices` new sequences of `num_tokens` tokens each. It
+        includes memory for some growth, up to `capacity_tokens` tokens."""
         return self.residency.bytes_for(self._first_tokens(num_tokens, capacity_tokens)) * num_choices
 
     def check(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> None:
-        """Raise InvalidArgumentError for a request whose sequences would not fit even if no other sequence existed."""
+        """Raise InvalidArgumentError for a request that does not fit into the memory even if it is the only request.
+        `num_tokens`: number of tokens of the prompt. `capacity_tokens`: maximum number of tokens of each choice."""
         alone = self.residency.bytes_for(capacity_tokens)
         for need, what in (
             (alone, f"{capacity_tokens} tokens, prompt and max_tokens,"),
@@ -82,13 +83,16 @@ class KvMemory:
                 raise InvalidArgumentError(f"{what} take {_spelt(need)} of KV, and {limit}: {self._remedy(limit)}")
 
     def shortage(self, need: KvBytes, owed: KvBytes = _NOTHING) -> str:
-        """Return the reason why `need` does not fit now if `owed` must stay free; an empty string if it fits."""
+        """Return the reason why `need` bytes cannot be promised now; an empty string if they can. `owed`: bytes that
+        must stay free."""
         limit = self.limits.exceeded_by(self.promised + owed + need)
         return f"{_spelt(need)} of KV do not fit in addition to {_spelt(self.promised)}, and {limit}" if limit else ""
 
     def promise(self, slots: Sequence[SlotId], num_tokens: int, capacity_tokens: int) -> list[Promise]:
-        """Promise memory for new claims on `slots`, either for all or for none. The caller must have checked that
-        `need` fits. Raises ResourceExhaustedError if the device has less memory than configured."""
+        """Promise memory to a new claim on each of `slots`. If memory cannot be promised to all of them, nothing is
+        promised. `num_tokens`, `capacity_tokens`: current and maximum number of tokens of each claim. The caller must
+        have checked with `shortage` that the memory is free. Raises ResourceExhaustedError if the device has less
+        memory than configured."""
         made: list[Promise] = []
         first_tokens = self._first_tokens(num_tokens, capacity_tokens)
         try:
@@ -104,8 +108,8 @@ class KvMemory:
         return made
 
     def extend(self, promise: Promise, num_tokens: int) -> bool:
-        """Extend a promise to at least `num_tokens` tokens in total. If the memory does not fit, return False and
-        change nothing."""
+        """Extend a promise to at least `num_tokens` tokens in total. Return False, and change nothing, if too little
+        memory is free."""
         extents = -(-num_tokens // _EXTENT_TOKENS) * _EXTENT_TOKENS
         for wanted in (min(extents, len(promise.row.tokens)), num_tokens):
             num_bytes = self.residency.bytes_for(wanted)

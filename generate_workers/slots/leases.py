@@ -1,6 +1,6 @@
-"""Life cycle of a slot: its states, the transition table, the claim that a lease refers to, and the ledger.
+"""Life cycle of a slot: its states, the table of legal transitions, the claim on the slot, and the ledger of all slots.
 
-These values have no lock of their own: `slots.table.SlotTable` owns them and guards them with its lock.
+These objects have no lock of their own. `slots.table.SlotTable` owns them and guards them with its lock.
 
     FREE -> LEASED -> COMMITTED -> ACTIVE -> FREE
               |           |          |
@@ -28,35 +28,36 @@ class SlotState(Enum):
     FREE = "free"
     """The slot has no claim and may be claimed."""
     LEASED = "leased"
-    """KV is being pushed. The lease ends at its deadline unless it is renewed."""
+    """KV is being pushed to the slot. The lease expires at its deadline unless it is renewed."""
     COMMITTED = "committed"
     """All KV and the first tokens have arrived, and the slot waits to join the batch. The lease still ends at its
     deadline."""
     HELD = "held"
-    """The slot is reserved for a further choice of a leased or committed slot, and is freed together with that slot."""
+    """The slot is reserved for a further choice of a request whose first choice has leased another slot. It is freed
+    together with that slot."""
     ACTIVE = "active"
-    """The slot holds a sequence of the batch. It has no deadline: it is freed when the sequence ends."""
+    """The slot belongs to a sequence in the batch. It has no deadline, and is freed when the sequence ends."""
     QUARANTINED = "quarantined"
-    """The slot was freed while a writer or reader was using its memory. The memory is held until the last of them has
-    ended."""
+    """The slot was freed while writers or readers were using its memory. It cannot be claimed until the last of them
+    has ended."""
 
 
 _LEASED = (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)
-"""States of a slot that is claimed and has not joined the batch."""
+"""States of a slot that is claimed, but whose sequence is not in the batch yet."""
 
 
 class SlotMove(Enum):
-    """Event that moves a slot from one state to another."""
+    """Event that moves a slot from one state to another. `TRANSITIONS` lists the legal ones."""
 
     LEASE = "lease"
     HOLD = "hold"
     OCCUPY = "occupy"
-    """A sequence that is prefilled locally claims the slot."""
+    """A sequence that this group prefills claims a free slot and joins the batch."""
     COMMIT = "commit"
     ACTIVATE = "activate"
     FREE = "free"
     QUARANTINE = "quarantine"
-    """The slot is freed while writers or readers use its memory."""
+    """The slot is freed while a writer or reader is still using its memory."""
     EMPTY = "empty"
     """The last writer or reader of a quarantined slot ends."""
 
@@ -77,43 +78,45 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
     (SlotState.ACTIVE, SlotMove.QUARANTINE): SlotState.QUARANTINED,
     (SlotState.QUARANTINED, SlotMove.EMPTY): SlotState.FREE,
 }
-"""All legal moves. Any other move is a bug."""
+"""Legal transitions: the new state for each state and move. All other moves are bugs."""
 
 
 @dataclass
 class SlotClaim:
-    """Claim on a slot, from the moment when the slot is claimed until it is freed. Owned by the SlotTable."""
+    """Claim on a slot, from the claiming of the slot until the slot is freed. Owned by the SlotTable."""
 
     ref: LeaseRef
     memory: Promise
     coverage: Coverage
-    """Pieces of the first `num_cached` tokens received so far, including pieces that are still being copied to the
-    device."""
+    """Pieces of KV that were received for the first `num_cached` tokens. Pieces that are still being copied to the
+    device are included."""
     num_tokens: int
     """Number of tokens for which the claim was made."""
     num_cached: int
-    """Number of tokens whose KV is pushed or copied from blocks: positions [0, num_cached). The engine computes the
-    other tokens."""
+    """Number of first tokens, at positions [0, num_cached), whose KV is pushed, or copied from cached blocks. The
+    engine computes the KV of the other tokens."""
     ttl_s: float
     deadline_s: float
-    """Time (Clock.now_s()) at which the claim expires while it is LEASED or COMMITTED."""
+    """Time (Clock.now_s()) at which the claim expires. It has no effect unless the slot is LEASED or COMMITTED."""
     firsts: tuple[SampledToken, ...] = ()
     """First token of each choice, set when the lease is committed. Empty if the engine computes these tokens."""
     held: "tuple[Slot, ...]" = ()
-    """Slots of the lease's further choices until they join the batch. They end with this claim."""
+    """Slots that are reserved for the further choices of the lease, until these join the batch. The claims on them end
+    when this claim ends."""
     uploading: set[tuple[int, TokenRange]] = field(default_factory=set)
     """Parts of received pieces, as (layer, tokens), that are still being copied to the device. Each part counts as a
     writer of the slot."""
     failure: str = ""
-    """Error that ended the claim because a piece could not be copied to the device; empty if there was none."""
+    """Error text if the claim ended because a piece could not be copied to the device; otherwise empty."""
     expired: bool = False
     """True if the claim ended because it was not renewed in time."""
     waiters: list[Future[None]] = field(default_factory=list)
-    """Futures of commits that wait for KV. They are set done and dropped when all KV is in place or the claim ends."""
+    """Futures of commits that wait for KV. When all KV is in place, or the claim ends, the futures are set done and are
+    removed from the list."""
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all KV of the first `num_cached` tokens is in place."""
+        """Return True if the KV of all of the first `num_cached` tokens has arrived and is in the slot's memory."""
         return self.coverage.complete and not self.uploading
 
     def wake_all(self) -> None:
@@ -122,32 +125,35 @@ class SlotClaim:
 
 
 class Slot:
-    """Slot: its state, its current claim, and the number of writers and readers of its memory. Owned by the
-    SlotTable."""
+    """Slot of a generation group: its state, its current claim, and the number of writers and readers of its memory.
+    Owned by the SlotTable."""
 
     def __init__(self, number: SlotId, memory: KvMemory) -> None:
         self.number = number
         self._memory = memory
         self.state = SlotState.FREE
         self.num_inside = 0
-        """Number of writers and readers of the slot's memory, plus number of pieces that are being copied to it."""
+        """Number of writers and readers of the slot's memory. Each piece of KV that is being copied to the slot counts
+        as a writer."""
         self.claim: SlotClaim | None = None
         self.last_expired: Stamp | None = None
-        """Stamp of the latest ended claim if that claim expired, else None."""
+        """Stamp of the slot's previous claim if that claim expired. None if it ended otherwise, or if the slot has a
+        new claim."""
 
     @property
     def is_timed(self) -> bool:
         return self.state in (SlotState.LEASED, SlotState.COMMITTED)
 
     def begin(self, claim: SlotClaim, move: SlotMove) -> None:
-        """Start a claim on a free slot: FREE -> LEASED, HELD or ACTIVE."""
+        """Begin a claim on a free slot. `move` determines the new state: LEASED, HELD or ACTIVE."""
         self.move(move)
         self.claim = claim
         self.last_expired = None
 
     def end(self, *, expired: bool = False) -> None:
-        """End the claim. Its stamp is refused from now on. Its memory is freed when no writer or reader uses it any
-        more."""
+        """End the current claim, and the claims of the lease's further choices. The claim's stamp is refused from now
+        on. The memory is freed when no writer or reader uses it any more. `expired`: True if the claim ends because its
+        deadline has passed."""
         claim = self.claim
         assert claim is not None
         claim.expired = expired
@@ -162,7 +168,8 @@ class Slot:
             self._drop()
 
     def leave(self) -> bool:
-        """Decrement the number of writers and readers. Return whether this freed the slot."""
+        """Decrement the number of writers and readers. Return True if this has freed the slot, which was
+        quarantined."""
         assert self.num_inside > 0
         self.num_inside -= 1
         if self.state is not SlotState.QUARANTINED or self.num_inside:
@@ -177,7 +184,8 @@ class Slot:
         self.claim = None
 
     def move(self, move: SlotMove) -> None:
-        """Change the state as the transition table defines for this move. Claims calls this for COMMIT and ACTIVATE."""
+        """Change the slot's state as `TRANSITIONS` defines for this move. Claims calls this directly only for COMMIT
+        and ACTIVATE."""
         target = TRANSITIONS.get((self.state, move))
         assert target is not None, f"slot {self.number} cannot {move.value} while {self.state.value}"
         self.state = target
@@ -185,15 +193,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class BatchSlot:
-    """Slot of a sequence that joins the batch. The SlotTable owns the slot's memory; the sequence uses it until
-    `release`."""
+    """Slot of a sequence that joins the batch. The SlotTable owns the slot's memory. The sequence uses it until
+    `SlotTable.release` is called."""
 
     ref: LeaseRef
     row: RowKv
     first: SampledToken | None
-    """First token of the choice if its KV was pushed, else None."""
+    """First token of the choice, if the prompt's KV was pushed by a prefill rank; None if this group's engine computes
+    the token."""
     num_cached: int = 0
-    """Number of tokens whose KV is in place."""
+    """Number of tokens whose KV is already in the slot."""
 
 
 @dataclass(frozen=True)
@@ -201,26 +210,26 @@ class KvLedger:
     """KV memory of a generation group, by the state of the slots to which it is promised."""
 
     num_bytes: int = 0
-    """Total bytes; 0 if unknown."""
+    """Total number of bytes of KV memory; 0 if unknown."""
     num_bytes_free: int = 0
-    """Bytes that are not promised to any slot."""
+    """Number of bytes that are not promised to any slot."""
     num_bytes_leased: int = 0
-    """Bytes of slots that are LEASED, COMMITTED or HELD: slots whose KV is being pushed, or that wait to join the
-    batch."""
+    """Number of bytes promised to slots that are LEASED, COMMITTED or HELD. Their KV is being pushed, or they wait to
+    join the batch."""
     num_bytes_active: int = 0
-    """Bytes of slots of the sequences in the batch."""
+    """Number of bytes promised to the slots of the sequences in the batch."""
     num_bytes_quarantined: int = 0
-    """Bytes of slots that were freed while a writer or reader was using them."""
+    """Number of bytes promised to slots that were freed while a writer or reader was using their memory."""
 
     @property
     def num_bytes_taken(self) -> int:
-        """Return the bytes that are promised to slots in any state."""
+        """Return the number of bytes that are promised to slots in any state."""
         return self.num_bytes_leased + self.num_bytes_active + self.num_bytes_quarantined
 
     @property
     def imbalance(self) -> str:
-        """Return a one-line error if free and promised bytes do not add up to `num_bytes`; an empty string if they
-        do."""
+        """Return a one-line error if free and promised bytes do not add up to `num_bytes`, or if the number of free
+        bytes is negative. Return an empty string otherwise."""
         free, taken = self.num_bytes_free, self.num_bytes_taken
         if free >= 0 and free + taken == self.num_bytes:
             return ""
@@ -229,22 +238,23 @@ class KvLedger:
 
 @dataclass(frozen=True)
 class SlotLedger:
-    """Snapshot of the number of slots by state, and of their memory. The counts add up at all times (see
-    `imbalance`)."""
+    """Snapshot of the numbers of slots in each state, and of the memory of the slots. `imbalance` checks that the
+    numbers add up, which is the case at all times."""
 
     num_slots: int
     num_free: int
     num_leased: int
-    """Number of slots that are LEASED, COMMITTED or HELD: claimed, and not in the batch yet."""
+    """Number of slots that are LEASED, COMMITTED or HELD. They are claimed, but their sequences are not in the batch
+    yet."""
     num_active: int
     num_quarantined: int
     num_bytes_held: int
-    """Committed bytes of KV, in whole pages, in the memory that stores KV between steps (`KvBytes.home`)."""
+    """Number of committed bytes of KV, in whole pages, in the memory that stores KV between steps (`KvBytes.home`)."""
     num_device_bytes: int
-    """Bytes of KV on the device. This number equals `num_bytes_held` if the device stores all KV."""
+    """Number of committed bytes of KV on the device. It equals `num_bytes_held` if the device stores all KV."""
     kv: KvLedger
-    """Bytes promised to slots, by state, whether committed or not, and free bytes as counted by KvMemory
-    (`KvBytes.home`)."""
+    """Bytes that are promised to slots, by state, and bytes that are free. Promised bytes count even if they are not
+    committed. All numbers refer to the memory that stores KV between steps (`KvBytes.home`)."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot], memory: KvMemory) -> Self:
@@ -273,8 +283,9 @@ class SlotLedger:
 
     @property
     def imbalance(self) -> str:
-        """Return a one-line error if the counts do not add up. It is empty if every slot is counted once, only slots
-        that are not free have promised bytes, and the committed bytes do not exceed the promised bytes."""
+        """Return a one-line error if the counts do not add up; an empty string if they do. Each slot must be counted in
+        exactly one state. Only slots that are not free may have promised bytes. Committed bytes must not exceed
+        promised bytes."""
         states = (self.num_leased, self.num_active, self.num_quarantined)
         promised = (self.kv.num_bytes_leased, self.kv.num_bytes_active, self.kv.num_bytes_quarantined)
         if self.num_free + sum(states) != self.num_slots:

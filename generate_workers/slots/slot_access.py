@@ -1,9 +1,9 @@
 """Access to a slot's memory: writers of pushed KV, and readers that export a sequence's KV.
 
-`baton.transport.kv_receiver` and `prefixes.loading` write, `prefixes.answer_saving` reads. A slot is not claimed again
-before its last writer and reader have ended, and the last piece that is being copied to it (`slots.device_upload`) is
-in place. So the owner of memory does not change while the memory is being copied. `SlotTable` makes writers and
-readers; its lock guards their count.
+`baton.transport.kv_receiver` and `prefixes.loading` write. `prefixes.answer_saving` reads. A slot is not claimed again
+until its last writer and reader have ended, and all pieces that are being copied to it (`slots.device_upload`) are in
+place. The owner of memory therefore does not change while the memory is being copied. `SlotTable` makes writers and
+readers; its lock guards their number.
 """
 
 import asyncio
@@ -24,47 +24,47 @@ from generate_workers.slots.leases import SlotClaim
 
 
 class SlotWriter(PushTarget, Protocol):
-    """Writer to a leased slot, returned by `SlotTable.open_push`. On the asyncio loop it is used as a `PushTarget` of
-    the transport; other threads call `copy_in` and `drain`. Valid only in the context of `open_push`."""
+    """Writer of pushed KV to a leased slot, yielded by `SlotTable.open_push`. The asyncio loop uses its methods `write`
+    and `settle`. Other threads use `copy_in` and `drain`. Valid only until the context of `open_push` ends."""
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Accept the KV of `tokens` as PushTarget.write does, in one or more pieces. May block. May be called on any
-        thread except the loop's."""
+        """Accept the KV of `tokens` in one layer, in one or more pieces. This is the blocking form of PushTarget.write.
+        May be called on any thread except the loop's."""
         ...
 
     def drain(self) -> None:
-        """Block until all pieces are in place, as PushTarget.settle does. May be called on any thread except the
-        loop's."""
+        """Block until all pieces are in the slot's memory. This is the blocking form of PushTarget.settle. May be
+        called on any thread except the loop's."""
         ...
 
 
 @dataclass(frozen=True)
 class HomeWriter:
-    """SlotWriter for KV that is written in place. No method waits."""
+    """SlotWriter that writes KV directly to the slot's memory. None of its methods waits."""
 
     claim: SlotClaim
     put: Callable[[SlotClaim, int, TokenRange, memoryview], bool]
-    """Function that copies a piece, given as (claim, layer, tokens, data), into place. Returns False for a piece that
-    was received before."""
+    """Function that copies a piece of KV, given as (claim, layer, tokens, data), to the slot's memory. Returns False
+    for a piece that was received before."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copy a piece into place. Return False for a piece that was received before."""
+        """Copy a piece of KV to the slot's memory. Return False for a piece that was received before."""
         return self.put(self.claim, layer, tokens, data)
 
     async def settle(self) -> None:
-        """Return at once, since all KV is in place."""
+        """Return at once, because every piece is in the slot's memory as soon as it is written."""
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copy a piece into place. Return False for a piece that was received before."""
+        """Copy a piece of KV to the slot's memory. Return False for a piece that was received before."""
         return self.put(self.claim, layer, tokens, data)
 
     def drain(self) -> None:
-        """Return at once, since all KV is in place."""
+        """Return at once, because every piece is in the slot's memory as soon as it is written."""
 
 
 class FrameWriter:
-    """SlotWriter for a device with its own memory. Pieces are put into staging frames as soon as frames are free; the
-    upload's thread copies them from the frames to the device."""
+    """SlotWriter for a device with its own memory. It copies pieces of KV into staging frames, as soon as frames are
+    free. The upload thread copies the frames to the device."""
 
     def __init__(
         self,
@@ -72,17 +72,20 @@ class FrameWriter:
         upload: DeviceUpload,
         expect: Callable[[SlotClaim, int, TokenRange, Sequence[TokenRange]], bool],
     ) -> None:
-        """`expect` records a piece as received, and its parts as being copied. It returns False for a piece that was
-        recorded before, and raises the errors of PushTarget.write."""
+        """`expect`: function that records a piece as received, and its parts as being copied. Its arguments are the
+        claim, the layer, the piece's tokens and the parts' tokens. It returns False for a piece that was recorded
+        before, and raises the errors of PushTarget.write."""
         self._claim = claim
         self._upload = upload
         self._expect = expect
         self._landed: list[Future[str]] = []
-        """Futures of pieces that are being copied, and of pieces whose copies have ended since the latest check."""
+        """Futures of copies to the device: of running copies, and of copies that ended after errors were last
+        checked."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Put a piece into frames, and queue it for the upload. Waits until enough frames are free. Raises
-        InvalidArgumentError if the piece needs more frames than the device has."""
+        """Copy a piece of KV into frames, and queue the frames for the upload. Waits until enough frames are free.
+        Return False if the piece was received before. Raises InvalidArgumentError if the piece needs more frames than
+        the device has."""
         num_frames, most = -(-len(tokens) // self._upload.frame_tokens), self._upload.frames.num_frames
         if num_frames > most:
             raise InvalidArgumentError(
@@ -92,14 +95,14 @@ class FrameWriter:
         return self._bring(layer, tokens, data, await self._upload.take(max(num_frames, 1)))
 
     async def settle(self) -> None:
-        """Wait for all copies to end. Raises TransferError if a copy failed."""
+        """Wait until all copies to the device have ended. Raises TransferError if a copy failed."""
         if self._landed:  # `asyncio.wait` cancels no future, so that setting `landed` cannot fail
             await asyncio.wait([asyncio.wrap_future(landed) for landed in self._landed])
         self._check()
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Put the KV of `tokens` into frames, as pieces of one frame each, and queue them for the upload. Blocks until
-        enough frames are free."""
+        """Copy the KV of `tokens` into frames, one frame at a time, and queue the frames for the upload. Blocks while
+        no frame is free. Return False if all or part of it was received before."""
         row_bytes, is_new = data.nbytes // len(tokens), True
         for part in tokens.split(self._upload.frame_tokens):
             start = (part.start - tokens.start) * row_bytes
@@ -108,7 +111,7 @@ class FrameWriter:
         return is_new
 
     def drain(self) -> None:
-        """Wait for all copies to end. Raises TransferError if a copy failed."""
+        """Block until all copies to the device have ended. Raises TransferError if a copy failed."""
         wait(self._landed)
         self._check()
 
@@ -143,8 +146,8 @@ class FrameWriter:
 
 
 class SlotReader:
-    """Reader of an active slot, from `SlotTable.open_read` to `close`. May be used on any thread, by one thread at a
-    time."""
+    """Reader of the KV in an active slot. It is opened by `SlotTable.open_read`, and ends with `close`. May be used on
+    any thread, by one thread at a time."""
 
     def __init__(
         self, claim: SlotClaim, check: Callable[[LeaseRef], object], leave: Callable[[SlotClaim], None]
@@ -159,15 +162,16 @@ class SlotReader:
         self._check(self._claim.ref)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of the KV of `tokens` in a layer. No writer may still change this KV. The view is valid
-        until `close`. Raises StaleStampError if the slot has been released."""
+        """Return the KV of `tokens` in a layer as bytes. No writer may change this KV any more. The view is valid until
+        `close`. Raises StaleStampError if the slot has been released."""
         assert self._is_inside
         self.check()
         return self._claim.memory.row.export(layer, tokens)
 
     def keep_prefix(self, names: Sequence[str], block_tokens: int) -> None:
-        """Share the sequence's first blocks with sequences that have the same prefix, if the policy supports sharing.
-        Raises StaleStampError if the slot has been released."""
+        """Make the sequence's first blocks available to sequences that have the same prefix, if the policy supports
+        sharing. `names`: names of these blocks, of `block_tokens` tokens each. Raises StaleStampError if the slot has
+        been released."""
         assert self._is_inside
         self.check()
         if isinstance(self._claim.memory.row, PagedRow):

@@ -1,16 +1,16 @@
-"""Slots of a generation group. A slot is memory for one sequence of the batch. Claims on slots have deadlines and
-fencing stamps.
+"""Slots of a generation group. A slot is memory for one sequence of the batch. Claims on slots have deadlines, and
+stamps that fence off earlier holders.
 
 Callers by thread:
 
-- `baton.transport.kv_receiver` leases, pushes and commits on the process's asyncio loop. For it the table is a
+- `baton.transport.kv_receiver` leases, pushes and commits on the process's asyncio loop. It uses the table as a
   baton.transport.kv_sink.KvSink.
 - `engine.core` calls `occupy`, `activate`, `expire` and `release` on the engine's thread.
-- `prefixes` copies blocks into slots and answers out of them on its own threads. It releases slots whose answers it has
-  copied.
+- `prefixes` copies blocks into slots, and answers out of slots, on its own threads. It releases slots whose answers
+  it has copied.
 
-One lock guards the bookkeeping (`claims`). It is held for bookkeeping and, if KV is written in place, while one piece
-is copied, but never while waiting. `device_upload` copies pieces to a device with its own memory, without the lock.
+One lock guards the bookkeeping (`claims`). If KV is written in place, the lock is also held while one piece is copied.
+It is never held while waiting. `device_upload` copies pieces to a device with its own memory, without the lock.
 """
 
 import asyncio
@@ -35,17 +35,17 @@ from generate_workers.slots.slot_access import FrameWriter, HomeWriter, SlotRead
 
 
 class SlotTable:
-    """All slots of one generation group. Thread-safe."""
+    """All slots of one generation group, and the leases on them. Thread-safe."""
 
     def __init__(self, memory: KvMemory, clock: Clock, *, endpoint: str) -> None:
-        """`endpoint`: address (host:port) that is written to leases. The table takes ownership of `memory`. Raises
-        ConfigError if the device's staging frames are too small for the model."""
+        """`endpoint`: address (host:port) of this group, which is written to leases. The table takes ownership of
+        `memory`. Raises ConfigError if the device's staging frames are too small for the model."""
         self.max_slot_tokens = memory.shape.max_slot_tokens
         self.changes = SlotChanges()
-        """Changes for the engine. They are reported on the thread that makes the change, after the lock was
-        released."""
+        """Changes of slots that the engine must process. The thread that makes a change reports it, after it has
+        released the lock."""
         self.memory = memory
-        """KV memory of all slots. Changed only under the table's lock."""
+        """KV memory of all slots. It is changed only while the table's lock is held."""
         self.layout = memory.shape.layout
         """Layout of the KV in the slots."""
         self.num_slots = memory.shape.num_slots
@@ -56,29 +56,31 @@ class SlotTable:
         self._slots = self._claims.slots
         frames = memory.residency.frames
         self._upload = None if frames is None else DeviceUpload(frames, self.layout.row_bytes, self._note_landed)
-        """Copies pieces to a device with its own memory. None: pieces are written in place."""
+        """Copies pieces of KV to a device with its own memory. None: pieces are written directly to the slots'
+        memory."""
 
     # Methods of KvSink, called on the asyncio loop.
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
-        """Lease a free slot, with memory for its tokens and some growth, and hold another slot for each further choice.
-        The caller must write the KV of the first `num_present_tokens` tokens. If no rank pushes KV, it must then call
-        `complete_locally`. Raises ResourceExhaustedError if too few slots or too little memory is free,
-        InvalidArgumentError for a field out of range."""
+        """Lease a free slot, with memory for its tokens and some growth, and reserve another free slot for each further
+        choice. `num_present_tokens`: number of first tokens whose KV the caller must write itself. If no rank pushes
+        KV, the caller must then call `complete_locally`. Raises ResourceExhaustedError if too few slots or too little
+        memory is free, and InvalidArgumentError for a field out of range."""
         with self._changing():
             claim = self._claims.reserve(request, num_present_tokens)
         owner = request.request_id, request.attempt
         return Lease(claim.ref, *owner, request.num_tokens, self._endpoint, request.ttl_s, num_present_tokens)
 
     def check_room(self, request: ReserveSpec) -> None:
-        """Check whether `reserve` would succeed now. Raises the same errors as `reserve`."""
+        """Raise the error that `reserve` would raise now, if any. Nothing is reserved."""
         with self._changing():
             self._claims.room(request)
 
     def begin_with(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> int:
-        """Begin a new, empty lease with those leading blocks of `names` that the policy can share from other sequences.
-        Return the number of tokens of these blocks; the caller must write the other blocks. Raises StaleStampError or
-        LeaseExpiredError if the lease has ended."""
+        """Begin a new, empty lease with cached blocks, if the policy can share them between sequences. `names`: names
+        of the prompt's leading blocks, of `block_tokens` tokens each. Blocks are used up to the first one that is not
+        cached. The caller must write the other blocks. Return the number of tokens of the used blocks. Raises
+        StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             row = claim.memory.row
@@ -89,24 +91,25 @@ class SlotTable:
             return num_tokens
 
     def keep_prefix(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> None:
-        """Share a slot's first blocks, whose KV must be in place, with sequences that have the same prefix, if the
-        policy supports sharing. Raises StaleStampError or LeaseExpiredError when the lease has ended."""
+        """Make the first blocks of a lease available to sequences that have the same prefix, if the policy supports
+        sharing. `names`: names of these blocks, of `block_tokens` tokens each. Their KV must be in place. Raises
+        StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             row = self._claims.present(ref).memory.row
             if isinstance(row, PagedRow):
                 row.keep(names, block_tokens)
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Set the lease's time to live to `ttl_s` seconds from now. Raises InvalidArgumentError for a bad `ttl_s`,
-        StaleStampError or LeaseExpiredError when the lease has ended."""
+        """Set the lease's time to live to `ttl_s` seconds from now. Raises InvalidArgumentError if `ttl_s` is out of
+        range, and StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             self._claims.renew(ref, ttl_s)
 
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
-        """Renew the lease, and yield a writer that counts until the context ends. The slot is not claimed again before
-        its last writer has ended and all pieces are in place. The end of the context does not wait for pieces: see
-        SlotWriter. Raises StaleStampError or LeaseExpiredError if the lease has ended."""
+        """Renew the lease, and yield a writer, which is valid until the context ends. The slot is not claimed again
+        before its last writer has ended and all pieces are in place. The end of the context does not wait for pieces:
+        call `settle` or `drain` of the writer. Raises StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             self._claims.touch(claim)
@@ -117,11 +120,14 @@ class SlotTable:
             self._leave(claim)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
-        """Commit the lease with each choice's first token as soon as all KV is in place, and return the number of bytes
-        of the KV. Waits for missing KV for at most `wait_s` seconds, and at most until the lease expires; then raises
-        IncompletePushError, which names the first missing range. Idempotent for the same first tokens; other tokens
-        raise LeaseError. Raises StaleStampError if the lease was aborted meanwhile, TransferError if a piece could not
-        be copied to the device. A cancelled call changes nothing."""
+        """Wait until all KV of the lease has arrived, then commit the lease with the first token of each choice. Return
+        the number of bytes of the KV. May be repeated with the same first tokens. A cancelled call changes nothing.
+
+        Raises IncompletePushError, which names the first missing range, if KV is still missing after `wait_s` seconds
+        or at the lease's deadline. Raises LeaseError if the lease was committed with other first tokens,
+        StaleStampError or LeaseExpiredError if it has ended, and TransferError if a piece could not be copied to the
+        device.
+        """
         with self._changing():
             claim = self._claims.present(ref)
         give_up_s = self.clock.now_s() + wait_s
@@ -140,15 +146,16 @@ class SlotTable:
         return claim.num_tokens * self.layout.token_bytes
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """Commit a lease whose copied blocks are all in place. The engine computes the rest of its prompt. Any thread.
-        Raises StaleStampError or LeaseExpiredError when the lease has ended."""
+        """Commit a lease whose prompt this group's engine prefills. All copied blocks of the prompt must be in place.
+        The engine computes the rest. May be called on any thread. Raises StaleStampError or LeaseExpiredError if the
+        lease has ended."""
         with self._changing():
             self._claims.complete_locally(ref)
 
     def abort(self, ref: LeaseRef) -> None:
-        """End the lease; the slot becomes free when its last writer has ended. If the lease was activated, the engine
-        is notified instead, and must end its sequences. Idempotent. A stale stamp changes no slot, but the engine is
-        notified as well."""
+        """End a lease. The slot becomes free when its last writer has ended. If the lease was activated, or its
+        stamp is stale, no slot changes. The engine is notified instead, and must end the sequences of the lease.
+        Idempotent."""
         with self._changing():
             slot = self._claims.find(ref)
             if slot is not None and slot.state is not SlotState.ACTIVE:
@@ -160,15 +167,15 @@ class SlotTable:
     # Methods that the engine's thread calls.
 
     def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[BatchSlot] | None:
-        """Claim slots for `num_choices` sequences of `num_tokens` tokens each, which this engine prefills, and return
-        the slots; None if too few slots or too little memory is free. Raises ResourceExhaustedError if the device has
-        less memory than configured."""
+        """Claim a slot for each of `num_choices` sequences that this group prefills, and return the slots. Return None
+        if too few slots or too little memory is free. `num_tokens`, `capacity_tokens`: current and maximum number of
+        tokens of each sequence. Raises ResourceExhaustedError if the device has less memory than configured."""
         with self._changing():
             return self._claims.occupy(num_tokens, capacity_tokens, num_choices)
 
     def extend(self, slot: SlotId, num_tokens: int) -> KvBytes | None:
-        """Promise an active sequence memory for `num_tokens` tokens in total. Return None on success, else the bytes
-        that the sequence needs in addition to its promise."""
+        """Promise memory for `num_tokens` tokens in total to an active sequence. Return None on success. If too little
+        memory is free, return the number of bytes that the sequence needs in addition to its present promise."""
         claim = self._slots[slot].claim
         assert claim is not None
         if num_tokens <= claim.memory.num_tokens:
@@ -179,20 +186,21 @@ class SlotTable:
         return self.memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
 
     def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
-        """Reserve slots and memory for sequences that wait to resume or to grow. New leases do not use them."""
+        """Set the number of slots and bytes that are set aside for sequences that wait to resume or to grow. New leases
+        do not use them. The values replace those of the previous call."""
         with self._lock:
             self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
     def activate(self, ref: LeaseRef) -> list[BatchSlot] | None:
-        """Activate a committed lease, and return a `BatchSlot` per choice, of which only the first has KV; None before
-        the commit. Raises LeaseError if the lease was activated before, StaleStampError or LeaseExpiredError if it has
-        ended."""
+        """Activate a committed lease: its sequences join the batch. Return a `BatchSlot` for each choice. Only the
+        first choice's slot has KV. Return None if the lease is not committed yet. Raises LeaseError if the lease was
+        activated before, and StaleStampError or LeaseExpiredError if it has ended."""
         with self._changing():
             return self._claims.activate(ref)
 
     def open_read(self, ref: LeaseRef) -> SlotReader:
-        """Return a reader of an active slot, which counts as a user of the slot until it is closed. The slot's sequence
-        must not write any more KV."""
+        """Return a reader of an active slot. The slot is not claimed again before the reader is closed. The slot's
+        sequence must not write KV any more."""
         with self._changing():
             slot = self._claims.active(ref)
             assert slot.claim is not None
@@ -200,20 +208,20 @@ class SlotTable:
             return SlotReader(slot.claim, self.leased_tokens, self._leave)
 
     def release(self, ref: LeaseRef) -> None:
-        """Free the slot of a sequence that runs or has ended. The sequence must not use its memory again. Any
-        thread."""
+        """Free the slot of a sequence in the batch, or of a sequence that has ended. The sequence must not use its
+        memory again. May be called on any thread."""
         with self._changing():
             self._claims.active(ref).end()
             self._claims.changed = True
 
     def leased_tokens(self, ref: LeaseRef) -> int:
-        """Return the number of tokens for which the lease was made. Raises StaleStampError or LeaseExpiredError if the
+        """Return the number of tokens for which the slot was leased. Raises StaleStampError or LeaseExpiredError if the
         lease has ended."""
         with self._changing():
             return self._claims.present(ref).num_tokens
 
     def expire(self) -> None:
-        """End every lease whose deadline has passed, including committed ones that were not activated."""
+        """End every lease whose deadline has passed. Committed leases that were not activated in time end as well."""
         with self._changing():
             self._claims.expire()
 
@@ -223,12 +231,12 @@ class SlotTable:
             return self._claims.next_deadline_s()
 
     def ledger(self) -> SlotLedger:
-        """Return a snapshot of the slots and their memory. Any thread."""
+        """Return a snapshot of the slots and their memory. May be called on any thread."""
         with self._lock:
             return SlotLedger.of(self._slots, self.memory)
 
     def rest(self) -> None:
-        """Wait until all pieces are copied to the device, and end the upload's thread. Idempotent."""
+        """Wait until all queued pieces are copied to the device, and stop the upload thread. Idempotent."""
         if self._upload is not None:
             self._upload.rest()
 

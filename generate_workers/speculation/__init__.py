@@ -1,1 +1,2 @@
-"""Speculative decoding: cheap drafts of the next tokens, verified by one step of the model over all KV."""
+"""Speculative decoding: drafts of the next tokens are made cheaply, and one step of the model verifies them over all
+KV."""

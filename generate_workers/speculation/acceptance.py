@@ -1,7 +1,9 @@
-"""Estimates of how often a source's drafts are accepted, per sequence and for all sequences, for planning rounds. An
-estimate is the probability that a draft is accepted if all drafts before it in the round were accepted: A / (A + R),
-where A is the number of accepted drafts, and R the number of rounds that ended with a rejected draft. The latest drafts
-have most weight. A sequence's estimate uses its own drafts of a kind, and begins with the estimate for all sequences.
+"""Estimates of the probability that drafts are accepted, per sequence and for all sequences, for planning rounds.
+
+A round drafts tokens for a sequence and verifies them. An estimate is the probability that a draft is accepted if all
+earlier drafts of the round were accepted: A / (A + R). A is the number of accepted drafts, and R is the number of
+rounds that ended with a rejected draft. The latest drafts have the most weight. A sequence's estimate uses its own
+drafts of the same kind. It starts from the estimate for all sequences.
 """
 
 from collections import defaultdict
@@ -11,16 +13,18 @@ from dataclasses import dataclass, field
 from generate_workers.engine.rows import Row
 
 _KEPT_SHARE = 0.95
-"""Fraction of a count that is kept after each further round."""
+"""Factor by which a sequence's counts are multiplied in each round, before the round's drafts are added. The counts of
+all sequences together decay 16 times more slowly."""
 _FORGOTTEN_SHARE = 0.01
-"""Fraction of a count that is removed in each round, with or without drafts of its kind."""
+"""Fraction by which a sequence's counts of a kind of drafts are reduced each time the estimate of this kind is used.
+The counts of all sequences together are reduced 16 times more slowly."""
 _PRIOR_DRAFTS = 4.0
-"""Weight of the estimate for all sequences in a sequence's own estimate, as a number of drafts."""
+"""Weight of the initial estimate, as a number of drafts. A sequence's own drafts count in addition."""
 
 
 @dataclass
 class _Count:
-    """Decaying counts of accepted and rejected drafts."""
+    """Counts of accepted and rejected drafts, in which old drafts lose weight."""
 
     num_accepted: float = 0.0
     num_rejected: float = 0.0
@@ -35,34 +39,35 @@ class _Count:
         self.num_rejected *= kept_share
 
     def share(self, prior: float) -> float:
-        """Return the estimated fraction of accepted drafts, which is `prior` if no drafts are counted."""
+        """Return the estimated fraction of accepted drafts. It is `prior` if no drafts are counted, and depends less on
+        `prior` the more drafts are counted."""
         total = self.num_accepted + self.num_rejected + _PRIOR_DRAFTS
         return (self.num_accepted + _PRIOR_DRAFTS * prior) / total
 
 
 @dataclass
 class Acceptances:
-    """Acceptance estimates of one draft source."""
+    """Estimates of how often the drafts of one draft source are accepted."""
 
     expected: Mapping[int, float]
-    """Initial estimate for each kind of drafts."""
+    """Initial estimate of the acceptance probability, by kind of drafts."""
     _all: defaultdict[int, _Count] = field(default_factory=lambda: defaultdict(_Count))
-    """Counts of all sequences' drafts, by kind."""
+    """Counts of the accepted and rejected drafts of all sequences, by kind of drafts."""
     _rows: defaultdict[Row, defaultdict[int, _Count]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(_Count))
     )
 
     def of(self, row: Row, kind: int = 0) -> float:
-        """Return the probability that the sequence's next draft of this kind is accepted. Call this once per round:
-        each call slightly reduces the weight of past drafts, so that a kind with few accepted drafts is tried again
-        after a while."""
+        """Return the probability that the sequence's next draft of this kind is accepted. Must be called once per
+        round. Each call slightly reduces the weight of past drafts. A kind with few accepted drafts is therefore tried
+        again after a while."""
         self._all[kind].fade(1 - _FORGOTTEN_SHARE / 16)
         self._rows[row][kind].fade(1 - _FORGOTTEN_SHARE)
         return self._rows[row][kind].share(self._all[kind].share(self.expected[kind]))
 
     def took(self, row: Row, num_accepted: int, num_drafts: int, kind: int = 0) -> None:
-        """Record that the first `num_accepted` of a sequence's `num_drafts` drafts were accepted. The sequence may have
-        ended in this round."""
+        """Record that the first `num_accepted` of a sequence's `num_drafts` drafts were accepted. Counts for the
+        sequence itself are not updated if it has ended in this round."""
         num_rejected = int(num_accepted < num_drafts)
         if row.batch_slot is not None:
             self._rows[row][kind].add(num_accepted, num_rejected, _KEPT_SHARE)

@@ -1,6 +1,8 @@
-"""Common parts of draft views that select keys: selection of the keys with the best scores, and turns between layers
-that select keys. Used on the engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head
-dim, S keys, K selected keys at most.
+"""Common parts of draft views that select keys: selection of the keys with the best scores, and the methods that run
+between the layers of a draft step (turns).
+
+Used on the engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim, S keys, K
+selected keys at most.
 """
 
 import math
@@ -13,30 +15,33 @@ from torch import Tensor
 from baton.modeling.forward.selection import Picks
 
 Choose = Callable[[int, Tensor], Picks | None]
-"""Function (layer, q_BNH) that returns the keys that each sequence of a draft step attends to in the layer; None: all
-keys."""
+"""Function that selects the keys that each sequence of a draft step attends to in a layer. Arguments: the layer, and
+the queries q_BNH. Returns None if sequences attend to all keys."""
 
 
 @dataclass(frozen=True)
 class ChoosingTurns:
-    """LayerTurns of a draft step that selects each layer's keys with the queries of the same layer."""
+    """Turns (methods that run between layers) of a draft step that selects keys. Each layer's keys are selected with
+    the queries of the same layer."""
 
     choose: Choose
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Do nothing: all keys are in place."""
+        """Do nothing: all keys are already in the memory that attention reads."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the selected keys. Each token of the step is one sequence."""
+        """Return the keys that each sequence attends to in `layer`. Each token of the step belongs to a different
+        sequence. None: all keys."""
         return self.choose(layer, q_TNH)
 
     def end(self, layer: int) -> None:
-        """Do nothing: new keys stay where they were written."""
+        """Do nothing: new keys stay in the memory to which they were written."""
 
 
 def top_keys(scores_GS: Tensor, num_keys: int) -> Tensor:
-    """Return each kv head's `num_keys` keys with the largest scores, in ascending order, int32 `[G, num_keys]`. If
-    scores are equal, the earlier key is selected. NaN counts as less than any number. `num_keys` must be at most S."""
+    """Return the indices of the `num_keys` keys with the largest scores of each kv head, in ascending order, int32 `[G,
+    num_keys]`. If scores are equal, the earlier key is selected. NaN counts as less than any number. `num_keys` must be
+    at most S, the number of keys."""
     if not num_keys:
         return torch.empty(len(scores_GS), 0, dtype=torch.int32)
     scores_GS = scores_GS.nan_to_num(-math.inf, math.inf, -math.inf)
@@ -48,8 +53,8 @@ def top_keys(scores_GS: Tensor, num_keys: int) -> Tensor:
 
 
 def by_kv_head(q_TNH: Tensor, num_kv_heads: int) -> Tensor:
-    """Return queries times 1 / sqrt(H), grouped by kv head: fp32 `[G, J, T, H]`, where J = N / G heads share a kv head.
-    Their products with keys are the inputs of the softmax."""
+    """Return the queries multiplied by 1 / sqrt(H) and grouped by kv head: fp32 `[G, J, T, H]`, where J = N / G is the
+    number of heads that share a kv head. The products of the result with keys are the inputs of the softmax."""
     num_tokens, _, head_dim = q_TNH.shape
     q_TGJH = q_TNH.float().mul(head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim)
     return q_TGJH.permute(1, 2, 0, 3)

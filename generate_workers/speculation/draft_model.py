@@ -1,16 +1,17 @@
-"""Drafts by a second, smaller model with the same tokenizer, over its own KV of each sequence's first and latest keys.
+"""Drafts made by a second, smaller model with the same tokenizer. It has its own KV of each sequence's first and latest
+tokens.
 
-For each sequence the small model keeps the KV of some first tokens and the latest tokens, `draft_keys` in total
-(StreamingLLM; Xiao et al., 2023), so that its memory and step time do not grow with the context. Before a sequence's
+For each sequence, the small model keeps the KV of some first tokens and of the latest tokens, `draft_keys` in total
+(StreamingLLM; Xiao et al., 2023). Its memory and step time therefore do not grow with the context. Before a sequence's
 first drafts, only these tokens are run through the small model, at their true positions. The tokens between them are
-never attended to, so they are not run: the small model has less context than after a full prefill. This changes the
-drafts, but never the tokens that verification accepts into the text.
+not run, because they are never attended to. The small model thus has less context than after a full prefill. This
+changes the drafts, but not the tokens that verification accepts.
 
 In later rounds, the small model runs the accepted tokens that it has not run yet. The KV of accepted drafts that it ran
-is already in place; the KV of other drafts is overwritten. The small model never runs a round's last draft, so when all
-drafts were accepted, the next round's first step runs two tokens of the sequence.
+is already in place. The KV of other drafts is overwritten. The small model never runs a round's last draft. If all
+drafts were accepted, the next round's first step therefore runs two tokens of the sequence.
 
-`speculator` calls this on the engine's thread. Shape suffixes: R sequences of a step, T tokens, V vocabulary.
+`speculator` calls this module on the engine's thread. Shape suffixes: R sequences of a step, T tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -36,11 +37,12 @@ class _RowState:
 
     kv: DraftWindow
     num_known: int = 0
-    """Number of the sequence's tokens that the small model had run or left out before the latest drafts."""
+    """Number of the sequence's tokens that the small model had processed before its latest drafts. Tokens that it
+    skips, because it never attends to them, are included."""
     run_ids: list[int] = field(default_factory=list)
-    """Latest drafts that the small model ran. Their KV follows that of `num_known` tokens."""
+    """Latest drafts that the small model has run. Their KV directly follows the KV of the `num_known` tokens."""
     start: int = 0
-    """Position of the first token that the next draft step runs."""
+    """Position, in the sequence, of the first token that the next draft step runs."""
 
     def settle(self, token_ids: Sequence[int]) -> None:
         """Keep the KV of accepted drafts, and discard the KV of other drafts. `token_ids`: all known tokens of the
@@ -55,14 +57,16 @@ class _RowState:
 
 
 class ModelProposer:
-    """Proposer that runs a small model, one token at a time for all sequences."""
+    """Proposer (source of drafts) that runs a small model. A step of the small model drafts one token for each
+    sequence."""
 
     def __init__(
         self, decoder: Decoder, keys: DraftKeys, num_rows: int, make_memory: MakeMemory, *, keeps: bool = False
     ) -> None:
-        """`decoder`: the small model, which must have no sliding windows and the vocabulary of the large model.
-        `num_rows`: maximum number of sequences that hold a slot at the same time. `keeps`: keep the distributions from
-        which drafts were sampled. Raises the errors of `make_memory`."""
+        """`decoder` is the small model. It must have no sliding windows, and the vocabulary of the large model. `keys`:
+        numbers of first and latest keys that it attends to. `num_rows`: maximum number of sequences that have a slot at
+        the same time. `keeps`: True if the distributions from which drafts were sampled must be kept. Raises the errors
+        of `make_memory`."""
         assert all(window is None for window in decoder.config.windows), "keys are kept by number, not by window"
         self._decoder = decoder
         self._keeps = keeps
@@ -72,20 +76,20 @@ class ModelProposer:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of KV that are committed now, for all sequences."""
+        """Return the number of committed bytes of the small model's KV, for all sequences."""
         kept = [state.kv for state in self._states.values()]
         return sum(kv.num_bytes for kv in (*kept, *self._free))
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return an option for `wished` drafts, or fewer if the small model has fewer positions left; an empty list if
-        it has none."""
+        """Return one option, with `wished` drafts. The number is smaller if the sequence is near the small model's
+        maximum length. Return an empty list if the maximum length is reached."""
         num = min(wished, self._decoder.config.max_position - row.num_known + 1)
         return [DraftOption(num, num_keys=self._num_keys)] if num > 0 else []
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:
-        """For each sequence, run the tokens that drafts attend to and that the small model has not run yet, except the
-        last one or two tokens, which the first draft step runs."""
+        """Run the small model on tokens that drafts attend to and that it has not run yet, for each sequence. The last
+        one or two tokens are left to the first draft step."""
         for row in rows:
             state = self._state(row)
             state.settle(row.token_ids)
@@ -102,8 +106,9 @@ class ModelProposer:
 
     @torch.inference_mode()
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the requested number of drafts per sequence, or fewer if drafting stops early. Each draft is the token
-        that its sequence would sample from the small model's logits. `prepare` must have been called."""
+        """Return a draft for each request, with the requested number of tokens, or fewer if drafting stops early. Each
+        draft token is the token that the sequence's sampler selects from the small model's logits. `prepare` must have
+        been called."""
         drafts = draft_by_steps(draft_requests, self._run, keeps=self._keeps)
         for request, draft in zip(draft_requests, drafts, strict=True):
             state = self._states[request.row]

@@ -1,11 +1,12 @@
-"""Draft view of the keys with the best partial scores, selected in each step (InfiniGen; Lee et al., 2024). It uses the
-selection of residency `infinigen` (`generate_workers.residency.sparse.infinigen`) for drafts. The step that verifies
-attends to all keys, so texts stay exact. Partial keys are stored next to each sequence's KV
-(`residency.sparse.draft_index`). The first two layers attend to all keys. The other layers select keys with their own
-queries, for any prepared lookahead, because no key has to be fetched. The number of keys is defined by the prepared
-selection, but is at most `num_keys`.
+"""Draft view that selects the keys with the best partial scores in each draft step (InfiniGen; Lee et al., 2024).
 
-Engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim.
+It uses the selection of residency `infinigen` (`generate_workers.residency.sparse.infinigen`) for drafts. The step that
+verifies drafts attends to all keys, so the output is exact. Partial keys are stored next to each sequence's KV
+(`residency.sparse.draft_index`). The first two layers attend to all keys. The other layers select keys with their own
+queries, for any prepared lookahead, because no key has to be fetched. The prepared selection determines the number of
+keys, which is limited to `num_keys`.
+
+Used on the engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,26 +25,27 @@ from generate_workers.speculation.choosing import ChoosingTurns
 from generate_workers.speculation.self_drafts import DraftStep
 
 _NO_SHARE = 1e-12
-"""Value of `most_share` that rounds to 0 keys, so that only `free_keys` limits the number of keys selected by score."""
+"""Value of `Selection.most_share` (maximum fraction of keys that are selected by score) that rounds to 0 keys. With
+this value, only `free_keys` limits the number of keys that are selected by score."""
 
 
 class InfinigenView:
-    """DraftView of keys in the sequences' own KV, selected by a prepared selection."""
+    """Draft view of the keys that a prepared selection selects from the sequences' own KV."""
 
     def __init__(self, residency: IndexedResidency, num_keys: int) -> None:
-        """`num_keys`: maximum number of keys per kv head, including the first and the latest keys."""
+        """`num_keys`: maximum number of keys that a kv head attends to, including the first and the latest keys."""
         self._residency = residency
         self._selection = at_most(num_keys, residency.prepared.selection)
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Make the partial keys of the sequences' new tokens. `num_keys` is ignored."""
+        """Compute the partial keys of tokens that do not have them yet. `num_keys` is ignored."""
         for row in rows:
             index = self._residency.indices[row.slot]
             index.follow(row.num_cached, partial(self._residency.kv, row.slot))
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward pass that selects keys in each layer except the first two."""
+        """Prepare a draft step, which selects keys in each layer except the first two."""
         indices = [self._residency.indices[slot] for slot, _ in rows]
         with self._residency.step(rows) as step:
             keys = PartialRows(indices, [tokens.end for _, tokens in rows])
@@ -63,7 +65,8 @@ class InfinigenView:
 
 
 def at_most(num_keys: int, selection: Selection) -> Selection:
-    """Return `selection`, limited to `num_keys` keys for sequences of any length. The first and latest keys are always
-    selected and are included in this number; at least one key is selected by score."""
+    """Return `selection` with a limit of `num_keys` keys per kv head, for sequences of any length. The first and latest
+    keys, which are always selected, count towards the limit. At least one key is selected by score, even if this
+    exceeds the limit."""
     by_score = max(num_keys - selection.num_first - selection.num_last, 1)
     return replace(selection, most_share=_NO_SHARE, free_keys=by_score)

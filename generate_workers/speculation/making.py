@@ -1,4 +1,4 @@
-"""Construction of the speculation that an engine's configuration names."""
+"""Construction of an engine's speculation (source of drafts), as named in the configuration."""
 
 from collections.abc import Callable, Mapping
 
@@ -30,11 +30,11 @@ from generate_workers.speculation.speculator import DraftSource, DraftSteps, Spe
 from generate_workers.speculation.streaming_view import DraftWindowView, StreamingView
 
 _SELF_ACCEPTED = {0: 0.8}
-"""Initial estimate of the acceptance of drafts by the model itself, by kind."""
+"""Initial estimate of the probability that a draft made by the model itself is accepted, by kind of drafts."""
 _MODEL_ACCEPTED = {0: 0.6}
-"""Initial estimate of the acceptance of drafts by a draft model, by kind."""
+"""Initial estimate of the probability that a draft made by a draft model is accepted, by kind of drafts."""
 _LEAST_DIVIDED_KEYS = 32
-"""Minimum number of configured keys for which half and twice this number are tried as well."""
+"""Minimum configured number of keys from which drafts may also use half and twice this number of keys."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -60,10 +60,12 @@ def make_speculation(
     name: str = "",
     choosing: Mapping[str, MakeChoosing] = CHOOSING,
 ) -> Speculator | None:
-    """Return the speculation of an engine over these slots; None if it is off. `name`: speculation to make; empty: the
-    configured speculation. `choosing`: functions that make views that select keys, by name. Raises ConfigError if a
-    named speculation is not supported. Drafts over approximate KV, over few keys of a model with sliding windows, and
-    over selected keys that are not on the device are not supported."""
+    """Return the speculation of an engine over these slots; None if speculation is off. `name`: speculation to make;
+    empty: the configured one. `choosing`: functions that make draft views that select keys, by name.
+
+    Raises ConfigError if a named speculation is not supported. Not supported are drafts over approximate KV, drafts
+    over few keys of a model with sliding windows, and drafts over selected keys that are not on the device.
+    """
     decoder, draft_model = model.decoder, model.draft_model
     name, residency = name or config.speculation, slots.memory.residency
     if name == "off" or (name == "auto" and not residency.traits.is_exact):

@@ -1,7 +1,9 @@
-"""Drafts looked up in the sequence's own text: the tokens that followed the last few tokens when these occurred before.
+"""Drafts that are copied from the sequence's own text: the tokens that followed an earlier occurrence of its last few
+tokens.
 
 No model runs and no KV is read. Drafts are good if a text quotes itself, as summaries do (prompt lookup, Saxena, 2023).
-The longer the match, the more likely the next tokens match as well, so the kind of a draft is the length of its match.
+The longer the match, the more likely it is that the next tokens match as well. The kind of a draft is therefore the
+length of its match.
 """
 
 from collections.abc import Sequence
@@ -17,28 +19,29 @@ LONGEST = 4
 up, down to SHORTEST."""
 SHORTEST = 2
 KINDS = {2: 0.3, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
-"""Kinds of drafts: the minimum number of matching tokens, and the initial estimate of acceptance for this kind."""
+"""Kinds of drafts. Key: minimum number of matching tokens before the draft. Value: initial estimate of the probability
+that such a draft is accepted."""
 
 
 @dataclass
 class _Index:
-    """Index of a sequence's n-grams: the position after the last occurrence of each."""
+    """Index of a sequence's n-grams. It maps each n-gram to the position after its last occurrence."""
 
     num_indexed: int = 0
-    """Position up to which n-grams are indexed: the largest indexed end of an n-gram."""
+    """Position up to which n-grams are indexed. All n-grams that end at or before this position are in the index."""
     behind: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Index the n-grams that end before the last token. N-grams that end with the last token have no continuation
-        yet."""
+        """Add the n-grams of `token_ids` to the index, except those that end with the last token. No token follows
+        these yet."""
         for end in range(self.num_indexed + 1, len(token_ids)):
             for size in range(SHORTEST, min(LONGEST, end) + 1):
                 self.behind[tuple(token_ids[end - size : end])] = end
         self.num_indexed = max(self.num_indexed, len(token_ids) - 1)
 
     def find(self, token_ids: Sequence[int]) -> int | None:
-        """Return the position after the previous occurrence of the longest n-gram that ends the tokens; None if no such
-        n-gram has occurred."""
+        """Find the longest n-gram at the end of `token_ids` that has occurred before. Return the position after its
+        previous occurrence; None if no such n-gram has occurred."""
         for size in range(LONGEST, SHORTEST - 1, -1):
             place = self.behind.get(tuple(token_ids[-size:]))
             if place is not None:
@@ -47,14 +50,14 @@ class _Index:
 
 
 class NgramProposer:
-    """Proposer that looks drafts up in the sequence's own tokens, prompt and output."""
+    """Proposer (source of drafts) that copies drafts from the sequence's own prompt and output."""
 
     def __init__(self) -> None:
         self._indices: dict[Row, _Index] = {}
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return an option for the tokens that followed an earlier occurrence of the sequence's last tokens, at most
-        `wished`; an empty list if there is no earlier occurrence."""
+        """Return one option: the tokens that followed the previous occurrence of the sequence's last tokens, at most
+        `wished`. Return an empty list if there is no previous occurrence."""
         place = self._find(row)
         if place is None:
             return []
@@ -67,12 +70,12 @@ class NgramProposer:
         """Do nothing: a sequence's tokens are indexed when they are looked up."""
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return, for each sequence, the tokens that followed an earlier occurrence of its last tokens; an empty draft
-        if there is no earlier occurrence."""
+        """Return a draft for each request: the tokens that followed the previous occurrence of the sequence's last
+        tokens. A draft is empty if there is no previous occurrence."""
         return [Draft(self._draft(request.row, request.num_drafts)) for request in draft_requests]
 
     def forget(self, row: Row) -> None:
-        """Drop the index of the sequence."""
+        """Drop the index of the sequence's n-grams."""
         self._indices.pop(row, None)
 
     def _draft(self, row: Row, num_drafts: int) -> list[int]:

@@ -1,6 +1,7 @@
-"""Port of drafting: guesses of the tokens that a sequence samples next, which cost less than a step of the model.
+"""Interface of draft sources. A draft is a guess of the tokens that a sequence samples next. It costs less than a step
+of the model.
 
-`speculator` requests drafts before a step, which verifies them (`engine.verified`).
+`speculator` requests drafts before each step. The step verifies them (`engine.verified`).
 """
 
 from collections.abc import Sequence
@@ -16,38 +17,39 @@ class DraftRequest(NamedTuple):
     row: Row
     num_drafts: int
     num_keys: int = 0
-    """Number of keys that the draft steps of this sequence attend to, from the DraftOption that was chosen."""
+    """Number of keys that the draft steps attend to for this sequence. It is the number of the selected DraftOption."""
 
 
 class DraftOption(NamedTuple):
-    """Drafts that a Proposer can make for a sequence now."""
+    """Option that a Proposer offers for a sequence: a number of drafts, and the kind of the drafts."""
 
     num_drafts: int
     kind: int = 0
     """Kind of the drafts. Drafts of the same kind are expected to be accepted equally often."""
     num_keys: int = 0
-    """Number of keys that each draft step attends to; 0 for drafts without a step."""
+    """Number of keys that each draft step attends to for this sequence; 0 if drafts are made without draft steps."""
 
 
 class Proposer(Protocol):
-    """Makes drafts for sequences of the batch. Owned by the engine's thread."""
+    """Draft source for the sequences of the batch. Used only by the engine's thread."""
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return the options to draft at most `wished` tokens for the sequence now. The first option is the configured
-        one. The list is empty if no draft can be made."""
+        """Return the options for drafting at most `wished` tokens for the sequence now. The first option is the
+        configured one. An empty list: no draft can be made."""
         ...
 
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Compute missing state that the sequences' next drafts need. Called right before `draft`, with the same
-        sequences. Its duration does not count as time of draft steps, because a sequence's first round may take far
-        longer."""
+        """Compute state that the sequences' next drafts need and that does not exist yet. Called directly before
+        `draft`, with the same sequences. The duration of this call does not count as time of draft steps, because it
+        may be much longer in a sequence's first round."""
         ...
 
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the draft of each sequence: the tokens that may follow its known ones, at most `num_drafts`, perhaps
-        none. The sequences do not change, except that KV after their known tokens may be overwritten."""
+        """Return a draft for each request: tokens that may follow the sequence's known tokens. A draft has at most
+        `num_drafts` tokens, and may be empty. The sequences do not change, except that KV after their known tokens may
+        be overwritten."""
         ...
 
     def forget(self, row: Row) -> None:
-        """Drop all state of a sequence that releases its slot."""
+        """Drop all state of a sequence. Called when the sequence releases its slot."""
         ...

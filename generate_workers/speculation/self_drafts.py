@@ -1,9 +1,10 @@
-"""Drafts by the model itself over a subset of each sequence's KV (MagicDec; Sadhukhan et al., 2024). At long contexts
-most of a step's time is spent reading KV. A step over few keys needs a small fraction of this time, and mostly gives
-the same tokens. A view selects the keys. A draft step writes its KV to the memory of the sequence's next tokens. The
-step that verifies the drafts overwrites this KV, so that it is not used in the next round.
+"""Drafts made by the model itself, which attends to a subset of each sequence's KV (MagicDec; Sadhukhan et al., 2024).
 
-`speculator` calls this on the engine's thread.
+At long contexts, most of a step's time is spent on reading KV. A step that reads few keys needs a small fraction of
+this time, and mostly gives the same tokens. A draft view selects the keys. A draft step writes its KV to the memory of
+the sequence's next tokens. The step that verifies the drafts overwrites this KV, so it is not used in the next round.
+
+`speculator` calls this module on the engine's thread.
 """
 
 from collections.abc import Sequence
@@ -26,68 +27,69 @@ from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 @dataclass(frozen=True)
 class DraftStep:
-    """View of the sequences of one draft step."""
+    """Sequences of one draft step, as the model runs them: spans of KV, and the selection of keys."""
 
     spans: Sequence[SequenceSpan]
-    """A span of one new token for each sequence, over the keys of the view."""
+    """Spans of the draft step, one for each sequence. Each has one new token, and covers the keys of the draft view."""
     turns: LayerTurns | None = None
-    """Work between the layers of the forward pass; None: no work."""
+    """Methods that run between the layers of the draft step; None: nothing has to be done between layers."""
     picks: StepPicks | None = None
-    """Keys that the spans attend to, if the keys are selected before the forward pass. None: all keys, or the keys that
-    `turns` selects."""
+    """Keys that the sequences attend to, if they are selected before the draft step. None: sequences attend to all keys
+    of the spans, or to the keys that `turns` selects."""
 
 
 class DraftView(Protocol):
-    """View of the subset of each sequence's KV that draft steps attend to."""
+    """Draft view: determines the subset of each sequence's KV that draft steps attend to."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Prepare the drafts of a round. The sequences' KV is final up to `num_cached`. `num_keys`: number of keys that
-        each sequence attends to, for views that support several numbers; 0, or an empty `num_keys`: the view's
-        default."""
+        """Prepare the draft steps of a round. The KV of the first `num_cached` tokens of each sequence must be final.
+        `num_keys`: number of keys that each sequence attends to, for views that support several numbers. 0, or an empty
+        `num_keys`: the view's default."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[DraftStep]:
-        """Prepare a forward pass of one new token per sequence over the keys of the view, as `Residency.step` does.
-        `rows`: some of the sequences passed to `begin`, in the same order."""
+        """Return the context of a draft step, which is a forward pass of one new token per sequence over the keys of
+        the view. `rows`: some of the sequences that were passed to `begin`, in the same order."""
         ...
 
     def forget(self, row: Row) -> None:
-        """Drop all state of a sequence that releases its slot."""
+        """Drop all state of a sequence. Called when the sequence releases its slot."""
         ...
 
 
 class SelfProposer:
-    """Proposer that runs the model over a view of the sequences' KV, one token at a time for all sequences."""
+    """Proposer (source of drafts) that runs the model itself over a subset of each sequence's KV. A draft step drafts
+    one token for each sequence."""
 
     def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
-        """`num_keys`: numbers of keys that draft steps may attend to. The first number is the view's default; further
-        numbers are allowed only for a view that supports them. `keeps`: keep the distributions from which drafts were
-        sampled."""
+        """`num_keys`: numbers of keys that draft steps may attend to. The first number is the view's default. Further
+        numbers are allowed only if the view supports them. `keeps`: True if the distributions from which drafts were
+        sampled must be kept."""
         self._decoder = decoder
         self._view = view
         self._num_keys = num_keys
         self._keeps = keeps
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return an option for `wished` drafts for each number of keys, without those numbers that make no difference
-        for a sequence of this length. The kind of the drafts is the number of keys, or 0 for the first number."""
+        """Return an option with `wished` drafts for each number of keys. Numbers that make no difference for a sequence
+        of this length are left out. The kind of an option is its number of keys, or 0 for the first number."""
         num_all, (first, *others) = row.num_known, self._num_keys
         told_apart = [num for num in others if min(num, num_all) != min(first, num_all)]
         return [DraftOption(wished, 0, first), *(DraftOption(wished, num, num) for num in told_apart)]
 
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Do nothing: `draft` prepares the view."""
+        """Do nothing: `draft` prepares the draft view."""
 
     @torch.inference_mode()
     def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the requested number of drafts per sequence, or fewer if drafting stops early. Each draft is the token
-        that its sequence would sample from the view's logits."""
+        """Return a draft for each request, with the requested number of tokens, or fewer if drafting stops early. Each
+        draft token is the token that the sequence's sampler selects from the logits of the draft step."""
         rows = [request.row for request in draft_requests]
         self._view.begin(rows, [request.num_keys for request in draft_requests])
         return draft_by_steps(draft_requests, self._run, keeps=self._keeps)
 
     def forget(self, row: Row) -> None:
-        """Drop the view's state of the sequence."""
+        """Drop the draft view's state of the sequence."""
         self._view.forget(row)
 
     def _run(self, going: Going, index: int) -> Tensor:

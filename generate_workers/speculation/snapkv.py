@@ -1,29 +1,31 @@
-"""Draft view of the keys that a sequence's latest tokens attend to most (SnapKV, Li et al., 2024; MagicDec, 4.2).
+"""Draft view of the keys to which a sequence's latest tokens attend most (SnapKV, Li et al., 2024; MagicDec, 4.2).
 
-In each layer and for each kv head, drafts attend to the keys of a sequence's window, which is its latest tokens, and to
-the best of the earlier keys, `num_keys` in total. J heads share a kv head, and H is the head dim. With the queries q_t
-of the window's tokens t, and the keys k[j],
+In each layer and for each kv head, drafts attend to `num_keys` keys of a sequence. These are the keys of its window,
+which is its latest tokens, and the best of the earlier keys. J heads share a kv head, and H is the head dim. With the
+queries q_t of the window's tokens t, and the keys k[j],
 
     w_t[j]  = softmax of q_t . k[j] / sqrt(H) over the keys j <= t
     a[j]    = sum of w_t[j] over all tokens t of the window and the J heads
     score   = mean of a over the 5 keys around j, where keys that are not earlier keys count as 0
 
-The earlier keys with the best scores are selected; if scores are equal, the earlier key. MagicDec's code omits
-1 / sqrt(H). Drafts attend to the selected keys and to all keys from the window's start. So before the keys are selected
-again, they attend to up to `num_keys / 2` additional keys.
+The earlier keys with the best scores are selected; if scores are equal, the earlier key. MagicDec's code omits 1 /
+sqrt(H). Drafts attend to the selected keys and to all keys from the window's start. As the sequence grows, they attend
+to up to `num_keys / 2` additional keys before the keys are selected again.
 
 The selection needs the window's queries, which the KV does not contain. The rank that computes the prompt's last tokens
 could send these queries with the KV. But a sequence may also begin with a cached prefix or a local prefill, or resume
-with output of its own, and it grows afterwards. So all cases use the same method: the sequence's latest tokens are run
-once more over its KV, with temporary KV. The sequence does not change, nothing is sent, and the selection follows the
-text as it grows. A selection costs a prefill of 32 tokens and the window's scores, and is made every `num_keys / 2`
-tokens. So that no round takes long, a round makes selections for only a few sequences, in a shared forward pass. Until
-then, other sequences that need a selection draft over their first and latest keys.
+with output of its own, and it grows afterwards. All cases therefore use the same method: the sequence's latest tokens
+are run once more over its KV, with temporary KV. The sequence does not change, nothing is sent, and the selection
+follows the text as it grows.
 
-A selection is one int32 index per layer, kv head and kept key, which is not counted as KV memory because it is small.
+A selection costs a prefill of 32 tokens and the window's scores. It is made every `num_keys / 2` tokens. To limit the
+duration of a round, a round makes selections for only a few sequences, in a shared forward pass. A sequence that still
+waits for its selection uses its first and latest keys for drafts.
 
-Engine's thread. Shape suffixes: L layers, B sequences, T tokens of the window, N heads, G kv heads, J = N / G, H head
-dim, S earlier keys, K selected keys at most, M = J * T queries that share a kv head.
+A selection is one int32 index per layer, kv head and kept key. It is not counted as KV memory, because it is small.
+
+Used on the engine's thread. Shape suffixes: L layers, B sequences, T tokens of the window, N heads, G kv heads, J = N /
+G, H head dim, S earlier keys, K selected keys at most, M = J * T queries that share a kv head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,46 +49,46 @@ from generate_workers.speculation.self_drafts import DraftStep
 _WINDOW_TOKENS = 32
 _POOLED_KEYS = 5
 _MOST_SELECTED = 2
-"""Maximum number of sequences whose keys are selected in one round. With more sequences, the whole batch would wait
-longer."""
+"""Maximum number of sequences whose keys are selected in one round. A higher number would delay the whole batch."""
 
 
 @dataclass(frozen=True)
 class Selected:
-    """Keys that the drafts of one sequence attend to."""
+    """Keys that the drafts of one sequence attend to, as selected at one time."""
 
     keys_LGK: Tensor
-    """Indices of the selected keys, int32, followed by the indices of all keys from the window's start, including keys
-    that do not exist yet."""
+    """Indices, int32, of the selected keys, followed by the indices of all keys from the window's start. These include
+    keys of tokens that will be added later."""
     num_known: int
-    """Number of tokens that the sequence had at the selection."""
+    """Number of tokens of the sequence when its keys were selected."""
     num_left_out: int
-    """Number of earlier keys that were not selected."""
+    """Number of keys before the window that were not selected."""
 
 
 class SnapKvView:
-    """DraftView of selected earlier keys and all latest keys, in the sequences' own KV."""
+    """Draft view of the sequences' own KV: selected earlier keys, and all keys of the latest tokens."""
 
     def __init__(self, decoder: Decoder, residency: DeviceResidency, keys: DraftKeys) -> None:
-        """`keys`: first and latest keys of sequences that wait for their selection. A selection has the same total
-        number of keys."""
+        """`keys`: first and latest keys that a sequence's drafts attend to until its keys are selected. A selection has
+        the same total number of keys."""
         self._decoder = decoder
         self._residency = residency
         self._num_first = keys.num_first
         self._num_keys = num_keys = keys.num_first + keys.num_last
         self._num_window = min(_WINDOW_TOKENS, num_keys // 2)
         self._most_growth = num_keys // 2
-        """Number of tokens by which a sequence grows before its keys are selected again."""
+        """Number of tokens that are added to a sequence before its keys are selected again."""
         self._width = num_keys + self._most_growth + keys.most_drafts
         self._selected: dict[Row, Selected] = {}
         self._place_of: dict[SlotId, int] = {}
-        """Index in `_keys_LBGK` and `_num_left_out` of each slot of the round. Both are made once per round."""
+        """Index of each slot of the round in `_keys_LBGK` and in `_num_left_out`."""
         self._keys_LBGK = torch.empty(0)
         self._num_left_out: list[int] = []
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Select keys for at most `_MOST_SELECTED` sequences that have no selection or have grown too much since, and
-        gather the keys of all sequences. `num_keys` is ignored."""
+        """Select keys for sequences that have no selection, or have grown too much since the last one. At most
+        `_MOST_SELECTED` of them are processed per round. Then collect the keys of all sequences. `num_keys` is
+        ignored."""
         due = [row for row in rows if self._kept(row) is None][:_MOST_SELECTED]
         if due:
             self._selected |= zip(due, self._select(due), strict=True)
@@ -97,7 +99,7 @@ class SnapKvView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward pass over the sequences' keys, including the keys of the new tokens."""
+        """Prepare a draft step, which attends to the keys of `begin` and to the keys of the new tokens."""
         places = [self._place_of[slot] for slot, _ in rows]
         keys_LBGK = self._keys_LBGK
         if places != list(range(keys_LBGK.shape[1])):
@@ -109,7 +111,7 @@ class SnapKvView:
             yield DraftStep(step.spans, step.turns, StepPicks(keys_LBGK, num_BG))
 
     def forget(self, row: Row) -> None:
-        """Drop the selection of the sequence."""
+        """Drop the keys that were selected for the sequence."""
         self._selected.pop(row, None)
 
     def _kept(self, row: Row) -> Selected | None:
@@ -156,12 +158,12 @@ class SnapKvView:
 
 
 def window_scores(q_TNH: Tensor, k_SGH: Tensor, own_TGH: Tensor) -> Tensor:
-    """Return the pooled scores of earlier keys, fp32 `[G, S]`: for each key, the attention weights of the window's
-    queries, as defined in the module's docstring.
+    """Return the scores of the keys before the window, fp32 `[G, S]`. A key's score is computed from the attention
+    weights of the window's queries and averaged over neighbouring keys, as the module's docstring defines.
 
-    `q_TNH`: the window's queries after RoPE. `k_SGH`: the earlier keys. `own_TGH`: the window's keys, of which a query
-    attends to those up to its own position. Computes one kv head at a time, so that the weights need memory for only
-    `[M, S]`.
+    `q_TNH`: the window's queries after RoPE. `k_SGH`: the keys before the window. `own_TGH`: the window's keys; a query
+    attends to those up to its own position. The kv heads are computed one at a time, so that the weights need memory
+    for only `[M, S]`.
     """
     num_tokens, num_kv_heads = q_TNH.shape[0], k_SGH.shape[1]
     q_GMH = by_kv_head(q_TNH, num_kv_heads).flatten(1, 2)

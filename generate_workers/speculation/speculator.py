@@ -1,9 +1,10 @@
-"""Speculation in the batch: plans the drafts of the next step's sequences, and learns from each round.
+"""Speculation for the sequences of the batch: plans the drafts of the next round, and learns from the results of each
+round.
 
 Implements `engine.speculation`, on the engine's thread. A round consists of draft steps and the step that verifies the
-drafts. Sequences join and leave between rounds. Each sequence has its own draft source, number of drafts, and number of
-accepted drafts. The work of a round is counted as StepWork (`baton.planning.work_cost`), from which its time is
-predicted; the costs are updated from measured times.
+drafts. Sequences join and leave the batch between rounds. Each sequence has its own draft source, number of drafts, and
+number of accepted drafts. The work of a round is expressed as StepWork (`baton.planning.work_cost`). The time of a
+round is predicted from its work, and measured times update the predictions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,36 +36,38 @@ class DraftSource:
 
 @dataclass(frozen=True)
 class DraftSteps:
-    """Costs of draft steps, which are forwards of the model itself or of a draft model."""
+    """Costs of draft steps, which are forward passes of the model itself or of a draft model."""
 
     costs: StepCosts
-    """Costs of draft steps. If the model itself runs the draft steps, this is the same object as the costs of its other
-    steps."""
+    """Predicted costs of draft steps. If the model itself runs the draft steps, this is the same object as the costs of
+    its other steps."""
     token_bytes: int
-    """Bytes of one token's key and value in all layers of the drafting model."""
+    """Number of bytes of one token's key and value in all layers of the drafting model."""
     weight_bytes: int
-    """Bytes of weights that a draft step reads."""
+    """Number of bytes of model weights that a draft step reads."""
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """Option to make drafts for a sequence: a source, and a kind of drafts."""
+    """Option for the drafts of one sequence: a draft source, and a kind of drafts."""
 
     source: str
     """Name of the draft source."""
     kind: int
-    """Kind of the drafts, as the source distinguishes them."""
+    """Kind of the drafts, as numbered by the source."""
     prospect: Prospect
     is_configured: bool = True
     """True if the drafts attend to the configured number of keys."""
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Return the expected number of tokens of a round with min(`num_drafts`, `prospect.most_drafts`) drafts."""
+        """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts, including
+        the token that the verifying step samples itself. At most `prospect.most_drafts` drafts count."""
         return expected_tokens(self.prospect.acceptance, min(num_drafts, self.prospect.most_drafts))
 
 
 class Speculator:
-    """Speculation that plans for each decoding sequence the number of drafts that saves time."""
+    """Plans, makes and evaluates the drafts of the batch. For each decoding sequence, it plans the number of drafts
+    that saves time."""
 
     def __init__(
         self,
@@ -76,10 +79,12 @@ class Speculator:
         fixed_drafts: int | None = None,
     ) -> None:
         """`sources`: draft sources by name. Each sequence uses the source with the largest expected number of tokens;
-        if several are equal, the first. `costs`: costs of the steps that verify drafts. `draft_steps`: costs of draft
-        steps of all sources, with the same `costs` object if the model itself runs them. `fixed_drafts`: number of
-        drafts per sequence and round, unless its request sets a number. None: the number is planned from costs and
-        expected tokens."""
+        if several are equal, the first. `costs`: costs of the steps that verify drafts. `draft_steps`: costs of the
+        draft steps of all sources. It must contain the object `costs` if the model itself runs the draft steps.
+
+        `fixed_drafts`: number of drafts per sequence and round. A request may override it. None: the number is planned
+        from costs and expected tokens.
+        """
         self._sources = sources
         self._slots = slots
         self._costs = costs
@@ -88,16 +93,17 @@ class Speculator:
         self._fixed_drafts = fixed_drafts
         self._counts = {name: DraftCounts(name) for name in sources}
         self.stats = SpeculationStats(sources=self._source_stats())
-        """Statistics of the drafts so far. The object is replaced and never changed, so that any thread may read it."""
+        """Statistics of the drafts so far. Any thread may read this object, because it is replaced by a new object
+        instead of being changed."""
         self._draft_plan_of: dict[SlotId, DraftPlan] = {}
         """Draft source and kind of drafts of each sequence in the next round, by slot."""
         self._expected = 0.0, 0.0
-        """Tokens and seconds predicted for the next round."""
+        """Predicted number of tokens, and predicted seconds, of the next round."""
         self._draft_s = self._verifying_since_s = 0.0
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
-        """Return the plan with a number of drafts for each decoding sequence, and with the work that drafts add.
-        Sequences for which no memory is free get no drafts."""
+        """Return `plan` with a number of drafts for each decoding sequence, and with the work that drafts add. A
+        sequence gets no drafts if no memory is free for them."""
         decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
         taken = self._take(decoding)
         self._draft_plan_of = {row.slot: draft_plan for row, (draft_plan, _) in zip(decoding, taken, strict=True)}
@@ -119,7 +125,8 @@ class Speculator:
         return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=added, draft_model_s=draft_s))
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
-        """Return the drafts of the plan's sequences, each made by the source that `plan` chose."""
+        """Return the drafts of the sequences in `plan`. Each draft is made by the source that the method `plan` has
+        selected."""
         draft_requests: dict[str, list[DraftRequest]] = {}
         for span in plan.spans:
             if span.num_drafts:
@@ -141,7 +148,7 @@ class Speculator:
         return found
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        """Record the accepted drafts and the seconds of the round's steps."""
+        """Record the numbers of accepted drafts, and the measured seconds of the round's steps."""
         verify_s = self._clock.now_s() - self._verifying_since_s
         for slot, (row, num_accepted) in verified.num_accepted.items():
             name, num = drafts[slot].source, len(drafts[slot])

@@ -1,8 +1,8 @@
-"""Drafting by steps of a model: each step drafts one token for each sequence, with the sequence's own sampler.
+"""Drafting by steps of a model. Each step drafts one token for each sequence, with the sequence's own sampler.
 
-`self_drafts` and `draft_model` define what a step runs. A draft is the token that its sequence would sample from the
-step's logits, with the sequence's seed and output position. So the draft is accepted if the step that verifies samples
-the same token.
+`self_drafts` and `draft_model` define how a step runs. A draft token is the token that the sequence would sample from
+the step's logits, with its own seed and output position. The draft is accepted if the verifying step samples the same
+token.
 
 Shape suffixes: R sequences of a step, V vocabulary.
 """
@@ -18,16 +18,20 @@ from generate_workers.engine.verified import Draft
 from generate_workers.speculation.port import DraftRequest
 
 Going = Sequence[tuple[Row, Draft]]
-"""Sequences for which drafts are made, each with its draft so far."""
+"""Sequences for which tokens are being drafted, each with its draft so far."""
 RunStep = Callable[[Going, int], Tensor]
-"""Function that runs a draft step. Takes the sequences and the number of tokens in each of their drafts. Returns the
-fp32 logits `[R, V]` after each draft, which the caller may change."""
+"""Function that runs a draft step. Arguments: the sequences with their drafts so far, and the number of tokens in each
+of these drafts. Returns the fp32 logits `[R, V]` after each draft. The caller may change them."""
 
 
 def draft_by_steps(draft_requests: Sequence[DraftRequest], run: RunStep, *, keeps: bool) -> list[Draft]:
     """Return a draft for each request, with the requested number of tokens, or fewer if a sequence cannot continue.
-    `keeps`: keep the distributions from which drafts were sampled. While `run` runs, the sequences' samplers include
-    the drafts. They are restored when this returns or raises."""
+    `run`: function that runs a draft step. `keeps`: True if the distributions from which drafts were sampled must be
+    kept.
+
+    During the call, drafted tokens are added to the sequences' samplers. The samplers are restored when this function
+    returns or raises.
+    """
     drafts = [Draft([], [] if keeps else None) for _ in draft_requests]
     try:
         for index in range(max(request.num_drafts for request in draft_requests)):

@@ -21,7 +21,7 @@ from generate_workers.speculation.self_drafts import DraftStep
 
 @dataclass(frozen=True)
 class NarrowSpan:
-    """SequenceSpan whose new tokens do not attend to the earlier keys `unseen`."""
+    """SequenceSpan that leaves out a range of earlier keys, `unseen`. New tokens do not attend to these keys."""
 
     whole: SequenceSpan
     unseen: TokenRange
@@ -45,31 +45,32 @@ class NarrowSpan:
 
 
 class StreamingView:
-    """DraftView of the sequences' first and latest keys, read in place."""
+    """Draft view of the sequences' first and latest keys. Keys are read in place."""
 
     def __init__(self, residency: Residency, keys: DraftKeys) -> None:
-        """`keys`: default for sequences for which `begin` gets no number of keys."""
+        """`keys`: default numbers of first and latest keys, for sequences for which `begin` gets no number."""
         self._residency = residency
         self._keys = keys
         self._keys_of: dict[SlotId, DraftKeys] = {}
-        """Keys of those sequences of the round that do not use the default, by slot."""
+        """Numbers of first and latest keys, by slot, of the sequences of the round that do not use the default."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Record the number of keys that each sequence attends to. Any number is supported, since the view reads the
-        sequences' own KV."""
+        """Record the number of keys that each sequence attends to in this round. Any number is supported, because the
+        view reads the sequences' own KV."""
         asked = zip(rows, num_keys, strict=False)
         self._keys_of = {row.slot: DraftKeys.of(num, self._keys.most_drafts) for row, num in asked if num}
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward pass over the first and latest keys of each sequence, including the new token's key."""
+        """Prepare a draft step, which attends to the first and latest keys of each sequence. The latest keys include
+        the key of the new token."""
         with self._residency.step(rows) as step:
             unseen = [self._unseen(slot, tokens) for slot, tokens in rows]
             spans = [NarrowSpan(span, keys) if keys else span for span, keys in zip(step.spans, unseen, strict=True)]
             yield DraftStep(spans, step.turns)
 
     def forget(self, row: Row) -> None:
-        """Do nothing: the view keeps no state of a sequence."""
+        """Do nothing: the view stores no state of the sequence after a round."""
 
     def _unseen(self, slot: SlotId, tokens: TokenRange) -> TokenRange:
         keys = self._keys_of.get(slot, self._keys)
@@ -77,19 +78,20 @@ class StreamingView:
 
 
 class DraftWindowView:
-    """DraftView of the copies that a HostResidency keeps."""
+    """Draft view of the first and latest keys of each sequence, which a HostResidency copies to the device."""
 
     def __init__(self, residency: HostResidency) -> None:
         self._residency = residency
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Bring the sequences' copies up to date."""
+        """Copy the KV that is missing on the device for the sequences' drafts. `num_keys` is ignored."""
         self._residency.follow((row.slot, row.num_cached) for row in rows)
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward pass over the copies. The new tokens' KV is written only to the copies."""
+        """Prepare a draft step, which attends to the copies on the device. The new tokens' KV is written only to the
+        copies."""
         yield DraftStep(self._residency.draft_spans(rows))
 
     def forget(self, row: Row) -> None:
-        """Do nothing: copies are released with the slots' claims."""
+        """Do nothing: the copies are released with the slots' claims."""

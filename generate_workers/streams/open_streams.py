@@ -1,9 +1,10 @@
-"""Open streams as logs of events, which are kept when a call is lost and can be taken over by another call.
+"""Open streams of an engine. A stream is a log of events. It is kept when its call is lost, and can be taken over by
+another call.
 
-`engine.core` writes the events, and the SharedReader of one call reads them (`shared_reader`). When the call is lost,
-for example because the orchestrator dies, the stream is kept for `keep_s` seconds, so that the next orchestrator can
-take it over. This includes an ended stream, unless its reader has confirmed the end. When the orchestrator abandons a
-request, it sends `Cancel`, and the stream ends at once. Runs on the asyncio loop.
+`engine.core` writes the events, and the SharedReader of one call reads them (`shared_reader`). A call may be lost
+because the orchestrator dies, for example. Its streams are then kept for `keep_s` seconds, so that the next
+orchestrator can take them over. An ended stream is kept as well, unless its reader has confirmed the end. When the
+orchestrator abandons a request, it sends `Cancel`, and the stream ends at once. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -23,33 +24,34 @@ from generate_workers.prefixes.answer_saving import AnswerSaver, StreamAnswers
 
 @dataclass(eq=False)
 class OpenStream:
-    """Open stream: its request and the events that it has emitted so far."""
+    """Open stream: a request, and the log of the events that it has emitted so far."""
 
     request: GenerationRequest
     number: StreamNumber
-    """Number of the stream, assigned by the orchestrator that opened it or took it over last."""
+    """Number of the stream. It is assigned by the orchestrator that has opened the stream, or that took it over
+    last."""
     keep_s: float
     on_message: Callable[[], None]
-    """Function that is called after each new message. It is set by the call that reads the stream, or that read it
-    last."""
+    """Function that is called after each new message. It is set by the latest call that reads the stream."""
     stream_id: StreamId = field(init=False)
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
     """Number of choices that have not ended."""
     answers: StreamAnswers | None = None
-    """The stream's answers, if they are to be stored; else None."""
+    """Answers of the stream, if they are to be stored in the prefix store; otherwise None."""
     filled: Filled | None = None
-    """Stored blocks of the answers, which are the stream's last message. None until they are stored, and if no answers
-    are to be stored."""
+    """Message about the stored blocks of the answers, which is the last message of the stream. None before the answers
+    are stored, and if no answers are to be stored."""
     expiry: asyncio.TimerHandle | None = None
-    """Timer that ends the stream. It runs while no call reads the stream."""
+    """Timer that ends the stream. It runs only while no call reads the stream. None: the timer does not run."""
     _num_known: Sequence[int] = ()
-    """Number of tokens of each choice that the reader already had when it began to read."""
+    """Number of tokens of each choice that the present reader already had when it took over the stream."""
     _num_read: int = 0
-    """Number of events that the reader has received or already had."""
+    """Number of the log's events that were passed to the present reader, or that it already had."""
 
     def take(self, message: TokenEvent | Filled) -> None:
-        """Add the next event to the log, or record the stored blocks of the answers."""
+        """Add an event to the log, or record the message about the stored blocks of the answers. Then call
+        `on_message`."""
         if isinstance(message, Filled):
             self.filled = message
         else:
@@ -59,17 +61,18 @@ class OpenStream:
 
     @property
     def is_over(self) -> bool:
-        """Return whether this stream will have no more messages."""
+        """Return True if no further message will be added to this stream."""
         return not self.num_open and (self.filled is not None or self.answers is None)
 
     @property
     def num_slots(self) -> int:
-        """Return the number of slots that the stream holds or will hold: one for each choice that has not ended, and
+        """Return the number of slots that the stream uses or will use: one for each choice that has not ended, and one
         for each answer that is not stored yet."""
         return self.num_open + (self.answers.num_held if self.answers is not None else 0)
 
     def is_about(self, request: GenerationRequest, outputs: Sequence[Sequence[int]]) -> bool:
-        """Return whether this stream serves `request`, and each choice's output begins with its item of `outputs`."""
+        """Return True if this stream serves `request`, and the output of each choice begins with the corresponding item
+        of `outputs`."""
         own = self.request
         if (own.request_id, own.prompt_ids, own.params) != (request.request_id, request.prompt_ids, request.params):
             return False
@@ -81,11 +84,13 @@ class OpenStream:
         return len(outputs) == len(known) and all(ids[: len(output)] == list(output) for ids, output in pairs)
 
     def rewind(self, num_known: Sequence[int]) -> None:
-        """Restart the log for a reader that already has the first `num_known` tokens of each choice."""
+        """Read the log from its start again, for a new reader. `num_known`: number of tokens of each choice that the
+        reader already has. They are not sent again."""
         self._num_known, self._num_read = num_known, 0
 
     def unread(self) -> Iterator[TokenEvent | Filled]:
-        """Yield the messages that the reader has not received: events in order, and at the end the stored blocks."""
+        """Yield the messages that the reader has not received: events in order, and finally the message about the
+        stored blocks."""
         while self._num_read < len(self.events):
             event = self.events[self._num_read]
             self._num_read += 1
@@ -101,13 +106,13 @@ class OpenStreams:
     """All open streams of one engine. Used on the asyncio loop on which it is created."""
 
     def __init__(self, engine: GenerationEngine, saver: AnswerSaver | None = None) -> None:
-        """`saver` stores answers. None: they are not stored."""
+        """`saver`: stores the streams' answers in the prefix store. None: answers are not stored."""
         self._engine = engine
         self._saver = saver
         self._loop = asyncio.get_running_loop()
         self._streams: set[OpenStream] = set()
         self._delivered: deque[tuple[OpenStream, TokenEvent | Filled]] = deque()
-        """Messages from other threads that the loop has not processed yet."""
+        """Messages that other threads have delivered, and that the loop has not processed yet, each with its stream."""
         self._wake_due = False
 
     def open(
@@ -118,9 +123,11 @@ class OpenStreams:
         on_message: Callable[[], None],
         naming: BlockNaming | None = None,
     ) -> OpenStream:
-        """Submit a request to the engine and open its stream. `on_message`: called on the loop after each new message,
-        even after the reader has left the stream. It must neither block nor raise. `naming`: names of the blocks of its
-        answers, if these are to be stored. Raises the errors of `GenerationEngine.submit`."""
+        """Submit a request to the engine, and return its new stream. `keep_s`: seconds for which the stream is kept
+        when its reader is lost. `on_message`: function that is called on the loop after each new message, even after
+        the reader has left the stream. It must neither block nor raise. `naming`: rule that names the blocks of the
+        answers, if these are to be stored in the prefix cache; None: they are not stored. Raises the errors of
+        `GenerationEngine.submit`."""
         stream = OpenStream(request, number, keep_s, on_message, num_open=request.params.n)
         stream.rewind([0] * request.params.n)
         deliver = partial(self._deliver, stream)
@@ -137,8 +144,10 @@ class OpenStreams:
         outputs: Sequence[Sequence[int]],
         on_message: Callable[[], None],
     ) -> OpenStream:
-        """Return the stream of the request that no call reads and whose outputs begin with `outputs`, and set its
-        number to `number`. `on_message`: see `open`. Raises NotFoundError if no such stream exists."""
+        """Let a new call read a stream whose call was lost, and return the stream. The stream must be of the same
+        request, and its outputs must begin with `outputs`, the tokens of each choice that the caller already has. The
+        stream's number changes to `number`. `on_message`: function that is called on the loop after each new message.
+        Raises NotFoundError if no such stream exists."""
         for stream in self._streams:
             if stream.expiry is not None and stream.is_about(request, outputs):
                 stream.expiry.cancel()
@@ -148,7 +157,7 @@ class OpenStreams:
         raise NotFoundError(f"request {request.request_id} has no stream here that could be taken over")
 
     def cancel(self, number: StreamNumber) -> None:
-        """End the stream with this number, if it exists."""
+        """End the stream with this number. Does nothing if no such stream exists."""
         for stream in [each for each in self._streams if each.number == number]:
             self.end(stream)
 
@@ -160,8 +169,8 @@ class OpenStreams:
             stream.answers.cancel()
 
     def lose(self, stream: OpenStream) -> None:
-        """Handle the loss of a stream's reader. Keep the stream for `keep_s` seconds if it has emitted an event other
-        than an error; otherwise end it."""
+        """Handle the loss of a stream's reader. If the stream has emitted an event other than an error, keep the stream
+        for `keep_s` seconds. Otherwise end it."""
         has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
         if stream in self._streams and stream.keep_s and has_run:
             stream.expiry = self._loop.call_later(stream.keep_s, self.end, stream)
@@ -176,11 +185,12 @@ class OpenStreams:
         self._streams.discard(stream)
 
     def kept(self) -> list[tuple[RequestId, int]]:
-        """Return `(request, number of slots held)` of each stream that no call reads."""
+        """Return `(request, number of slots)` for each stream that no call reads. The slots are those that the stream
+        uses or will use."""
         return [(each.request.request_id, each.num_slots) for each in self._streams if each.expiry is not None]
 
     def close(self) -> None:
-        """Stop all timers. The engine ends the streams."""
+        """Stop all timers. The streams themselves are ended by the engine."""
         for stream in list(self._streams):
             self.forget(stream)
 

@@ -1,9 +1,10 @@
-"""Many streams on one call: whenever the call can send, all unread messages of the streams' logs are sent as one batch.
+"""Delivery of many streams on one gRPC call. Whenever the call can send, all unread messages of its streams are sent as
+one batch.
 
-`servicer` makes one reader for each Streams call, on the asyncio loop, and owns it. All sequences of a step get their
-tokens at the same time, and one message per step costs the client less than one message per token. Events wait only in
-the logs of their streams (`open_streams`), so a slow call sends larger batches. When the call is lost, all its streams
-lose their reader. This includes streams whose end was sent, because the client may not have read it.
+`servicer` makes and owns one reader for each Streams call, on the asyncio loop. All sequences of a step get their
+tokens at the same time. One message per step costs the client less than one message per token. Events wait only in the
+logs of their streams (`open_streams`), so a slow call gets larger batches. When the call is lost, all its streams lose
+their reader. This includes streams whose end was sent, because the client may not have read it.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedReader(Generic[T]):
-    """Reader of all streams of one call."""
+    """Reader of all streams that one gRPC call delivers."""
 
     def __init__(
         self,
@@ -31,24 +32,25 @@ class SharedReader(Generic[T]):
         encode: Callable[[StreamNumber, TokenEvent | Filled], T],
         encode_end: Callable[[StreamNumber, BatonError | None], T],
     ) -> None:
-        """`encode` returns the message of a stream's event; if it raises, the stream ends with this error. `encode_end`
-        returns the message of a stream's end, with the error if the stream failed."""
+        """`encode`: function that returns the message for an event of a stream. If it raises, the stream ends with this
+        error. `encode_end`: function that returns the message for the end of a stream, with the error if the stream
+        failed, else None."""
         self._streams = streams
         self._encode = encode
         self._encode_end = encode_end
         self._reading: dict[StreamNumber, OpenStream] = {}
         self._ready: dict[StreamNumber, None] = {}
-        """Numbers of the streams whose logs may hold unread messages, in the order in which the messages arrived."""
+        """Numbers of the streams whose logs may have unread messages, in the order of the arrival of these messages."""
         self._sent: dict[StreamNumber, OpenStream] = {}
-        """Streams whose end was sent, and whose end the client has not confirmed yet."""
+        """Streams whose end was sent to the client. A stream is removed when the client confirms its end."""
         self._refused: list[T] = []
         self._changed = asyncio.Event()
         self._is_complete = False
 
     def add(self, number: StreamNumber, open_stream: Callable[[Callable[[], None]], OpenStream]) -> None:
-        """Call `open_stream` with an `on_message` function, and read the stream that it returns until the stream ends,
-        the client leaves it, or the call is lost. If `number` is in use or `open_stream` raises, the stream ends with
-        this error."""
+        """Open a stream and read it until it ends, the client leaves it, or the call is lost. `open_stream`: function
+        that opens the stream; its argument is the `on_message` function of the stream. If `number` is in use or
+        `open_stream` raises, the client gets the error as the stream's end."""
         try:
             if number in self._reading or number in self._sent:
                 raise InvalidArgumentError(f"number {number} is taken: use another number")
@@ -60,7 +62,8 @@ class SharedReader(Generic[T]):
         self._note(number)
 
     def leave(self, number: StreamNumber) -> None:
-        """Stop reading a stream that the client leaves, or drop a stream whose end the client has read. Idempotent."""
+        """Stop reading the stream with this number, because the client has left it. If its end was already sent, the
+        client thereby confirms the end, and the stream is dropped. Idempotent."""
         if number in self._sent:
             self._streams.forget(self._sent.pop(number))
         elif number in self._reading:
@@ -77,8 +80,8 @@ class SharedReader(Generic[T]):
         self._changed.set()
 
     async def batches(self) -> AsyncGenerator[list[T], None]:
-        """Yield the messages since the last batch, as lists. The iterator ends when all streams have ended and no more
-        streams will be added."""
+        """Yield lists of the streams' messages, each with the messages since the previous list. The iterator ends when
+        all streams have ended and `complete` was called."""
         while self._reading or self._refused or not self._is_complete:
             if batch := self._read():
                 yield batch
@@ -87,7 +90,7 @@ class SharedReader(Generic[T]):
                 await self._changed.wait()
 
     def close(self) -> None:
-        """Call `OpenStreams.lose` for all streams that the client has not left, because their call has ended.
+        """Report the loss of the call to `OpenStreams.lose`, for all streams that the client has not left.
         Idempotent."""
         for number in list(self._reading):
             self._streams.lose(self._drop(number))

@@ -1,1 +1,2 @@
-"""Starts, drains and flips groups for operators and the autoscaler, and describes the cluster to the autoscaler."""
+"""Starts groups, drains groups and changes their role, for operators and the autoscaler. Also describes the cluster to
+the autoscaler."""

@@ -1,4 +1,4 @@
-"""Carries out the autoscaler's decisions by starting groups, draining groups, and changing the role of groups.
+"""Carries out the autoscaler's decisions: starts groups, drains groups, and changes the role of groups.
 
 It uses the same operations as operators do. No running request is aborted.
 
@@ -7,8 +7,8 @@ It uses the same operations as operators do. No running request is aborted.
     flip    Cancels a pending flip in the other direction. If there is none, selects the group with the least work.
             Once idle, that group lends its worker to the other role, or returns a worker that it has borrowed.
 
-Each change has its own task until it is complete. The measured durations of changes are used in later decisions. Drains
-ordered by an orchestrator that has since ended are continued by its replacement. On the loop.
+Each change has its own task until it is complete. The measured durations of changes are used in later decisions. If an
+orchestrator ends during a drain, its replacement continues the drain. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ from orchestrator.membership.view import Group, role_of
 logger = logging.getLogger(__name__)
 
 _REFUSED = Backoff(10.0, 300.0)
-"""Pauses between failed starts of groups of one role. A start fails, for example, if no machine is free."""
+"""Pauses between failed starts of groups of the same role, from 10 to 300 seconds. A start fails, for example, if no
+machine is free."""
 _STARTS = {Move.START_PREFILL: "prefill", Move.START_GENERATE: "generate"}
 _DRAINS = {Move.DRAIN_PREFILL: "prefill", Move.DRAIN_GENERATE: "generate"}
 _FLIPS = {
@@ -44,7 +45,8 @@ _FLIPS = {
 
 
 class Actuator:
-    """Changes the groups of one cluster. `carry_out` and `resume` return without waiting for the changes."""
+    """Changes the groups of one cluster. The methods `carry_out` and `resume` begin changes, and return before the
+    changes are complete."""
 
     def __init__(
         self,
@@ -55,31 +57,34 @@ class Actuator:
         *,
         lends_ranks: bool = False,
     ) -> None:
-        """`times` are estimates, used until changes have been measured. `lends_ranks` is True if prefill chains have
-        several ranks, of which only the last one changes its role."""
+        """`times` are estimates of the durations of changes, used until changes have been measured. `lends_ranks` is
+        True if prefill chains have several ranks. Only the last rank of a chain then changes its role."""
         self.times = times
-        """Durations of changes: first the given estimates, then the last measured values. Replaced as a whole."""
+        """Durations of changes: the given estimates, or the latest measured values. The object is replaced as a whole
+        when a value changes."""
         self._members = members
         self._lends_ranks = lends_ranks
         self._operations = operations
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Tasks of changes in progress, by the name of the group, or by a number if the group has no name yet."""
+        """Tasks of changes in progress. The key is the name of the group, or `start` and a number if the group has no
+        name yet."""
         self._flipping: dict[str, str] = {}
-        """Present role of each group that is being drained to change its role, by group name."""
+        """Present role, by group name, of each group that is being drained to change its role."""
         self._num_started = 0
         self._failures: dict[str, tuple[int, float]] = {}
-        """Number of consecutive failed starts, and the time before which no start is tried again, by role."""
+        """Failed starts by role: the number of consecutive failures, and the time before which no other start is
+        tried."""
 
     async def close(self) -> None:
-        """Stop waiting for changes in progress. Orders already given to the supervisor stay in force."""
+        """Stop the tasks of all changes in progress. Orders that the supervisor already has stay in force."""
         tasks = tuple(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def carry_out(self, actions: Iterable[Action]) -> None:
-        """Begin to apply these actions to the groups."""
+        """Begin to apply the given actions to the groups, in order. Returns before they are complete."""
         for action in actions:
             for _ in range(action.num_groups):
                 if action.move in _STARTS:
@@ -90,18 +95,18 @@ class Actuator:
                     self._flip(_FLIPS[action.move])
 
     def resume(self) -> None:
-        """Continue ordered drains that have no task: those ordered by an earlier orchestrator, and those whose task
-        failed."""
+        """Continue drains that were ordered but have no task. An earlier orchestrator has ordered them, or their task
+        has failed."""
         orders = self._members.orders
         for name in orders.surplus - orders.leaving - self._tasks.keys():
             if self._members.is_present(name):
                 self._run(name, self._leave(name))
 
     def target(self) -> Allocation:
-        """Return the numbers of groups after all changes in progress.
+        """Return the numbers of groups that the cluster will have after all changes in progress.
 
-        All known groups that are not drained are counted, with or without workers, except groups that have lent all
-        their workers. A group that is being drained to change its role is counted for its new role.
+        Groups that are not drained are counted, with or without workers, except groups that have lent all their
+        workers. A group that is being drained to change its role is counted for its new role.
         """
         members, orders = self._members, self._members.orders
         roles = [role for name, role in members.roles.items() if name not in orders.drained and not self._is_lent(name)]
@@ -125,7 +130,8 @@ class Actuator:
         return bool(kept)
 
     def may_start(self, role: str) -> bool:
-        """Return True if a group of that role may be started now; False during the pause after failed starts."""
+        """Return True if a group of this role may be started now. Return False during the pause after a failed
+        start."""
         return self._clock.now_s() >= self._failures.get(role, (0, 0.0))[1]
 
     def _start(self, role: str) -> None:

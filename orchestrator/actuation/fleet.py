@@ -1,8 +1,8 @@
-"""State of a running cluster for the autoscaler: numbers of groups after the changes in progress, the work that waits,
-and the time until a group of each role could leave.
+"""State of a running cluster for the autoscaler. The state includes the numbers of groups after the changes in
+progress, the work that waits, and the time until a group of each role could leave.
 
-Reads the data of `orchestrator.membership` and `orchestrator.placement`, and keeps a list of the unfinished requests.
-On the loop.
+Reads the data of `orchestrator.membership` and `orchestrator.placement`, and has a list of the unfinished requests.
+Runs on the asyncio loop.
 """
 
 from baton.planning.planner import ChainPlanner
@@ -26,27 +26,28 @@ class LiveFleet:
     def __init__(
         self, members: Membership, generation_load: GenerationLoad, planner: ChainPlanner, clock: Clock
     ) -> None:
-        """`generation_load` knows the requests that each group serves. If `planner` has no step times, `service`
-        returns None."""
+        """`generation_load` has the requests that each generation group serves. If `planner` has no step times, the
+        method `service` returns None."""
         self.window = TrafficWindow()
-        """Recent arrivals and ends of requests."""
+        """Recent arrivals and ends of requests, from which the traffic is forecast."""
         self._members = members
         self._generation_load = generation_load
         self._planner = planner
         self._clock = clock
         self._service: ServiceModel | None = None
         self._records: dict[int, RequestRecord] = {}
-        """Records of requests that have arrived and not ended, by `id(record)`."""
+        """Records of requests that have arrived and have not ended. The key is `id(record)`."""
 
     def arrived(self, record: RequestRecord) -> None:
-        """Record a request that was accepted. A resumed stream is not counted as a new arrival."""
+        """Record an accepted request. A request that resumes a stream is not counted as a new arrival."""
         self._records[id(record)] = record
         if not record.request.is_resumed:
             request = record.request
             self.window.arrived(self._clock.now_s(), len(request.prompt_ids), request.params.max_tokens)
 
     def ended(self, record: RequestRecord) -> None:
-        """Record the end of an accepted request. Only complete outputs are used in the forecast of output lengths."""
+        """Record the end of an accepted request. The lengths of its outputs are used to forecast later outputs only if
+        the request was completed."""
         self._records.pop(id(record), None)
         if record.is_complete and not record.request.is_resumed:
             num_cached = record.attempt.num_cached_tokens
@@ -54,16 +55,16 @@ class LiveFleet:
                 self.window.ended(len(record.request.prompt_ids), max(len(choice.output_ids), 1), num_cached)
 
     def service(self) -> ServiceModel | None:
-        """Return the model that predicts the service times of groups; None before the first generation group has
-        started, or if the planner has no step times."""
+        """Return the model that predicts how long groups take to serve requests. None before the first generation group
+        has started, or if the planner has no step times."""
         groups = self._members.present.generation
         if groups and self._planner.steps is not None:
             self._service = ServiceModel(self._planner, self._planner.max_ranks, groups[0].num_slots)
         return self._service
 
     def state(self, target: Allocation, service: ServiceModel, clear_s: float) -> FleetState:
-        """Return the present state of the cluster. `target` has the numbers of groups after the changes in progress,
-        and `clear_s` is the time in seconds within which the waiting work should be done."""
+        """Return the present state of the cluster. `target` has the numbers of groups after the changes in progress.
+        `clear_s` is the number of seconds within which the waiting work should be done."""
         return FleetState(
             target,
             self._backlog(service, clear_s),

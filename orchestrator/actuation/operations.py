@@ -1,7 +1,7 @@
-"""Operations on groups for operators and the autoscaler: drain, start and flip. Each call follows its change to the
-end.
+"""Operations on groups for operators and the autoscaler: drain, start and flip. Each call waits until its change is
+complete.
 
-Served over gRPC by `orchestrator.api.admin`; used by `orchestrator.actuation.actuator`. On the loop.
+Served over gRPC by `orchestrator.api.admin`, and used by `orchestrator.actuation.actuator`. Runs on the asyncio loop.
 """
 
 import logging
@@ -21,24 +21,26 @@ _POLL_S = 0.5
 """Maximum pause in seconds between two checks of a group that drains or starts. A change ends the pause early."""
 
 Check = Callable[[str], None]
-"""Function that raises an error if the group of that name cannot be spared."""
+"""Function that takes the name of a group, and raises an error if the cluster cannot do without this group."""
 
 
 class GroupOperations:
-    """Changes the orders for groups, and waits until they have been carried out."""
+    """Changes the orders for groups, which the supervisor carries out, and waits until this is done."""
 
     def __init__(self, members: Membership, poller: WorkerPoller) -> None:
         self._members = members
         self._poller = poller
 
     async def drain(self, name: str, *, leave: bool, returns: bool = False) -> AsyncGenerator[GroupState, None]:
-        """Give the group no new work, and yield its state now and after each change.
+        """Give a group no new work, and yield its state now and after each change.
 
-        The generator ends when the group has no work left and the supervisor has recorded the drain. If `leave`, it
-        ends only when the group's workers have been stopped; a borrowed worker is returned to its own group instead. It
-        also ends if the group is undrained. `returns` is True if the caller will start this group or a replacement
-        afterwards, so that requests should wait for it. Raises NotFoundError for an unknown name, and UnavailableError
-        if `leave` is True and no supervisor exists that can stop workers.
+        The generator ends when the group has no work left and the supervisor has recorded the drain. It also ends if
+        the group is undrained. If `leave` is True, it ends only when the group's workers have been stopped. A borrowed
+        worker is not stopped, but returned to its own group. `returns` is True if the caller will start this group or a
+        replacement afterwards, so that requests should wait for it.
+
+        Raises NotFoundError for an unknown name, and UnavailableError if `leave` is True and no supervisor exists that
+        can stop workers.
         """
         gives_back = leave and name in self._members.orders.lent
         draining = self._give_back(name) if gives_back else self._drain(name, leave=leave)
@@ -79,12 +81,12 @@ class GroupOperations:
             await self._members.until(partial(self._moved, name, state.num_requests), _POLL_S)
 
     async def undrain(self, name: str, model: str = "") -> GroupState:
-        """Allow new work for the group again, and return its state.
+        """Allow new work for a drained group again, and return its state. If the group's workers have been stopped,
+        they are started first. `model`: folder of the model to start them with; empty: the model does not change.
 
-        Returns when the group has workers and the supervisor has recorded the change. A group that has left is started
-        first, with the model in the folder `model`, if given. Raises NotFoundError for an unknown name. Raises
-        UnavailableError if another model is requested while the group has workers, and if the group cannot be started;
-        the start is then retried with the previous model.
+        Returns when the group has workers and the supervisor has recorded the change. Raises NotFoundError for an
+        unknown name. Raises UnavailableError if another model is requested while the group has workers. Also raises
+        UnavailableError if the group cannot be started; the start is then retried with the previous model.
         """
         before = self._members.orders.models.get(name)
         self._members.undrain(name, model)
@@ -99,11 +101,11 @@ class GroupOperations:
             raise
 
     async def stand_in(self, name: str) -> GroupState:
-        """Start a stand-in, which is another group of the same kind as group `name`, and return its state. When the
-        stand-in is drained, it leaves and is deleted.
+        """Start a stand-in, which is an additional group of the same kind as group `name`, and return the stand-in's
+        state. When the stand-in is drained, it is stopped and deleted.
 
         Raises NotFoundError for an unknown name, and UnavailableError if the group cannot be started. The stand-in is
-        given up in that case, and if the caller is cancelled.
+        deleted if it cannot be started, or if the caller is cancelled.
         """
         made = self._members.stand_in(name)
         logger.info("group=%s is to stand in for group=%s", made, name)
@@ -114,24 +116,27 @@ class GroupOperations:
             raise
 
     def flip(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Move the last worker of the group to the other role; its weights stay loaded. Yield the states of the group
+        """Move the last worker of a group to the other role. Its weights stay loaded. Yield the states of the group
         while it finishes its work, and finally the state of the new group that has borrowed the worker.
 
         New requests go to other groups meanwhile, and no request is lost. If the group has other workers, it gets work
-        again as soon as the lent worker serves. A group that has borrowed its worker returns it, like `unflip`. If the
-        caller stops before the group is idle, nothing changes. Raises NotFoundError for an unknown name. Raises
-        UnavailableError if the group has no workers, if it is the last group that can generate, if there is no
-        supervisor, and if the worker does not start in its new role; in the last case it returns to its group, and the
-        order is withdrawn.
+        again as soon as the lent worker serves. A group that has itself borrowed its worker returns it instead, like
+        `unflip`. If the caller stops before the group is idle, nothing changes.
+
+        Raises NotFoundError for an unknown name. Raises UnavailableError if the group has no workers, if it is the last
+        group that can generate, or if no supervisor exists. Also raises UnavailableError if the worker does not start
+        in its new role; the order is then withdrawn, and the worker returns to its group.
         """
         return self._unflip(name) if name in self._members.orders.lent else self._lend(name)
 
     def unflip(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Return the worker that the group has borrowed, or the last worker that it has lent, to the group that owns
-        it. Yield the states of the groups while they finish their work, and finally the state of the owner.
+        """Return a worker to the group that owns it. `name` is a group that has borrowed a worker, or a group that has
+        lent workers; the last worker that it has lent is then returned. Yield the states of the groups that must finish
+        their work first, and finally the state of the owner.
 
-        Raises NotFoundError if the group has neither borrowed nor lent a worker. Raises UnavailableError if it is the
-        last group that can generate, and if an owner without other workers does not start again; that start is retried.
+        Raises NotFoundError if the group has neither borrowed nor lent a worker. Raises UnavailableError if the group
+        is the last one that can generate. Also raises UnavailableError if an owner without other workers does not start
+        again; the supervisor retries this start.
         """
         borrowers = self._members.orders.borrowers(name)
         if name not in self._members.orders.lent and not borrowers:

@@ -1,7 +1,7 @@
-"""Runs the autoscaler of a cluster periodically, publishes its decisions, and applies them.
+"""Runs the autoscaler of a cluster at regular intervals, publishes its decisions, and applies them.
 
-Each decision is explained in the log (if it differs from the previous one), in metrics, and in `baton status`. In mode
-`advise`, decisions are not applied. Built by `orchestrator.composition`. On the loop.
+Each decision is explained in metrics, in `baton status` and, if it differs from the previous one, in the log. In mode
+`advise`, decisions are not applied. Built by `orchestrator.composition`. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -23,20 +23,22 @@ from orchestrator.requests.config import AutoscalingConfig
 logger = logging.getLogger(__name__)
 
 _NUM_CHANGES = 20
-"""Number of recent decisions that changed groups, kept for `baton status`."""
+"""Number of recent decisions that are kept for `baton status`. Only decisions that changed groups are kept."""
 _MOST_PAUSE_S = 30.0
-"""Longest pause in seconds after an unforeseen failure."""
+"""Maximum pause in seconds before the autoscaler runs again after an unexpected error."""
 
 
 class Scaler:
-    """Scales one cluster. Call `start` once and `close` at the end."""
+    """Autoscaling of one cluster. Call `start` once, and `close` at the end."""
 
     def __init__(
         self, fleet: LiveFleet, actuator: Actuator, metrics: Metrics, clock: Clock, config: AutoscalingConfig
     ) -> None:
-        """No decision is made while `fleet` has no service model."""
+        """`fleet` provides the state of the cluster. No decision is made while `fleet` has no model of service
+        times."""
         self.state: Scaling | None = None
-        """Latest decision, as `baton status` shows it; None before the first. Replaced as a whole."""
+        """Latest decision, as `baton status` shows it; None before the first decision. The object is replaced as a
+        whole."""
         self._fleet = fleet
         self._actuator = actuator
         self._metrics = metrics
@@ -46,17 +48,18 @@ class Scaler:
         self._service: ServiceModel | None = None
         self._changes: deque[ScalingChange] = deque(maxlen=_NUM_CHANGES)
         self._told = ""
-        """Text of the decision that was logged last."""
+        """Text of the decision that was logged last; empty before the first."""
         self._deciding: asyncio.Task[NoReturn] | None = None
 
     def start(self) -> None:
-        """Start to decide periodically, unless autoscaling is off. Call it once, on the loop."""
+        """Start to make decisions at regular intervals. Does nothing if autoscaling is off. Must be called once, on the
+        asyncio loop."""
         if self._config.mode != "off":
             pauses = Backoff(self._config.interval_s, _MOST_PAUSE_S)
             self._deciding = asyncio.create_task(repeat("the autoscaler", self._turn, pauses))
 
     async def close(self) -> None:
-        """Stop making decisions. Idempotent."""
+        """Stop making decisions and stop following changes in progress. Idempotent."""
         if self._deciding is not None:
             self._deciding.cancel()
             await asyncio.gather(self._deciding, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""Keeps requests in a bounded, fair queue, or refuses them."""
+"""Admission of requests: a bounded, fair queue, and the refusal of requests that do not fit."""

@@ -8,11 +8,13 @@
                other tenants.
     request    The earliest due time first. On ties, the earliest arrival first.
 
-Between two turns of a tenant, every other tenant has at most one turn, regardless of how many requests it has waiting
-and how urgent they are. Turns in which no request can be served, because prompts are longer than a quantum, are
-credited at once without visiting the tenants. Adding and removing cost O(log n) for n waiting requests of the tenant.
-Finding the next request costs O(1) during a turn, otherwise O(number of tenants). Pure: it has no clock and does not
-wait. Implements `QueuePolicy` (`orchestrator.admission.queue_policy`); owned by `orchestrator.admission.gate`.
+Between two turns of a tenant, every other tenant has at most one turn, regardless of the number and urgency of its
+waiting requests. If prompts are longer than a quantum, no request can be served in some turns. Such turns are credited
+at once, without visiting the tenants.
+
+Adding and removing cost O(log n) for n waiting requests of the tenant. Finding the next request costs O(1) during a
+turn, otherwise O(number of tenants). Pure: it has no clock and does not wait. Implements `QueuePolicy`
+(`orchestrator.admission.queue_policy`); owned by `orchestrator.admission.gate`.
 """
 
 from collections import OrderedDict
@@ -26,7 +28,7 @@ from orchestrator.admission.queue_policy import Totals, WaiterT
 from orchestrator.requests.tenants import Tenant
 
 QUANTUM_TOKENS = 128
-"""Number of prompt tokens credited per turn to a tenant of weight 1."""
+"""Number of prompt tokens that are credited to a tenant of weight 1 in each turn."""
 
 
 class _Flow(Generic[WaiterT]):
@@ -36,8 +38,8 @@ class _Flow(Generic[WaiterT]):
         self.totals = Totals()
         self.quantum = _quantum(tenant)
         self.deficit = self.quantum
-        """Remaining credit: number of prompt tokens that may be served before the tenant's turn ends. The credit of a
-        turn is added when the previous turn ends, so that the order of turns needs no further state."""
+        """Remaining credit: number of prompt tokens that may be served before the tenant's turn ends. The credit for a
+        turn is added when the tenant's previous turn ends."""
         self._waiting: SortedKeyList = SortedKeyList(key=attrgetter("turn"))
 
     def __iter__(self) -> Iterator[WaiterT]:
@@ -57,12 +59,13 @@ class _Flow(Generic[WaiterT]):
 
     @property
     def share(self) -> float:
-        """Return the number of turns that the tenant's waiting tokens need."""
+        """Return the number of turns that are needed to serve all waiting tokens of the tenant."""
         return self.totals.num_tokens / self.quantum
 
     @property
     def num_rounds(self) -> int:
-        """Return the number of further turns that the tenant needs before its first request may be served."""
+        """Return the number of further turns that the tenant needs until its credit covers its first waiting
+        request."""
         return max(0, -(-(self.head.num_tokens - self.deficit) // self.quantum))
 
     def add(self, waiter: WaiterT) -> None:
@@ -84,7 +87,7 @@ class FairQueue(Generic[WaiterT]):
         self._num_issued = 0
 
     def add(self, waiter: WaiterT) -> None:
-        """Add a request to the queue. A request that was removed and is added again gets its old position among its
+        """Add a request to the queue. If the request was in the queue before, it gets its old position among its
         tenant's requests."""
         assert waiter not in self._waiting, "a request is added twice"
         if not waiter.number:
@@ -109,12 +112,12 @@ class FairQueue(Generic[WaiterT]):
             del self._flows[waiter.tenant.name]
 
     def head(self, may_run: Callable[[WaiterT], bool]) -> WaiterT | None:
-        """Advance the turns until the first request of a tenant may be served, and return it; None if no request may be
-        served.
+        """Advance the tenants' turns until the first request of some tenant may be served, and return this request.
+        Return None if no request may be served.
 
         A second call returns the same request unless something has changed. `may_run` returns False for a request that
         must still wait. A tenant whose first request must wait keeps its position and its credit. Its less urgent
-        requests are not served meanwhile, because they would take the slots for which the first one waits.
+        requests are not served meanwhile, because they would use the slots for which the first request waits.
         """
         if not self._flows:
             return None
@@ -142,22 +145,23 @@ class FairQueue(Generic[WaiterT]):
             self._flows.move_to_end(name)
 
     def last(self, newcomer: WaiterT) -> WaiterT:
-        """Return the request to remove when the queue is too full. To be called after `newcomer` was added.
+        """Return the request to remove when the queue is too full. Must be called after `newcomer` was added.
 
-        It is the least urgent request, and among equals the one due last, of the tenant with the most waiting tokens
-        relative to its weight. If several tenants have equally many, the newcomer's tenant is selected if it is one of
-        them. Otherwise two tenants would displace each other's requests forever.
+        The request is selected from the tenant with the most waiting tokens relative to its weight. It is this tenant's
+        least urgent request; if several are equally urgent, the one that is due last. If several tenants have equally
+        many tokens, the newcomer's tenant is preferred. Otherwise two tenants would displace each other's requests
+        forever.
         """
         own = self._flows[newcomer.tenant.name]
         return max(self._flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
     def before(self, waiter: WaiterT) -> tuple[float, int]:
-        """Return the number of slots that are given to other requests before `waiter`, which is not in the queue, if no
-        further request arrives: over all tenants, and within its own tenant.
+        """Return the number of slots that will be given to other requests before `waiter` is served: over all tenants,
+        and within its own tenant. `waiter` is not in the queue. It is assumed that no other request arrives.
 
-        Of its own tenant, counts the requests that are more urgent, and those that are equally urgent and due no later.
-        Of each other tenant, counts the part of its waiting slots that its weight allows to be served meanwhile. Costs
-        O(n) for n waiting requests of its tenant.
+        In its own tenant, the requests that are more urgent are counted, and those that are equally urgent and due no
+        later. In each other tenant, the part of the waiting slots is counted that the tenant's weight allows to be
+        served meanwhile. Costs O(n) for n waiting requests of its tenant.
         """
         own, mine = self._flows.get(waiter.tenant.name), Totals()
         for each in own or ():

@@ -1,5 +1,5 @@
-"""Predicts when a request that is admitted now gets its first token, to refuse requests by deadline and for retry
-hints.
+"""Predicts when a request that is admitted now gets its first token. The prediction is used to refuse requests that
+would miss their deadline, and for retry hints.
 
 The prediction is the sum of two waits:
 
@@ -11,10 +11,10 @@ The prediction is the sum of two waits:
                  as `orchestrator.placement.chooser` would place the request now. It is multiplied by the recent ratio
                  of measured to predicted time (`Correction`), increased so that one request in forty takes longer.
 
-Not predicted are the number of tokens that the earlier requests will generate (so baton.planning.step_times do not help
-here), later requests that are more urgent or due earlier, and failures of workers. The wait for slots is a mean, so a
-caller that refuses requests by it must allow for variance. Used by `orchestrator.admission.gate` and
-`orchestrator.scheduler`. Pure.
+The prediction does not consider how many tokens the earlier requests will generate, so baton.planning.step_times is not
+used. It also does not consider later requests that are more urgent or due earlier, and failures of workers. The wait
+for slots is a mean, so a caller that refuses requests by it must allow for variance. Used by
+`orchestrator.admission.gate` and `orchestrator.scheduler`. Pure.
 """
 
 import math
@@ -24,36 +24,38 @@ from orchestrator.requests.record import RequestRecord
 
 _KEPT = 0.95
 _ONE_IN_FORTY = 1.960
-"""Number z such that one value in forty of a normal distribution is more than z standard deviations above the mean."""
+"""Number of standard deviations above the mean that one value in forty of a normal distribution exceeds."""
 _MOST_LATE = 3.0
-"""Maximum delay that is counted, as a multiple of the corrected prediction. A request that hung must not affect later
-predictions much."""
+"""Maximum delay of a request that is counted, as a multiple of its corrected prediction. It limits the effect of a
+request that hung on later predictions."""
 
 _MOST_SLOW = 32.0
-"""Maximum measured time that is counted, as a multiple of the predicted time. It limits the effect of a request that
-hung."""
+"""Maximum measured time of a request that is counted, as a multiple of its predicted time. It limits the effect of a
+request that hung on later predictions."""
 
 
 class Turnover:
     """Measures how fast slots become free while a request waits for one.
 
-    The latest ends of requests count most: the weight of an end falls by 5 % with each later end. So the mean is based
-    on about forty ends, and its standard deviation is about a sixth if ends are random.
+    The latest ends of requests have the most weight: the weight of an end falls by 5 % with each later end. The mean is
+    therefore based on about forty ends. Its standard deviation is about a sixth of the mean if ends are random.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._num_slots = 0.0
         self._since_s: float | None = None
-        """Time at which the last slot became free, or at which the wait began; None while no request waits."""
+        """Time at which the last slot became free or, if this was later, the present wait for a slot began. None while
+        no request waits."""
 
     @property
     def slot_s(self) -> float | None:
-        """Return the mean seconds between two slots that become free; None before the first."""
+        """Return the mean number of seconds between two slots that become free; None before the first measurement."""
         return self._seconds / self._num_slots if self._num_slots else None
 
     def freed(self, num_slots: int, now_s: float) -> None:
-        """Record that a request has ended and has freed its slots."""
+        """Record that a request has ended and has freed `num_slots` slots. Ignored while no request waits for a
+        slot."""
         if self._since_s is None:
             return
         self._seconds = _KEPT * self._seconds + now_s - self._since_s
@@ -61,7 +63,8 @@ class Turnover:
         self._since_s = now_s
 
     def waited_for(self, somebody_waits: bool, now_s: float) -> None:
-        """Record whether, from now on, a request waits only for a free slot."""
+        """Record whether a request waits only for a free slot, from now until the next call. `now_s`: present time in
+        seconds."""
         if not somebody_waits:
             self._since_s = None
         elif self._since_s is None:
@@ -71,7 +74,7 @@ class Turnover:
 class Correction:
     """Recent ratio of measured to predicted prefill time, and its variance.
 
-    The latest requests count most, weighted as in `Turnover`. The sums start as if one second had been predicted and
+    The latest requests have the most weight, as in `Turnover`. The sums start as if one second had been predicted and
     measured, so that a single unusual request has little effect.
     """
 
@@ -79,13 +82,14 @@ class Correction:
         self._predicted_s = 1.0
         self._measured_s = 1.0
         self._squares = 1.0
-        """Decayed sum of the squares of the predictions."""
+        """Sum of the squares of the predictions. Earlier requests have less weight."""
         self._square_delays = 0.0
-        """Decayed sum of the squares of the delays, where delay = max(measured - corrected prediction, 0)."""
+        """Sum of the squares of the delays. Earlier requests have less weight. A delay is max(measured - corrected
+        prediction, 0) seconds."""
 
     @property
     def factor(self) -> float:
-        """Return the factor by which predictions must be multiplied."""
+        """Return the factor that corrects a prediction: the recent ratio of measured to predicted time."""
         return self._measured_s / self._predicted_s
 
     @property
@@ -95,8 +99,8 @@ class Correction:
         return self.factor + _ONE_IN_FORTY * math.sqrt(2 * self._square_delays / self._squares)
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Record the measured seconds of a request from leaving the queue to its first token, or to its end if it had
-        no token."""
+        """Record the predicted and the measured prefill time of a request. The measured time begins when the request
+        leaves the queue. It ends with the first token, or with the request if it had no token."""
         measured_s = min(measured_s, _MOST_SLOW * predicted_s)
         corrected_s = self.factor * predicted_s
         delay_s = min(max(measured_s - corrected_s, 0.0), _MOST_LATE * corrected_s)
@@ -107,39 +111,42 @@ class Correction:
 
 
 def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: float | None) -> float:
-    """Return the predicted seconds until a request has `num_needed` slots, after `num_before` slots were given to
-    others.
+    """Return the predicted number of seconds until a request has `num_needed` slots. Other requests get `num_before`
+    slots first.
 
-    `slot_s` is the time in seconds between two slots that become free; None counts as no wait. `num_free` is the number
-    of slots free now. It is negative if slots in use have been removed.
+    `slot_s` is the mean number of seconds between two slots that become free; None: no wait is predicted. `num_free` is
+    the number of slots that are free now. It is negative if slots in use have been removed.
     """
     num_missing = num_before + num_needed - num_free
     return 0.0 if num_missing <= 0 or slot_s is None else num_missing * slot_s
 
 
 class ChainForecast:
-    """Predicts the prefill time of a request that is placed now. A prediction takes as long as a selection of
-    groups."""
+    """Predicts the prefill time of a request that is assigned to workers now. A prediction takes as long as selecting
+    the workers."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser
         self._correction = Correction()
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Return the predicted seconds from a request's slots to its first token in the present state, not corrected.
-        Cached prefixes are taken into account. Returns 0 if the workers that would prefill are unknown."""
+        """Return the predicted number of seconds from the time when a request gets slots to its first token, with the
+        present load. Cached prefixes are taken into account. The correction by recent results is not applied. Returns 0
+        if the workers that would prefill are unknown."""
         return self._chooser.predict_s(record)
 
     def cautious_s(self, predicted_s: float) -> float:
-        """Return the seconds within which 39 of 40 requests with this prediction have their first token."""
+        """Return the number of seconds within which 39 of 40 requests get their first token, if their predicted time is
+        `predicted_s`."""
         return predicted_s * self._correction.cautious_factor
 
     def ended(self, record: RequestRecord, predicted_s: float, finished_s: float) -> None:
-        """Correct later predictions by the result of a request that was predicted `predicted_s` and ended at
-        `finished_s`.
+        """Correct later predictions by the result of a request. `predicted_s` is the request's predicted prefill time
+        in seconds, and `finished_s` is the time at which it ended.
 
         Ignores requests without a prediction or without slots, and requests with more than one attempt. A request that
-        ended without a token would have taken longer, so it counts only if it had already exceeded the prediction.
+        ended without a token would have taken longer. It is counted only if it had already exceeded its corrected
+        prediction.
         """
         if not predicted_s or record.attempt.leased_s is None or record.attempt.number > 1:
             return

@@ -3,16 +3,16 @@
 Called by `orchestrator.scheduler`. `orchestrator.composition` passes in the policy that selects the next request
 (`orchestrator.admission.queue_policy`). This module counts the slots in use. It refuses a request at once, with a retry
 delay, in two cases: the queue is full, in total or for the request's tenant; or the deadline would pass before the
-first token (`orchestrator.admission.forecast`). A full queue still accepts a request of a tenant that has fewer waiting
-tokens relative to its weight, or a request that is more urgent than others of its tenant. Another waiting request,
-selected by the policy, is then refused instead.
+first token (`orchestrator.admission.forecast`). A full queue still accepts some requests: those of a tenant that has
+fewer waiting tokens relative to its weight, and those that are more urgent than others of the same tenant. The policy
+then selects another waiting request, which is refused instead.
 
 If the next request needs more slots than are free, no later request is served before it, and the free slots stay idle.
-It gets its slots when running requests end. If smaller requests were served first, it would never get enough slots
-under load. Only a tenant that has reached its own limit of running requests is skipped.
+The request gets its slots when running requests end. If smaller requests were served first, it would never get enough
+slots under load. Only a tenant that has reached its own limit of running requests is skipped.
 
-No method of Admission waits. `join` returns an Entry to wait on, and `leave` must be called for it at the end. On the
-loop.
+No method of Admission waits. `join` returns an Entry to wait on, and `leave` must be called for it at the end. Runs on
+the asyncio loop.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
 
 _SMOOTHING = 0.2
-"""Weight of the latest request in the mean time for which requests run."""
+"""Weight of the latest request in the moving average of the time for which requests run."""
 _LEAST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 60.0
 _GUESSED_HOLD_S = 1.0
-"""Assumed seconds for which a request runs, used only for retry delays before any request has ended."""
+"""Assumed number of seconds for which a request runs. Used only for retry delays, until the first request has ended."""
 _SCATTER = 1.5
-"""Ratio of actual to predicted wait in the queue that is almost never exceeded. In an overload each admitted request is
-near its deadline. Without this factor half of them would be late, and their work wasted
-(docs/decisions/0011-admission.md)."""
+"""Safety factor for the predicted wait in the queue. The actual wait almost never exceeds the predicted wait times this
+factor. In an overload, every admitted request is near its deadline. Without this factor, half of the requests would be
+late, and their work wasted (docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
-"""Maximum due time of a request, in seconds after its arrival. It prevents requests with early deadlines from always
-being served first."""
+"""Number of seconds after its arrival at which a request is due at the latest, even if its deadline is later. It
+prevents requests with early deadlines from always being served first."""
 
 
 class QueuedRequest(Protocol):
@@ -64,11 +64,12 @@ class QueuedRequest(Protocol):
 
     @property
     def deadline_s(self) -> float | None:
-        """Return the time on the gate's clock at which the request is ended; None for no deadline."""
+        """Return the time, on the gate's clock, at which the request is ended if it is not complete; None for no
+        deadline."""
 
 
 class Entry(Waiter):
-    """Entry of one request, in the queue or among the running requests."""
+    """One request that waits in the queue or runs."""
 
     def __init__(self, request: QueuedRequest, now_s: float) -> None:
         patience_end_s = now_s + _PATIENCE_S
@@ -77,28 +78,29 @@ class Entry(Waiter):
         self.started_s: float | None = None
         """Time at which the request left the queue to run; None while it waits."""
         self.on_turn: Callable[[], None] | None = None
-        """Callback for callers that do not wait in a task. It is called when a waiting request leaves the queue to run
-        or is refused. It must not change the gate."""
+        """Callback for callers that do not wait in `admitted`. It is called when the request leaves the queue, because
+        it runs or was refused. It must not add or remove requests."""
         self._turn = asyncio.Event()
         self._refusal: ResourceExhaustedError | None = None
 
     async def admitted(self) -> None:
         """Wait until the request may run. Raises ResourceExhaustedError if it is removed from the queue in favour of
-        another one.
+        another request.
 
-        If the wait is cancelled, the entry stays in the queue: the caller must still call `leave`.
+        If the wait is cancelled, the entry stays in the queue. The caller must then still call `leave`.
         """
         await self._turn.wait()
         if self._refusal is not None:
             raise self._refusal
 
     def start(self, now_s: float) -> None:
-        """Record that the request runs from now on, and wake its waiting task."""
+        """Record that the request runs from now on, and wake the task that waits in `admitted`."""
         self.started_s = now_s
         self._tell()
 
     def refuse(self, refusal: ResourceExhaustedError) -> None:
-        """Record that the request was removed from the queue, and raise `refusal` in its waiting task."""
+        """Record that the request was removed from the queue. `admitted` raises `refusal` in the task that waits for
+        it."""
         self._refusal = refusal
         self._tell()
 
@@ -109,7 +111,7 @@ class Entry(Waiter):
 
 
 class Admission:
-    """Queue of waiting requests, and count of the slots of running requests. Used on the loop."""
+    """Queue of waiting requests, and count of the slots of running requests. Used on the asyncio loop."""
 
     def __init__(self, config: OrchestratorConfig, clock: Clock, queue: QueuePolicy[Entry]) -> None:
         """`queue` is the policy that selects the next request. It must be empty, and is used only by this gate."""
@@ -119,16 +121,17 @@ class Admission:
         self._queue = queue
         self._waiting: set[Entry] = set()
         self._totals = Totals()
-        """Totals over all waiting requests."""
+        """Numbers of requests, tokens and slots of all waiting requests."""
         self._totals_of: dict[str, Totals] = {}
-        """Totals over the waiting requests of each tenant. Tenants without waiting requests are absent."""
+        """Numbers of requests, tokens and slots of each tenant's waiting requests. Tenants without waiting requests
+        have no entry."""
         self._running: set[Entry] = set()
         self._num_taken = 0
-        """Number of slots of all running requests."""
+        """Total number of slots of all running requests."""
         self._taken_by: Counter[str] = Counter()
         """Number of slots of running requests, by tenant. Tenants without running requests are absent."""
         self._hold_s: float | None = None
-        """Smoothed time in seconds for which a request runs; None before the first request has ended."""
+        """Moving average of the number of seconds for which requests run; None before the first request has ended."""
         self._turnover = Turnover()
 
     @property
@@ -145,11 +148,11 @@ class Admission:
         return len(self._running)
 
     def resize(self, num_slots: int, *, is_asleep: bool = False) -> None:
-        """Set the number of slots of the cluster, and admit the requests that now fit.
+        """Set the number of slots of the cluster, and admit the requests that may run now.
 
-        If there are no slots, only the configured limit applies, so that requests run and fail unless a group joins.
-        But if the groups are asleep, i.e. stopped for lack of traffic, one request runs, and all others wait until a
-        group has started.
+        If `num_slots` is 0, only the configured limit applies. Requests then run, and fail unless a group joins the
+        cluster. If `num_slots` is 0 and `is_asleep` is True, the groups are stopped for lack of traffic. One request
+        then runs, and all others wait until a group has started.
         """
         most = 1 if is_asleep else self._config.max_running
         self._limit = min(num_slots or most, self._config.max_running)
@@ -157,11 +160,11 @@ class Admission:
 
     def join(self, request: QueuedRequest, chain_s: float | None = None) -> Entry:
         """Add a request to the queue, admit it if possible, and return its entry. `chain_s` is the predicted duration
-        of its prefill in seconds; None without a prediction.
+        of its prefill in seconds; None if there is no prediction.
 
-        Raises ResourceExhaustedError with a retry delay if the request would have to wait and the queue has no room for
-        it, or if its first token is predicted after its deadline. The deadline is checked only while other requests run
-        or wait: a single request is always admitted, because otherwise wrong predictions would never be corrected.
+        Raises ResourceExhaustedError with a retry delay if the request would have to wait and the queue is full, or if
+        its first token is predicted after its deadline. The deadline is checked only while other requests run or wait.
+        A single request is always admitted, because otherwise wrong predictions would never be corrected.
         """
         entry = Entry(request, self._clock.now_s())
         if request.deadline_s is not None and chain_s is not None and (self._running or self._waiting):
@@ -175,7 +178,7 @@ class Admission:
         return entry
 
     def leave(self, entry: Entry) -> None:
-        """Remove a request that waits or runs, and admit the next ones. Idempotent."""
+        """Remove a waiting or running request, and admit the requests that may run now. Idempotent."""
         if entry in self._waiting:
             self._remove(entry)
         elif entry in self._running:

@@ -1,10 +1,10 @@
 """Limits the memory of events that clients have not read yet, over all streams of an orchestrator.
 
-Made and used by `orchestrator.scheduler`. A request runs as fast as its engine does, even if its client reads slowly:
-its events wait in an `Outbox`. If all outboxes together exceed `MAX_UNDELIVERED_BYTES`, one stream is given up: of the
-tenant with the most bytes relative to its weight, the stream that was read least recently. It ends with
-RESOURCE_EXHAUSTED, and its client may resume it after the tokens that it has received. `orchestrator.api.delivery` ends
-the calls of clients that stop reading. On the loop.
+Made and used by `orchestrator.scheduler`. A request runs at full speed even if its client reads slowly. Its events wait
+in an `Outbox`. If all outboxes together exceed `MAX_UNDELIVERED_BYTES`, one stream is ended. It is selected from the
+tenant with the most bytes relative to its weight: the stream that was read least recently. It ends with
+RESOURCE_EXHAUSTED. Its client may resume it after the tokens that it has received. `orchestrator.api.delivery` ends the
+calls of clients that stop reading. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -25,23 +25,23 @@ _SCORE_BYTES = 160
 
 
 class Outbox:
-    """Events of one request that its client has not read, in order. Made by `Outboxes.open`; call `close` at the
-    end."""
+    """Events of one request that its client has not read yet, in order. Made by `Outboxes.open`. `close` must be called
+    at the end."""
 
     def __init__(self, count: "Callable[[Outbox, int], None]", end: Callable[[], object]) -> None:
-        """`count` is called with the change of the number of bytes, after each change and at each read. `end` ends the
-        request. It is called when the stream is given up."""
+        """`count`: function that is called with this outbox and the change of its number of bytes, whenever an event is
+        added or removed. `end`: function that ends the request. It is called by `give_up`."""
         self.num_bytes = 0
         """Number of bytes of memory that the stored events use."""
         self.refusal: ResourceExhaustedError | None = None
-        """Error with which the stream was given up; None if it was not."""
+        """Error with which `give_up` has ended the stream; None if it was not called."""
         self._count = count
         self._end = end
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._is_closed = False
 
     def put(self, event: Event) -> None:
-        """Add an event. If the stream was given up, only its last event is stored, with the error."""
+        """Add an event. After `give_up`, only the last event of the stream is stored, with the error."""
         if self.refusal is not None:
             if isinstance(event, Finished):
                 self._events.put_nowait(replace(event, error=event.error or self.refusal))
@@ -57,7 +57,8 @@ class Outbox:
         return event
 
     def give_up(self, refusal: ResourceExhaustedError) -> None:
-        """Drop all events except the last event of the stream, which gets the error, and end the request."""
+        """End the stream with the error `refusal`, and end its request. All events are dropped, except the last event
+        of the stream, which gets the error."""
         events, self._events = self._events, asyncio.Queue()
         self.refusal = refusal
         self._add_bytes(-self.num_bytes)
@@ -77,7 +78,7 @@ class Outbox:
 
 @dataclass
 class _Share:
-    """Unread events of one tenant."""
+    """Unread events of one tenant, over all of its requests."""
 
     weight: float
     num_bytes: int = 0
@@ -86,18 +87,18 @@ class _Share:
 
 
 class Outboxes:
-    """All outboxes of an orchestrator."""
+    """Unread events of all requests of an orchestrator, with a limit on their memory."""
 
     def __init__(self, max_bytes: int = MAX_UNDELIVERED_BYTES) -> None:
         self.num_bytes = 0
         """Number of bytes of memory that the events in all outboxes use."""
         self._max_bytes = max_bytes
         self._shares: dict[str, _Share] = {}
-        """Unread events by tenant. Tenants without unread events are absent."""
+        """Unread events of each tenant, by the tenant's name. Tenants without unread events have no entry."""
 
     def open(self, tenant: Tenant, end: Callable[[], object]) -> Outbox:
-        """Return an empty outbox for a request of the tenant. `end` is called to end the request if its stream is given
-        up."""
+        """Return an empty outbox for a request of `tenant`. `end`: function that ends the request. It is called if the
+        stream is ended because too much memory is in use."""
 
         def count(outbox: Outbox, change: int) -> None:
             self._count(tenant, outbox, change)

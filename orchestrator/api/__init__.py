@@ -1,1 +1,1 @@
-"""Serves clients and operators over gRPC."""
+"""gRPC services of the orchestrator, for clients and operators."""

@@ -1,5 +1,5 @@
-"""Decides which callers may call a method on the clients' port: any caller, callers with a key, processes of the
-cluster, or operators.
+"""Decides which callers may call a method on the clients' port. A method is open to all callers, callers with a key,
+processes of the cluster, or operators.
 
 Called before each call by the server's interceptor (`baton.transport.status_interceptor`), which
 `orchestrator.api.frontend` installs. The caller's address is not checked, because a local call may come from a proxy
@@ -21,11 +21,11 @@ class AllowedCallers(Enum):
     ANYBODY = "anybody"
     """Every caller that reaches the port."""
     CALLERS = "callers"
-    """Every caller; with `require_api_key`, only callers with a key or a trusted tenant's name."""
+    """Every caller. If `require_api_key` is set, only callers with a key or with the name of a trusted tenant."""
     MEMBERS = "members"
     """Callers that have the cluster's secret."""
     OPERATORS = "operators"
-    """Callers that have the cluster's secret, and an operator's key where operators have keys."""
+    """Callers that have the cluster's secret and, if keys for operators are configured, an operator's key."""
 
 
 METHODS: Mapping[str, AllowedCallers] = MappingProxyType(
@@ -49,12 +49,12 @@ METHODS: Mapping[str, AllowedCallers] = MappingProxyType(
         "/baton.v1.Admin/GetTrace": AllowedCallers.OPERATORS,
     }
 )
-"""Allowed callers of each served method. A method that is not listed is only for operators."""
+"""Callers that may call each method. A method that is not listed is open only to operators."""
 
 
 def check_access(tenants: Tenants, secret: ClusterSecret, method: str, metadata: Metadata) -> None:
-    """Return if the call is permitted, otherwise raise. `method` is the full name of the called method. With the first
-    two arguments bound, the function is a `baton.transport.status_interceptor.Check`.
+    """Raise an error if the caller may not call `method`, the full name of a gRPC method. With the first two arguments
+    bound, the function is a `baton.transport.status_interceptor.Check`.
 
     Raises UnauthenticatedError if a required key or secret is missing or unknown, and PermissionDeniedError for a
     tenant's key if an operator's key is required.

@@ -1,8 +1,9 @@
 """Serves operators over gRPC: drain and undrain a group, start a stand-in, change a worker's role, and get the trace of
 an ended request.
 
-Server of `baton drain`, `baton reload`, `baton flip` and `baton trace`. Calls `orchestrator.actuation.operations`. A
-stand-in is a group that is started in addition to the configured ones. Runs on the process's event loop.
+It is the server side of `baton drain`, `baton reload`, `baton flip` and `baton trace`. Calls
+`orchestrator.actuation.operations`. A stand-in is a group that is started in addition to the configured groups. Runs on
+the process's event loop.
 """
 
 import asyncio
@@ -35,13 +36,15 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     def __init__(
         self, operations: GroupOperations, traces: Traces, model_folders: Sequence[Path] | None = None
     ) -> None:
-        """`model_folders` are the folders that may contain models named by a call; None: models may be anywhere."""
+        """`model_folders` are the folders in which a model must be that a call names. None: a model may be in any
+        folder."""
         self._operations = operations
         self._traces = traces
         self._model_folders = model_folders
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
-        """Drain a group, and stream its state until it has no work left or, if it is to leave, until it has no workers.
+        """Drain a group, and stream its state until it has no work left. If the group is to leave, stream its state
+        until its workers have been stopped.
 
         The group stays drained if the call is cancelled.
         """
@@ -51,7 +54,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 yield group_state_to_proto(state)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> orchestrator_pb2.GroupState:
-        """Allow new work for a group again, and return its state. If the group has left, it is started first.
+        """Allow new work for a drained group again, and return its state. If the group's workers have been stopped,
+        they are started first.
 
         Raises InvalidArgumentError for a model outside the allowed folders, before any of its files is read.
         """
@@ -60,20 +64,21 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return group_state_to_proto(await self._operations.undrain(request.group, request.model))
 
     async def StandIn(self, request: pb.StandInRequest, context: Context) -> orchestrator_pb2.GroupState:
-        """Start a stand-in for the named group, and return the stand-in's state."""
+        """Start a stand-in, which is an additional group of the same kind as the named group. Return the stand-in's
+        state."""
         return group_state_to_proto(await self._operations.stand_in(request.group))
 
     async def Flip(self, request: pb.FlipRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
         """Move the last worker of a group to the other role, or back. Stream the states of the groups that must finish
-        their work first, and finally the state of the group in which the worker then serves."""
+        their work first, and finally the state of the group that has the worker afterwards."""
         flipping = self._operations.unflip(request.group) if request.undo else self._operations.flip(request.group)
         async with aclosing(flipping) as states:
             async for state in states:
                 yield group_state_to_proto(state)
 
     async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.Trace:
-        """Return the trace of an ended request. Raises NotFoundError if this orchestrator does not store it (any
-        more)."""
+        """Return the trace of an ended request. Raises NotFoundError if this orchestrator never had the trace, or has
+        dropped it."""
         trace = self._traces.get(request.request_id)
         if trace is None:
             raise NotFoundError(
@@ -84,7 +89,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
 
 def trace_to_proto(trace: Trace) -> pb.Trace:
-    """Return the trace of a request as a message."""
+    """Return a request's trace as a message."""
     return pb.Trace(
         request_id=trace.request_id,
         usage=orchestrator_pb2.Usage(**vars(trace.usage)),
@@ -96,7 +101,7 @@ def trace_to_proto(trace: Trace) -> pb.Trace:
 
 
 def trace_from_proto(message: pb.Trace) -> Trace:
-    """Return the trace in the message. Raises InvalidArgumentError if the token range of a rank is reversed."""
+    """Return the trace in a message. Raises InvalidArgumentError if the token range of a rank ends before it starts."""
     reasons = (finish_from_proto(each) for each in message.reasons)
     return Trace(
         request_id=message.request_id,

@@ -1,7 +1,8 @@
 """Checks every field of a client's request against the model's limits, and tokenizes prompts.
 
-Used by `orchestrator.api.request_reader`. Checks raise InvalidArgumentError that names the field, the value and the
-limit. Read-only after construction. Tokenizing a long prompt takes a while, so it is called in a thread.
+Used by `orchestrator.api.request_reader`. A failed check raises InvalidArgumentError, which names the field, the value
+and the limit. Objects are read-only after construction. Tokenizing a long prompt takes a while, so it must be done in a
+thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from baton.types import FinishReason
 
 
 class RequestValidator:
-    """Checks requests for one model."""
+    """Checks the fields of requests against the limits of one model."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
@@ -25,7 +26,8 @@ class RequestValidator:
         self.eos_token_ids = eos_token_ids
 
     def check_names(self, request_id: str, model: str) -> None:
-        """Check the request's id and the model's name. Either may be empty."""
+        """Check the id of a request, and the name of the model that it requests. Either may be empty. Raises
+        InvalidArgumentError."""
         if len(request_id) > MAX_REQUEST_ID_CHARS or not (request_id.isascii() and request_id.isprintable()):
             raise InvalidArgumentError(
                 f"request_id = {request_id[:40]!r} is out of range: use at most {MAX_REQUEST_ID_CHARS} printable "
@@ -35,15 +37,16 @@ class RequestValidator:
             raise InvalidArgumentError(f"model = {model[:80]!r} is unknown: {self.model.name!r} is served here")
 
     def check_cache_salt(self, salt: str) -> None:
-        """Check the length of the salt that separates the request's cached prompt from those of others. It may be
-        empty."""
+        """Check the length of a cache salt, which separates a request's cached prompt from those of others. It may be
+        empty. Raises InvalidArgumentError if it is too long."""
         if len(salt) > MAX_CACHE_SALT_CHARS:
             raise InvalidArgumentError(
                 f"cache_salt has {len(salt)} characters: the limit is {MAX_CACHE_SALT_CHARS}; send a hash of it"
             )
 
     def encode_text(self, prompt: bytes) -> tuple[int, ...]:
-        """Return the token ids of a prompt in UTF-8. Blocks for long prompts."""
+        """Return the token ids of a prompt, which is text in UTF-8. Takes long for long prompts. Raises
+        InvalidArgumentError if the prompt is too long or not UTF-8."""
         self._check_bytes("prompt", len(prompt))
         try:
             text = prompt.decode()
@@ -53,30 +56,31 @@ class RequestValidator:
         return self._checked_prompt("prompt", self.tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Return the token ids of a conversation, rendered so that the assistant's turn follows. Blocks for long
-        conversations."""
+        """Return the token ids of a conversation in the model's chat format. The assistant's answer can follow the last
+        token. Takes long for long conversations. Raises InvalidArgumentError if the conversation is too long."""
         self._check_bytes("chat", sum(len(text.encode()) for message in messages for text in message.values()))
         rendered = self.tokenizer.render_chat(messages)
         self._check_fits("chat", rendered)
         return self._checked_prompt("chat", self.tokenizer.encode_rendered(rendered))
 
     def check_num_messages(self, num_messages: int) -> None:
-        """Check the number of messages of a chat before their content is read. Each message takes at least one
-        token."""
+        """Check the number of messages of a chat, before their content is read. Each message has at least one token, so
+        there cannot be more messages than tokens. Raises InvalidArgumentError."""
         if num_messages > self.model.max_tokens:
             raise InvalidArgumentError(
                 f"chat has {num_messages} messages: the model's limit is {self.model.max_tokens} tokens; send fewer"
             )
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Check token ids that a client sent, and return them. If the list is too long, its ids are not read."""
+        """Check the prompt's token ids that a client sent, and return them. If the list is too long, its ids are not
+        read. Raises InvalidArgumentError."""
         checked = self._checked_prompt("token_ids", token_ids)
         self._check_ids("token_ids", checked)
         return checked
 
     def check_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Check sampling parameters against the model's vocabulary and against the number of tokens that the prompt
-        leaves."""
+        """Check sampling parameters against the model's vocabulary, and against the number of tokens that can follow
+        the prompt. Raises InvalidArgumentError."""
         self._check_ids("sampling.logit_bias", tuple(params.logit_bias))
         self._check_ids("sampling.stop_token_ids", params.stop_token_ids)
         room = self.model.max_tokens - num_prompt_tokens
@@ -87,13 +91,14 @@ class RequestValidator:
             )
 
     def check_num_outputs(self, num_outputs: int, params: SamplingParams) -> None:
-        """Check that a client which resumes a stream sends one list of tokens per choice; otherwise, no list."""
+        """Check the number of lists of output tokens that a client sends to resume a stream. It must be 0, or one per
+        choice. Raises InvalidArgumentError."""
         if num_outputs not in (0, params.n):
             raise InvalidArgumentError(f"outputs has {num_outputs} lists: sampling.n is {params.n}, send one a choice")
 
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
-        """Check that the output tokens sent by a client that resumes a stream could belong to this request. If a list
-        is too long, its ids are not read."""
+        """Check the output tokens that a client sends to resume a stream: their number, their ids, and that a random
+        stream is resumed with its seed. If a list is too long, its ids are not read. Raises InvalidArgumentError."""
         limits = ((params.max_tokens, "sampling.max_tokens"), (self.model.max_tokens, "the model's limit"))
         for output_ids in outputs:
             for limit, whose in limits:

@@ -1,8 +1,8 @@
-"""Writes a stream's messages to its client, and ends the call of a client that does not read.
+"""Writes the messages of a stream to its client, and ends the call of a client that does not read.
 
 Used by `orchestrator.api.frontend` and `orchestrator.api.gateway`. gRPC blocks a write until the client has read enough
-of the earlier messages, forever if the client never reads. A slow client is not affected as long as no single write
-blocks for `STALLED_S`. On the loop.
+of the earlier messages. If the client never reads, the write blocks forever. A slow client is not affected as long as
+no single write blocks for `STALLED_S` seconds. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ class MessageWriter(Protocol):
     """Interface for sending messages to a client. grpc.aio's ServicerContext implements it."""
 
     async def write(self, message: Any) -> None:
-        """Send a message as soon as the client has room for it."""
+        """Send a message. Waits until the client has read enough of the earlier messages."""
 
 
 async def deliver(context: MessageWriter, messages: AsyncIterator[Any], left_s: float | None) -> None:
-    """Write each message to the client when it arrives. `left_s` is the number of seconds until the request's deadline;
-    None for no deadline.
+    """Write each message to the client as soon as it arrives. `left_s` is the number of seconds until the request's
+    deadline; None for no deadline.
 
-    Raises ResourceExhaustedError if a write has blocked for `STALLED_S`, DeadlineExceededError if a write still blocks
-    at `DELIVERY_GRACE_S` after the deadline, and the errors of `messages`.
+    Raises ResourceExhaustedError if a write has blocked for `STALLED_S` seconds. Raises DeadlineExceededError if a
+    write still blocks `DELIVERY_GRACE_S` seconds after the deadline. Also raises the errors of `messages`.
     """
     watch = _Watch(left_s)
     try:
@@ -45,7 +45,8 @@ async def deliver(context: MessageWriter, messages: AsyncIterator[Any], left_s: 
 
 
 class _Watch:
-    """Cancels the task that made it if one of the task's writes takes too long. It does not set a timer per message."""
+    """Timer that cancels the current task if one of its writes takes too long. One timer is used for all messages of a
+    stream."""
 
     def __init__(self, left_s: float | None) -> None:
         task = asyncio.current_task()
@@ -54,9 +55,9 @@ class _Watch:
         self._loop = asyncio.get_running_loop()
         self._end_s = None if left_s is None else self._loop.time() + left_s + DELIVERY_GRACE_S
         self._since_s: float | None = None
-        """Time on the loop's clock at which the present write began; None between writes."""
+        """Time, on the loop's clock, at which the present write began; None if no write is in progress."""
         self._error: BatonError | None = None
-        """Error for which the task was cancelled; None if this object has not cancelled it."""
+        """Error for which this object has cancelled the task; None if it has not cancelled the task."""
         self._look()
 
     def begin(self) -> None:
@@ -69,7 +70,8 @@ class _Watch:
         self._timer.cancel()
 
     def raise_error(self) -> None:
-        """Raise the error for which this object has cancelled the task. Return if the task was cancelled by others."""
+        """Raise the error for which this object has cancelled the task. Return if this object has not cancelled the
+        task."""
         if self._error is not None and not self._task.uncancel():
             raise self._error
 

@@ -1,8 +1,8 @@
 """Serves the orchestrator over gRPC: checks the clients' requests, and sends the scheduler's events to the clients.
 
-Calls are first checked by `orchestrator.api.access`. `orchestrator.api.admin` and `orchestrator.api.planning` are
-served on the same port. Runs on the process's event loop; long prompts are tokenized in threads. Errors are converted
-to gRPC statuses, with RetryInfo, by the interceptor that `baton.transport.channel.make_server` installs.
+`orchestrator.api.access` checks each call first. `orchestrator.api.admin` and `orchestrator.api.planning` are served on
+the same port. Runs on the process's event loop. Long prompts are tokenized in threads. The interceptor that
+`baton.transport.channel.make_server` installs converts errors to gRPC statuses, with RetryInfo.
 """
 
 import asyncio
@@ -50,10 +50,11 @@ _HEALTH_SERVICES = ("", SERVICE)
 _TRACE_CONTEXT = ("traceparent", "tracestate")
 """Metadata keys of the caller's trace context, as defined by the W3C."""
 _HEALTH_POLL_S = 0.25
-"""Seconds between two updates of the published health."""
+"""Number of seconds between two updates of the published health."""
 _HEALTH_PAUSES = Backoff(_HEALTH_POLL_S, 5.0)
 _STATUS_GRACE_S = 1.0
-"""Seconds for sending the last statuses when no request runs any more."""
+"""Number of seconds for which a stopping server waits until the last statuses are sent, after all requests have
+ended."""
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
@@ -62,7 +63,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
     def __init__(
         self, orchestrator: Orchestrator, validator: RequestValidator, prover: FormProver, metrics_endpoint: str = ""
     ) -> None:
-        """`metrics_endpoint` is the host:port of the metrics; empty if metrics are not served."""
+        """`prover` checks whether structured outputs can be compiled. `metrics_endpoint` is the address (host:port) of
+        the metrics; empty if metrics are not served."""
         self.orchestrator = orchestrator
         self._prover = prover
         self._validator = validator
@@ -74,8 +76,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
     async def Generate(  # type: ignore[override]  # writes to the context, which gRPC permits
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        """Stream a request's events. The stream ends with Finished or with an error status; at a deadline, with
-        both."""
+        """Serve one request, and stream its events. The stream ends with the event Finished or with an error status. If
+        the deadline has passed, it ends with both."""
         end_s = deadline_s(request, context, self._clock)
         left_s = None if end_s is None else end_s - self._clock.now_s()
         async with aclosing(self._messages(request, context, end_s)) as messages:
@@ -112,7 +114,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         return replace(asked, params=replace(params, structured_output=form))
 
     async def close(self) -> None:
-        """Stop the compiler of structured outputs."""
+        """Stop the child processes that check whether structured outputs can be compiled."""
         await self._prover.close()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
@@ -120,13 +122,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         return pb.Model(**vars(self._validator.model), tokenizer_fingerprint=self._validator.tokenizer.fingerprint)
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
-        """Poll all workers, and return the cluster's state within about a second."""
+        """Poll all workers, and return the state of the cluster. Takes about a second at most."""
         state = await self.orchestrator.overview.state()
         return cluster_state_to_proto(replace(state, metrics_endpoint=self._metrics_endpoint))
 
     async def GetRequests(self, request: pb.GetRequestsRequest, context: Context) -> pb.RequestList:
-        """Return all unfinished requests and the requests that ended last. Only the caller's own requests have their
-        ids."""
+        """Return all unfinished requests, and the requests that ended last. Request ids are included only for the
+        caller's own requests."""
         viewer = self._tenants.viewer_of(context.invocation_metadata() or ())
         return requests_to_proto(self.orchestrator.journal.book.list(request.num_ended, viewer))
 
@@ -142,7 +144,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
 
 class OrchestratorServer:
-    """Orchestrator, and the gRPC server of its services. Make it with `start`, on the loop."""
+    """Orchestrator together with the gRPC server of its services. Made with `start`, on the asyncio loop."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class OrchestratorServer:
 
     @property
     def metrics_port(self) -> int | None:
-        """Return the port of /metrics; None if metrics are not served."""
+        """Return the port on which metrics are served; None if metrics are not served."""
         return None if self._metrics is None else self._metrics.port
 
     @classmethod
@@ -175,10 +177,11 @@ class OrchestratorServer:
         metrics_port: int | None = None,
     ) -> Self:
         """Start the orchestrator and serve it at `address`, which is (host, port). If `metrics_port` is given, serve
-        metrics on that port of the same host. Port 0 selects any free port.
+        metrics on this port of the same host. A port of 0 selects any free port.
 
-        `validator` checks requests against the served model. Calibrations that the orchestrator receives later are
-        saved at `calibration_path`. Raises ConfigError if a server cannot listen on its port.
+        `validator` checks requests against the served model. `calibration_path` is the file in which calibrations are
+        saved that the orchestrator receives later; None: they are not saved. Raises ConfigError if a server cannot
+        listen on its port.
         """
         (host, port), config, overview = address, orchestrator.config, orchestrator.overview
         server = make_server(check=partial(check_access, config.tenants, orchestrator.secret))
@@ -206,8 +209,8 @@ class OrchestratorServer:
         return cls(server, servicer, bound, telling, metrics)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, wait `grace_s` seconds for running requests, then end them with UNAVAILABLE.
-        Idempotent."""
+        """Refuse new requests, and wait at most `grace_s` seconds for running requests. End the remaining ones with
+        UNAVAILABLE. Idempotent."""
         self._health.cancel()
         await asyncio.gather(self._health, return_exceptions=True)
         await self.orchestrator.close(grace_s)

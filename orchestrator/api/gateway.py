@@ -1,10 +1,10 @@
-"""A gateway: serves clients as an orchestrator does, and passes their requests on to an orchestrator elsewhere.
+"""Gateway: serves clients like an orchestrator does, and forwards their requests to an orchestrator in another process.
 
-Runs in a process of its own, started by `deploy.front_doors.gateway`. It reads requests by
-`orchestrator.api.request_reader`, and passes on token ids, the caller's metadata, the time left before the deadline,
-and cancellations. Replies pass through byte for byte, errors included. It stores nothing of a stream: any gateway can
-resume another's. When the orchestrator moves to another address, `GrpcGateway.move` is called. On the process's asyncio
-loop; long prompts are tokenized in threads.
+Runs in its own process, which `deploy.front_doors.gateway` starts. `orchestrator.api.request_reader` reads requests.
+The gateway forwards token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies,
+including errors, are forwarded byte for byte. The gateway stores nothing of a stream, so a client can resume a stream
+at any other gateway. When the orchestrator moves to another address, `GrpcGateway.move` is called. Runs on the
+process's asyncio loop. Long prompts are tokenized in threads.
 """
 
 import asyncio
@@ -42,21 +42,23 @@ _GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, bytes]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _STATUS_GRACE_S = 1.0
-"""Seconds that the last statuses have to be sent, after all requests have ended."""
+"""Number of seconds for which a stopping server waits until the last statuses are sent, after all requests have
+ended."""
 _PASSED_ON = ("GetModel", "GetClusterState", "GetRequests")
-"""Methods whose messages pass through unchanged."""
+"""Methods whose messages are forwarded unchanged."""
 _CLOSING = "the gateway is shutting down: try again"
 _ANSWER_S = 10.0
-"""Timeout in seconds for the orchestrator to return its model."""
+"""Timeout in seconds for the call that returns the orchestrator's model."""
 _MOST_MS = 2.0**32 - 1
-"""Largest deadline in milliseconds that the message's field of 32 bits holds."""
+"""Maximum deadline in milliseconds. The message stores it in a field of 32 bits."""
 _AGAIN_S = 0.5
-"""Seconds between two attempts to reach an orchestrator that is away."""
+"""Number of seconds between two attempts to reach an orchestrator that does not answer."""
 _HEALTH_PAUSES = Backoff(_AGAIN_S, 5.0)
 
 
 class GatewayServicer:
-    """Serves baton.v1.Orchestrator through an orchestrator elsewhere. Messages that only pass through are bytes."""
+    """Serves baton.v1.Orchestrator by forwarding calls to an orchestrator in another process. Messages that are
+    forwarded unchanged are not parsed."""
 
     def __init__(self, orchestrator: grpc.aio.Channel, reader: RequestReader, model: str, clock: Clock) -> None:
         self._generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes]
@@ -66,16 +68,16 @@ class GatewayServicer:
         self._model = model
         self._clock = clock
         self._calls: dict[asyncio.Task[Any], grpc.aio.Call] = {}
-        """Calls to the orchestrator, by the tasks that pass on their messages."""
+        """Running calls to the orchestrator. The key is the task that forwards the call's messages."""
         self._closing = False
 
     def use(self, orchestrator: grpc.aio.Channel) -> None:
-        """Send new calls to this orchestrator. Calls to a former one continue until its channel is closed."""
+        """Send new calls to `orchestrator`. Calls to the previous orchestrator continue until its channel is closed."""
         self._generate = orchestrator.unary_stream(f"/{SERVICE}/Generate", pb.GenerateRequest.SerializeToString)
         self._unary = {name: orchestrator.unary_unary(f"/{SERVICE}/{name}") for name in _PASSED_ON}
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return the service's methods, to be added to a server."""
+        """Return the handler of the service's methods, which must be added to a gRPC server."""
         methods: dict[str, Any] = {  # their types are those of synchronous servers
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate, pb.GenerateRequest.FromString),
         }
@@ -110,8 +112,8 @@ class GatewayServicer:
             del self._calls[task]
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new requests; after `grace_s` seconds end running ones with UNAVAILABLE: clients resume them
-        elsewhere."""
+        """Refuse new requests, and wait at most `grace_s` seconds for running requests. End the remaining ones with
+        UNAVAILABLE, so that their clients resume them elsewhere."""
         self._closing = True
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
@@ -154,7 +156,7 @@ class GatewayServicer:
 
 
 class GrpcGateway:
-    """A gRPC server in front of an orchestrator. Make one with `start`, on the loop."""
+    """gRPC server that forwards requests to an orchestrator. Made with `start`, on the asyncio loop."""
 
     def __init__(
         self,
@@ -164,7 +166,8 @@ class GrpcGateway:
         shown: health.HealthServicer,
         watch: Callable[[grpc.aio.Channel], Coroutine[Any, Any, None]],
     ) -> None:
-        """`shown` is the server's health service; `watch` copies an orchestrator's health to it."""
+        """`shown` is the health service of the server. `watch`: function that copies the health of an orchestrator to
+        `shown` until it is cancelled."""
         self.port = port
         self._server = server
         self._servicer = servicer
@@ -184,10 +187,12 @@ class GrpcGateway:
         port: int = 0,
         caller: Metadata = (),
     ) -> Self:
-        """Serve on host:port; port 0 takes any free one. The channel stays its owner's.
+        """Start a gateway on host:port, and return it. Port 0 selects any free port. The caller remains the owner of
+        the channel `orchestrator`, and must close it.
 
-        `model` is the answer of `ask_model`. `caller` is metadata of the gateway's own calls, which no client's call
-        gets. Raises ConfigError when it cannot listen there, and for a tokenizer that differs from the orchestrator's.
+        `model` is the result of `ask_model`. `caller` is the metadata of the gateway's own calls to the orchestrator.
+        It is not added to forwarded calls of clients. Raises ConfigError if the gateway cannot listen on the port, or
+        if `tokenizer` differs from the orchestrator's tokenizer.
         """
         if model.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
             raise ConfigError(
@@ -211,14 +216,15 @@ class GrpcGateway:
         return gateway
 
     async def move(self, orchestrator: grpc.aio.Channel) -> None:
-        """Serve by this orchestrator from now on. Streams of the former one end with UNAVAILABLE when the caller closes
-        its channel, and their clients resume them here."""
+        """Forward new requests to `orchestrator` from now on. Streams of the previous orchestrator continue until the
+        caller closes its channel. They then end with UNAVAILABLE, and their clients resume them here."""
         await self._end_watch()
         self._servicer.use(orchestrator)
         self._watching = asyncio.create_task(self._watch(orchestrator))
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests and connections, give running ones `grace_s` seconds, and end the rest with UNAVAILABLE.
+        """Refuse new requests and connections, and wait at most `grace_s` seconds for running requests. End the
+        remaining ones with UNAVAILABLE.
 
         Clients of ended streams resume them at another gateway, or at this one after a restart. Idempotent.
         """
@@ -236,10 +242,10 @@ class GrpcGateway:
 
 
 async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Metadata = ()) -> pb.Model:
-    """Return the model that the orchestrator serves. The call carries the metadata `caller`.
+    """Call the orchestrator, and return the model that it serves. The call carries the metadata `caller`.
 
-    Raises UnavailableError or DeadlineExceededError without an answer, and UnauthenticatedError where a key is
-    required.
+    Raises UnavailableError or DeadlineExceededError if the orchestrator does not answer, and UnauthenticatedError if it
+    requires a key that `caller` does not have.
     """
     with translate_rpc_errors():
         request = pb.GetModelRequest()

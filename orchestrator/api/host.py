@@ -1,9 +1,9 @@
-"""Hosts the orchestrator: serves baton.v1.Keeping, by which the supervisor reports the groups of the cluster and starts
-the service for clients.
+"""Hosts the orchestrator and serves baton.v1.Keeping. Through this service, the supervisor reports the groups of the
+cluster, and starts the service for clients.
 
-The client of Keeping is `deploy.groups.keeper`. The host is made by `deploy.groups.hosting`, in a child process or a
-Ray actor. Keeping has a separate port, because its data decides where prompts are sent. Starts
-`orchestrator.api.frontend`. Runs on its process's event loop.
+The client of Keeping is `deploy.groups.keeper`. `deploy.groups.hosting` makes the host, in a child process or a Ray
+actor. Keeping has a separate port, because its data decides to which workers prompts are sent. Starts
+`orchestrator.api.frontend`. Runs on the process's event loop.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
-    """One run of the orchestrator. Its gRPC methods are called only by the supervisor."""
+    """One run of the orchestrator, which the supervisor controls through gRPC methods."""
 
     def __init__(
         self, folder: Path, config: OrchestratorConfig, *, host: str, secret: ClusterSecret, cores: Sequence[int] = ()
     ) -> None:
-        """Prepare a run of the orchestrator, which does not serve yet.
+        """Prepare a run of the orchestrator, without serving yet.
 
-        `folder` contains the tokenizer. Its chat template is used, also if the supervisor sends a different model. The
-        supervisor, which must have the cluster's secret, is served at `host`. The process is pinned to the CPU cores
-        `cores`; if empty, it is not pinned.
+        `folder` contains the tokenizer and its chat template. They are used even if the supervisor sends a different
+        model. The supervisor is served at the address `host`, and must have the cluster's secret. The process is pinned
+        to the CPU cores `cores`; empty: it is not pinned.
         """
         self.port = 0
-        """Port for the supervisor; 0 before the host has started."""
+        """Port on which the supervisor is served; 0 before the host has started."""
         self._folder = folder
         self._config = config
         self._host = host
@@ -76,7 +76,8 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         return self
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """End all requests and stop the servers, also a server that is still starting."""
+        """End all requests, and stop the servers. A server that is still starting is stopped as well. Running requests
+        have `grace_s` seconds to end."""
         await self._keeping.stop(grace_s)
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
@@ -84,7 +85,8 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
             await self._server.stop(grace_s)
 
     async def Update(self, request: pb.UpdateRequest, context: Context) -> pb.OrchestratorStatus:
-        """Replace the cluster view and the orders that the supervisor has recorded. Return the orders in force."""
+        """Replace the cluster view, and the record of the orders that the supervisor has stored. Return the status,
+        which includes the orders in force."""
         self._members.update(view_from_proto(request.view))
         kept = orders_from_proto(request.kept)
         if self._server is None:
@@ -93,8 +95,8 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         return self._status()
 
     async def Serve(self, request: pb.ServeRequest, context: Context) -> pb.OrchestratorStatus:
-        """Start to serve clients. Only the first call has an effect. The start continues if the call is cancelled, so
-        that it is never left incomplete.
+        """Start to serve clients. Only the first call has an effect. If the call is cancelled, the start continues
+        until it is complete.
 
         Raises ConfigError if the server cannot listen on its port.
         """

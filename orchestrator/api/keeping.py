@@ -1,4 +1,4 @@
-"""Converts the data that a supervisor and the orchestrator exchange to and from the messages of baton.v1.Keeping.
+"""Conversion between the data that a supervisor and the orchestrator exchange, and the messages of baton.v1.Keeping.
 
 Used by `orchestrator.api.host` and, in the supervisor, by `deploy.groups.keeper`. Pure.
 """
@@ -24,7 +24,7 @@ _SCALARS = (str, bool, int, float)
 
 
 def view_to_proto(view: ClusterView) -> pb.ClusterView:
-    """Return the view as a message."""
+    """Return the cluster view as a message."""
     return pb.ClusterView(
         prefill=[pb.PrefillGroupView(**asdict(group)) for group in view.prefill],
         generation=[pb.GenerationGroupView(**asdict(group)) for group in view.generation],
@@ -34,8 +34,8 @@ def view_to_proto(view: ClusterView) -> pb.ClusterView:
 
 
 def view_from_proto(message: pb.ClusterView) -> ClusterView:
-    """Return the cluster view in the message. Each group, including its `incarnation`, equals the group that was
-    sent."""
+    """Return the cluster view that a message contains. Each group is equal to the group that was sent, including its
+    `incarnation`."""
     return ClusterView(
         prefill=tuple(_of(PrefillGroup, group) for group in message.prefill),
         generation=tuple(_of(GenerationGroup, group) for group in message.generation),
@@ -45,7 +45,7 @@ def view_from_proto(message: pb.ClusterView) -> ClusterView:
 
 
 def orders_to_proto(orders: Orders) -> pb.Orders:
-    """Return the orders as a message."""
+    """Return the orders for groups as a message."""
     return pb.Orders(
         drained=sorted(orders.drained),
         leaving=sorted(orders.leaving),
@@ -57,7 +57,7 @@ def orders_to_proto(orders: Orders) -> pb.Orders:
 
 
 def orders_from_proto(message: pb.Orders) -> Orders:
-    """Return the orders in the message."""
+    """Return the orders for groups that a message contains."""
     return Orders(
         drained=frozenset(message.drained),
         leaving=frozenset(message.leaving),
@@ -69,13 +69,13 @@ def orders_from_proto(message: pb.Orders) -> Orders:
 
 
 def model_to_proto(model: ModelInfo) -> orchestrator_pb2.Model:
-    """Return the served model as a message; `baton.proto_types.model_from_proto` reads it."""
+    """Return the served model as a message. `baton.proto_types.model_from_proto` is the inverse function."""
     return orchestrator_pb2.Model(**asdict(model))
 
 
 def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predictions:
-    """Return the planner's calibration, step times and tables as a message. `path` is the file in which calibrations
-    are saved that the orchestrator receives later; None: they are not saved."""
+    """Return the planner's calibration, step times and tables as a message. `path` is the file in which the
+    orchestrator saves calibrations that it receives later; None: they are not saved."""
     return pb.Predictions(
         calibration=calibration.dumps(planner.calibration),
         calibration_path="" if path is None else str(path),
@@ -88,8 +88,8 @@ def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predict
 
 
 def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
-    """Return a planner that predicts like the sender's planner did when the message was made. Raises ConfigError if a
-    text in the message is damaged."""
+    """Return a planner that predicts exactly like the planner from which the message was made. Raises ConfigError if a
+    text in the message cannot be parsed."""
     given = calibration.loads(message.calibration, "calibration")
     knots: dict[int, tuple[Knot, ...]] = {}
     for knot in message.knots:

@@ -1,7 +1,8 @@
-"""Serves over gRPC the measurements on which the planner bases its predictions, and replaces them while requests run.
+"""Serves over gRPC the measurements from which the planner makes its predictions. They can be replaced while requests
+run.
 
-Server of `baton calibrate`. The measurements are a calibration of chains, and a table of generation step times. Runs on
-the process's event loop; the search for chain partitions and the writing of files run in a thread.
+It is the server side of `baton calibrate`. The measurements are a calibration of chains, and a table of generation step
+times. Runs on the process's event loop. The search for chain partitions and the writing of files run in a thread.
 """
 
 import asyncio
@@ -34,23 +35,23 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
     """Serves baton.v1.Planning for the planner that the scheduler uses."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
-        """`path` is the file in which new calibrations are saved for later runs. New step times are saved in a file
-        next to it. None: neither is saved."""
+        """Create the service. `path` is the file in which new calibrations are saved for later runs. New step times are
+        saved in a second file in the same folder. If `path` is None, nothing is saved."""
         self._planner = planner
         self._path = path
         self._using = asyncio.Lock()
 
     async def GetCalibration(self, request: pb.GetCalibrationRequest, context: Context) -> pb.CalibrationInUse:
-        """Return the calibration that is in use."""
+        """Return the calibration that predictions currently use."""
         return self._calibration_in_use()
 
     async def UseCalibration(self, request: pb.UseCalibrationRequest, context: Context) -> pb.CalibrationInUse:
-        """Save the given calibration, and use it for predictions from now on. If it cannot be saved, it is not used,
-        also if the call is cancelled.
+        """Save the given calibration, and use it for predictions from now on. A calibration that cannot be saved is not
+        used, even if the call is cancelled.
 
-        Raises ConfigError if the text is damaged or cannot be saved. Raises InvalidArgumentError if the calibration is
-        of another model or hardware, or differs too much from the one in use and `force` is not set. The previous
-        calibration then stays in use.
+        Raises ConfigError if the text is damaged or cannot be saved. Raises InvalidArgumentError if the calibration
+        belongs to another model or other hardware, or if it differs too much from the current calibration and `force`
+        is not set. After an error, the previous calibration stays in use.
         """
         given = calibration.loads(request.calibration, "calibration")
         _require_same("calibration is", given, self._planner.calibration)
@@ -61,16 +62,17 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         return self._calibration_in_use()
 
     async def GetStepTimes(self, request: pb.GetStepTimesRequest, context: Context) -> pb.StepTimesInUse:
-        """Return the step times that are in use. Raises ConfigError if the planner has none."""
+        """Return the step times (durations of generation steps) that predictions currently use. Raises ConfigError if
+        the planner has no step times."""
         return self._steps_in_use()
 
     async def UseStepTimes(self, request: pb.UseStepTimesRequest, context: Context) -> pb.StepTimesInUse:
         """Save the given step times, and use them for predictions from now on. If they cannot be saved, they are not
-        used, also if the call is cancelled.
+        used. A cancelled call is still completed.
 
-        Raises ConfigError if the text is damaged or cannot be saved, or if the planner has no step times to replace.
-        Raises InvalidArgumentError if they are of another model or hardware, or differ too much from those in use and
-        `force` is not set.
+        Raises ConfigError if the text cannot be parsed or saved, or if the planner has no step times to replace. Raises
+        InvalidArgumentError if the step times are of another model or hardware. Also raises InvalidArgumentError if
+        they differ too much from those in use and `force` is not set.
         """
         given = step_times.loads(request.step_times, "step_times")
         _require_same("step_times are", given, self._steps())

@@ -27,18 +27,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 _SHORT_BYTES = 256
-"""Maximum size in bytes of a request that is read on the event loop. Reading it takes 0.2 ms, about as long as passing
-it to a thread."""
+"""Maximum size in bytes of a request that is read on the event loop. Larger requests are read in a thread. Reading a
+request of this size takes 0.2 ms, about as long as passing it to a thread."""
 _MARGIN_S = 0.1
-"""Maximum seconds by which a request is ended before the client's deadline, so that its usage still arrives in time."""
+"""Maximum number of seconds by which a request ends before its client's deadline. The request ends early so that its
+usage report still arrives in time."""
 
 
 class RequestReader:
-    """Reads requests for one model. `read` may be called in any thread, `off_the_loop` only on one event loop."""
+    """Reads requests for one model. `read` may be called in any thread. `off_the_loop` may be called on one event loop
+    only."""
 
     def __init__(self, validator: RequestValidator, max_bytes: int | None = None) -> None:
-        """`max_bytes` is the maximum total size of the requests that are read in threads at a time; None: as many bytes
-        as the free memory allows."""
+        """Create a reader. `max_bytes` is the maximum total size in bytes of the requests that are read in threads at
+        the same time. If it is None, the limit depends on the free memory."""
         self._validator = validator
         self._reading = BoundedReading(max_bytes)
 
@@ -51,11 +53,12 @@ class RequestReader:
         by_chain: bool = False,
         trace_context: tuple[tuple[str, str], ...] = (),
     ) -> Request:
-        """Return the checked and tokenized request. An id and a seed are generated if the client sent none. Blocks for
-        long prompts.
+        """Check the message, tokenize its prompt, and return the request. Generates an id and a seed if the client sent
+        none. Blocks the calling thread while it tokenizes.
 
-        The tenant, the deadline `end_s`, `by_chain` and `trace_context` are properties of the call, not of the message.
-        Raises InvalidArgumentError that names the field, the value and the limit.
+        `tenant`, `end_s`, `by_chain` and `trace_context` come from the call, not from the message. `end_s` is the
+        request's deadline; None: no deadline. Raises InvalidArgumentError, which names the field, its value and the
+        limit.
         """
         validator = self._validator
         validator.check_names(message.request_id, message.model)
@@ -89,8 +92,9 @@ class RequestReader:
         )
 
     async def off_the_loop(self, message: pb.GenerateRequest, read: Callable[[], T]) -> T:
-        """Return the result of `read`, which is called in a thread unless the request is short. Raises the errors of
-        `read`, and ResourceExhaustedError at once if too many bytes are being read."""
+        """Call `read` and return its result. `read` is called on the event loop if the message is short, and in a
+        thread otherwise. Raises the errors of `read`. Raises ResourceExhaustedError immediately if the requests that
+        are being read in threads already use the maximum number of bytes."""
         num_bytes = message.ByteSize()
         return read() if num_bytes <= _SHORT_BYTES else await self._reading.run(num_bytes, read)
 
@@ -108,8 +112,9 @@ class RequestReader:
 
 
 def deadline_s(message: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:
-    """Return the deadline on the clock's now_s(): the earlier of the message's deadline and the call's deadline minus a
-    margin. Return None if neither is set."""
+    """Return the time at which the request must end, as a value of `clock.now_s()`. This is the earlier of two
+    deadlines: the deadline in the message, and the deadline of the gRPC call minus a safety margin. Return None if
+    neither is set."""
     left_s = [message.deadline_ms / 1000] if message.deadline_ms else []
     if (call_s := context.time_remaining()) is not None:
         left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))

@@ -1,1 +1,2 @@
-"""Decides how many groups of each role are needed, and explains why. Does not change groups itself."""
+"""Decides how many groups of prefill and generation workers are needed, and explains each decision. Does not change
+groups itself."""

@@ -1,4 +1,5 @@
-"""Changes of groups (starts, drains, and changes of role), and the changes that lead from one allocation to another.
+"""Kinds of changes to groups: starts, drains, changes of role, and loans of ranks. `actions_between` lists the changes
+that lead from one allocation of groups to another.
 
 Pure. `orchestrator.autoscaling.autoscaler` decides on the allocation; `orchestrator.actuation` makes the changes.
 """
@@ -11,7 +12,7 @@ from orchestrator.autoscaling.prediction import Allocation
 
 
 class Move(Enum):
-    """Kind of change to a group."""
+    """Kind of change to a group: a start, a drain, a change of role, or the loan or return of a rank."""
 
     START_PREFILL = "start prefill"
     START_GENERATE = "start generate"
@@ -25,46 +26,47 @@ class Move(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """Change to a number of groups, and its predicted duration."""
+    """One kind of change to make to a number of groups, with the predicted duration."""
 
     move: Move
     num_groups: int
     takes_s: float
-    """Predicted seconds until the groups serve in their new role, or have left."""
+    """Predicted seconds until the change is complete, i.e. until the groups serve in their new role or have stopped."""
 
 
 @dataclass(frozen=True)
 class LeadTimes:
-    """Durations of changes to groups."""
+    """Time that each kind of change to a group takes."""
 
     cold_start_s: float
-    """Seconds from the order to start a group until it serves."""
+    """Seconds from the order to start a group until the group serves requests."""
     flip_s: float
-    """Seconds in which an idle group changes its role. Its weights stay loaded."""
+    """Seconds that an idle group needs to change its role. Its weights stay loaded."""
 
 
 @dataclass(frozen=True)
 class FleetState:
-    """Groups and waiting work at one moment."""
+    """Groups of the cluster and the work that waits for them, at one moment."""
 
     target: Allocation
-    """Numbers of groups after all changes in progress."""
+    """Number of groups of each role after all changes in progress have completed."""
     backlog: Backlog = NO_BACKLOG
     drain_prefill_s: float = 0.0
     """Predicted seconds until the prefill group with the least work is idle."""
     drain_generate_s: float = 0.0
     """Predicted seconds until the generation group with the least work is idle."""
     lends_ranks: bool = False
-    """True if chains lend their last rank to the other role instead of changing their role as a whole."""
+    """True if prefill chains lend their last rank for generation. False if groups change their role as a whole."""
 
 
 def actions_between(state: FleetState, after: Allocation, times: LeadTimes, most: int) -> tuple[Action, ...]:
-    """Return the changes that lead from the state's target to `after`, changes of role first.
+    """Return the changes that lead from the allocation `state.target` to the allocation `after`. Changes of role come
+    first.
 
-    If one role has too many groups and the other too few, a group changes its role instead of one group leaving and
-    another starting. This is done if draining and changing is predicted to take less time than a cold start, or if
-    another group would exceed the budget of `most` groups. Chains of several ranks lend and get back single ranks
-    instead.
+    If one role has too many groups and the other role too few, a group may change its role. This replaces the stop of
+    one group and the start of another. It is done in two cases: if draining and changing the role is predicted to take
+    less time than a cold start, or if one more group would exceed the budget of `most` groups. If `state.lends_ranks`
+    is true, groups do not change their role; single ranks are lent and returned instead.
     """
     lent = after.num_lent - state.target.num_lent
     prefill = after.num_prefill - state.target.num_prefill

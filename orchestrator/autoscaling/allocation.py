@@ -1,9 +1,11 @@
-"""Selects an allocation of groups within a budget: the smallest one that meets the latency targets, or, if none does,
-the one that serves the most requests within the targets.
+"""Selects the numbers of prefill and generation groups (an allocation) within a budget. Selects the smallest allocation
+that meets the latency targets. If no allocation meets them, selects the one that serves the most requests within the
+targets.
 
-Latencies only decrease when a pool grows. So for each role, bisection finds the minimum number of groups that suffices
-if the other role has the maximum number. The search starts at these two minimums and increases the total. If many
-allocations have the same size, evenly spaced ones are predicted first, then those near the best. Pure.
+Latencies only decrease when a pool grows. Therefore bisection finds, for each role, the minimum number of groups that
+suffices if the other role has the maximum number. The search starts at these two minimums and increases the total
+number of groups. If many allocations have the same total, a few evenly spaced ones are predicted first, and then those
+near the best of them. Pure.
 """
 
 from bisect import bisect_left
@@ -13,12 +15,13 @@ from orchestrator.autoscaling.prediction import Allocation, Prediction, Predicto
 from orchestrator.requests.config import AutoscalingConfig
 
 _SPACED = 32
-"""Approximate number of allocations of one size that are predicted in one pass."""
+"""Approximate number of allocations of equal total size that are predicted in one pass of the search."""
 
 
 def cheapest_within_targets(predictor: Predictor, config: AutoscalingConfig, least: int = 0) -> Prediction | None:
-    """Return the prediction of the smallest allocation with at least `least` groups that meets both targets. If several
-    of that size exist, return the best. Return None if no allocation in the budget meets the targets."""
+    """Return the prediction of the smallest allocation that has at least `least` groups and meets both latency targets.
+    If several allocations have that size, return the best one. Return None if no allocation within the budget meets the
+    targets."""
     num_prefill = _fewest(lambda number: predictor.predict(Allocation(number, config.max)).meets(config), config.max)
     num_generate = _fewest(lambda number: predictor.predict(Allocation(config.max, number)).meets(config), config.max)
     if num_prefill is None or num_generate is None:
@@ -31,16 +34,16 @@ def cheapest_within_targets(predictor: Predictor, config: AutoscalingConfig, lea
 
 
 def most_good(predictor: Predictor, config: AutoscalingConfig) -> Prediction:
-    """Return the prediction of the allocation that uses the whole budget and serves the largest share of requests
-    within the targets."""
+    """Return the prediction of the best allocation that uses the whole budget of groups. The best allocation serves the
+    largest share of requests within the targets."""
     return _best(predictor, config.max, 1, config.max - 1)
 
 
 def best_by_lending(predictor: Predictor, config: AutoscalingConfig, before: Allocation, ranks: int) -> Prediction:
     """Return the prediction of the best allocation that differs from `before` only in the number of lent ranks.
 
-    `ranks` is the number of ranks per prefill group. If allocations meet both targets, the one nearest to `before` is
-    returned.
+    `ranks` is the number of ranks of each prefill group. If several allocations meet both targets, the one whose number
+    of lent ranks is nearest to that of `before` is selected.
     """
     most = before.num_prefill * (ranks - 1)
     found = []
@@ -54,9 +57,11 @@ def best_by_lending(predictor: Predictor, config: AutoscalingConfig, before: All
 
 
 def is_better(one: Prediction, other: Prediction, config: AutoscalingConfig) -> bool:
-    """Return True if prediction `one` is at least as good as `other`. An allocation that meets the targets is better.
-    If both meet them, fewer groups are better. If neither does, a larger share of requests within the targets is
-    better."""
+    """Return True if prediction `one` is at least as good as prediction `other`.
+
+    An allocation that meets the targets is better than one that does not. If both meet the targets, the one with fewer
+    groups is better. If neither meets them, the one with the larger share of requests within the targets is better.
+    """
     if one.meets(config) != other.meets(config):
         return one.meets(config)
     if one.meets(config):

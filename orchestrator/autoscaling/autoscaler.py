@@ -1,17 +1,19 @@
-"""The autoscaler: observes traffic, and decides periodically which groups start, leave or change their role.
+"""The autoscaler: observes traffic, and decides periodically which groups start, stop or change their role.
 
-Up    A target is predicted to be missed after the time of a cold start: scale to the smallest allocation that meets
-      both targets. If none in the budget does, scale to the one that serves the most requests within the targets.
-Down  Fewer groups would meet both targets with `MARGIN` times the traffic, for a whole cool-down.
-Flip  Change the role of a group instead of removing it and starting another, if that is faster than a cold start, or
-      if the budget has no room for a new group before the other has left.
-Lend  Lend a rank instead of starting a generation group, for the same reasons, if chains have several ranks. The
-      chain continues without the rank, and gets it back when prompts need it.
+It makes four kinds of decisions:
 
-The lengths of answers are unknown until a first answer has ended. Nothing is changed until then, or for `PATIENCE_S` at
-most. A change with a small gain is made only after the miss has been predicted for `PATIENCE_S`, and not if it reverts
-another change within a cool-down. Each decision has an explanation. The autoscaler does not apply decisions;
-`orchestrator.actuation` does. Pure: the caller provides the time.
+- Up: a latency target is predicted to be missed one cold start from now. Scale to the smallest allocation that meets
+  both targets. If no allocation in the budget does, scale to the one that serves the most requests within the targets.
+- Down: fewer groups would meet both targets with `MARGIN` times the traffic, for a whole cool-down period.
+- Flip: change the role of a group instead of stopping it and starting another one. This is done if it is faster than a
+  cold start, or if the budget does not allow a new group before the other has stopped.
+- Lend: if chains have several ranks, lend one rank for generation instead of starting a generation group, for the same
+  two reasons. The chain continues without the rank, and gets the rank back when prompts need it.
+
+The lengths of answers are unknown until the first answer has ended. Nothing is changed until then, for `PATIENCE_S`
+seconds at most. A change with a small gain is made only after a miss has been predicted for `PATIENCE_S` seconds. It is
+not made if it reverts another change within a cool-down period. Each decision has an explanation.
+`orchestrator.actuation` applies the decisions. Pure: the caller provides the time.
 """
 
 from dataclasses import dataclass
@@ -24,14 +26,16 @@ from orchestrator.autoscaling.traffic import TrafficWindow
 from orchestrator.requests.config import AutoscalingConfig
 
 MARGIN = 1.2
-"""Factor of additional traffic that a smaller allocation must be able to serve."""
+"""Safety factor for scaling down. A smaller allocation is chosen only if it meets the targets with this multiple of the
+forecast traffic."""
 PATIENCE_S = 10.0
-"""Seconds for which a target must have been missed before a change with a small gain is made."""
+"""Seconds for which a miss of a target must have been predicted before a change with a small gain is made."""
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """Minimum gain of a change, in requests that meet the targets. Reaching one of the two minimums suffices."""
+    """Threshold for the gain of a change. The gain is the increase in the share of requests that meet the targets. The
+    threshold is reached if the share increases by at least `share`, or is multiplied by at least `factor`."""
 
     share: float
     factor: float
@@ -42,16 +46,16 @@ class _Bar:
 
 
 _WORTH_IT = _Bar(0.05, 1.25)
-"""Minimum gain of a change if no allocation meets the targets."""
+"""Minimum gain of a change when no allocation meets both targets."""
 _URGENT = _Bar(0.3, 2.0)
-"""Minimum gain of a change that is made at once."""
+"""Minimum gain of a change that is made immediately, without waiting for `PATIENCE_S` seconds."""
 _TAKING_BACK = _Bar(0.3, 8.0)
-"""Minimum gain of a change that reverts another change within a cool-down."""
+"""Minimum gain of a change that reverts a recent change before its cool-down period has ended."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision about the groups, with its explanation."""
+    """Decision of the autoscaler: the allocation before and after, the changes to make, and the explanation."""
 
     time_s: float
     before: Allocation
@@ -62,13 +66,13 @@ class Decision:
     present: Prediction | None
     """Prediction for the present groups; None if there is no traffic or if a role has no group."""
     chosen: Prediction | None
-    """Prediction for the desired groups; None if there is no traffic."""
+    """Prediction for the allocation that was decided on; None if there is no traffic."""
     rate: float
-    """Forecast number of requests per second."""
+    """Forecast traffic in requests per second."""
 
     @property
     def text(self) -> str:
-        """Return the decision with its reason and predictions as one readable line."""
+        """Return one line for logs with the change, the reason and the predictions."""
         moves = ", ".join(f"{each.move.value} x{each.num_groups} in {each.takes_s:.1f} s" for each in self.actions)
         terms = [f"forecast {self.rate:.3g} requests/s"]
         terms += [f"now {self.present}"] if self.present else []
@@ -78,7 +82,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Case:
-    """Inputs of one decision."""
+    """Inputs of one decision: the time, the state of the groups, and the predictions."""
 
     now_s: float
     state: FleetState
@@ -88,33 +92,37 @@ class _Case:
     """Prediction for the present groups; None if a role has no group."""
 
     def decide(self, chosen: Prediction, actions: tuple[Action, ...], reason: str) -> Decision:
-        """Return the decision for the allocation of `chosen`."""
+        """Return the decision to change to the allocation of `chosen` by `actions`. `reason` is the explanation."""
         before = self.state.target
         return Decision(self.now_s, before, chosen.allocation, actions, reason, self.present, chosen, self.rate)
 
 
 class Autoscaler:
-    """Decides for one cluster. Report requests to `window`, and call `decide` every `interval_s`."""
+    """Decides on the number of groups of one cluster. The caller reports requests to `window`, and calls `decide` every
+    `interval_s` seconds."""
 
     def __init__(
         self, config: AutoscalingConfig, service: ServiceModel, times: LeadTimes, window: TrafficWindow | None = None
     ) -> None:
         self.window = window or TrafficWindow()
-        """Observed traffic. The caller reports arrivals and ends of requests to it."""
+        """Observed traffic. The caller reports the arrival and the end of each request to this window."""
         self.times = times
-        """Durations of changes. The caller replaces them by measured values."""
+        """Expected durations of changes to groups. The caller replaces them with measured durations."""
         self._config = config
         self._service = service
         self._enough_since_s: float | None = None
-        """Time since which fewer groups would have sufficed; None if they would not suffice now."""
+        """Time in seconds since which fewer groups would have sufficed without interruption; None if fewer groups do
+        not suffice now."""
         self._missed_since_s: float | None = None
-        """Time since which a target has been predicted to be missed; None if none is."""
+        """Time in seconds since which a miss of a target has been predicted without interruption; None if no miss is
+        predicted."""
         self._changed_s = -float("inf")
         self._leaned = 0
-        """Direction of the last change: 1 towards prefill, -1 towards generation, 0 neither."""
+        """Direction of the last change: 1 if it favored prefill, -1 if it favored generation, 0 if it favored
+        neither."""
 
     def decide(self, now_s: float, state: FleetState) -> Decision:
-        """Return the decision for the present time. It has no actions if no change is needed."""
+        """Return the decision at time `now_s` in seconds. The decision has no actions if no change is needed."""
         traffic, target = self.window.forecast(now_s, self.times.cold_start_s), state.target
         if not traffic.rate and not state.backlog.num_requests:
             return self._idle(now_s, state)

@@ -1,7 +1,7 @@
-"""Demand on the groups, from forecast traffic and waiting work: seconds of prefill, tokens, and sequences.
+"""Computes the demand on the groups, from forecast traffic and waiting work: seconds of prefill, tokens, and sequences.
 
-The durations are predicted by the planner that also plans requests. Waiting work, including KV that has not been
-pulled, is counted as additional traffic during the time in which it should be done. Pure.
+The durations are predicted by the planner that also plans requests. Waiting work includes KV that the generation groups
+have not pulled yet. It is counted as additional traffic, spread over the time in which it should be done. Pure.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,29 @@ from baton.types import TokenRange
 from orchestrator.autoscaling.traffic import TrafficForecast
 
 _SAMPLED = 8
-"""Maximum number of prompt lengths per traffic class for which durations are predicted."""
+"""Maximum number of prompt lengths per traffic class for which durations are predicted. If a class has more, a sample
+is used."""
 _BITS = 7
-"""Number of significant bits to which prompt lengths are rounded, which is a precision of about one percent."""
+"""Number of significant bits to which prompt lengths are rounded. Seven bits give a precision of about one percent."""
 
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """Predicted durations for one group of each role, from the planner that also plans requests."""
+    """Predicts the durations of prefills and decode steps on one group. Uses the planner that also plans requests."""
 
     planner: ChainPlanner
-    """Planner with step times, for chains of at least `num_ranks` ranks."""
+    """Planner that predicts durations. It must have step times and plan chains of at least `num_ranks` ranks."""
     num_ranks: int
     num_slots: int
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
-    """Cached results of `prompt_s` by number of tokens. They are valid for the cost model in `_costs`."""
+    """Cached results of `prompt_s`, by the rounded number of tokens. They are valid for the cost model in `_costs`."""
     _costs: list[CostModel] = field(default_factory=list, compare=False, repr=False)
-    """Cost model for which results are cached; empty if there is none."""
+    """List with the one cost model that the cached results were computed with; empty if nothing is cached."""
 
     def prompt_s(self, num_tokens: int) -> tuple[float, float]:
-        """Return two durations in seconds: how long a prompt keeps its prefill group busy, and the time to its first
-        token on an idle group, including the transfer of KV.
+        """Return two durations in seconds for a prompt of `num_tokens` tokens. The first is the time that the prompt
+        occupies its prefill group. The second is the time to the first token on an idle group, including the transfer
+        of KV.
 
         `num_tokens` is rounded to `_BITS` significant bits, so that results can be cached.
         """
@@ -55,28 +57,30 @@ class ServiceModel:
         return busy_s, alone_s + self.planner.push_s(num_tokens, alone_s)
 
     def step_s(self, rows: float, context: float) -> float:
-        """Return the duration in seconds of a decode step with `rows` sequences (at least 1 is assumed) and a mean
-        context of `context` tokens."""
+        """Return the duration in seconds of a decode step of `rows` sequences. `context` is the mean context length of
+        a sequence in tokens. Fewer than 1 sequence counts as 1."""
         return self.planner.step_s(max(rows, 1.0), context)
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """Work that is waiting already."""
+    """Work that has already arrived and is waiting."""
 
     prefill_s: float = 0.0
-    """Seconds that one prefill group would need for all prompts that have arrived and are not computed yet."""
+    """Seconds that a single prefill group would need to compute all prompts that have arrived and are not computed
+    yet."""
     num_requests: int = 0
-    """Number of requests that have arrived and have no token yet, including those whose KV has not been pulled."""
+    """Number of requests that have arrived and have no output token yet. Requests whose KV waits to be pulled by a
+    generation group are included."""
     clear_s: float = 30.0
-    """Seconds in which the waiting work should be done."""
+    """Target time in seconds for completing the waiting work."""
 
 
 NO_BACKLOG = Backlog()
 
 
 class Demand:
-    """Demand of a traffic forecast and a backlog on groups of each role."""
+    """Demand that a traffic forecast and waiting work place on the prefill and generation groups."""
 
     def __init__(self, service: ServiceModel, traffic: TrafficForecast) -> None:
         self.service = service
@@ -86,8 +90,8 @@ class Demand:
         self._factor = 1.0
 
     def beside(self, backlog: Backlog, factor: float = 1.0) -> "Demand":
-        """Return the demand of `factor` times the traffic plus this backlog. Predictions that exist already are
-        reused."""
+        """Return the demand of `factor` times the forecast traffic plus the waiting work `backlog`. Reuses the
+        predicted durations of this object."""
         made = Demand(self.service, self._traffic)
         made._backlog, made._factor = backlog, factor
         made._sampled, made._tokens = self._sampled, self._tokens
@@ -95,33 +99,37 @@ class Demand:
 
     @cached_property
     def rate(self) -> float:
-        """Return the number of requests per second, with the backlog as additional traffic."""
+        """Return the number of requests per second. Requests that are waiting already are included, spread over
+        `clear_s` seconds."""
         return self._traffic_rate + self._backlog.num_requests / self._backlog.clear_s
 
     @cached_property
     def prefill_work(self) -> float:
-        """Return the seconds of prefill per second that all prefill groups together must compute."""
+        """Return the prefill work that arrives per second, in seconds of one prefill group. A value of 2.5 keeps 2.5
+        groups busy."""
         return self.prompt_s * self._traffic_rate + self._backlog.prefill_s / self._backlog.clear_s
 
     @cached_property
     def prompt_s(self) -> float:
-        """Return the mean number of seconds for which a prompt keeps a prefill group busy."""
+        """Return the mean time in seconds that a prompt occupies a prefill group."""
         return float(self.shares @ self._busy_s)
 
     @cached_property
     def prompt_scv(self) -> float:
-        """Return the squared coefficient of variation of the seconds for which a prompt keeps a prefill group busy."""
+        """Return the squared coefficient of variation (variance divided by the squared mean) of the time that a prompt
+        occupies a prefill group."""
         square = float(self.shares @ self._busy_s**2)
         return max(square / self.prompt_s**2 - 1, 0.0) if self.prompt_s else 0.0
 
     @cached_property
     def token_rate(self) -> float:
-        """Return the number of output tokens per second, without the first token of each request."""
+        """Return the number of output tokens per second that generation groups must produce. The first token of each
+        request is not counted, because prefill produces it."""
         return self._tokens[0] * self.rate
 
     @cached_property
     def context(self) -> float:
-        """Return the mean number of tokens in the context of a sequence."""
+        """Return the mean context length of a sequence in tokens."""
         return self._tokens[1]
 
     @property
@@ -130,12 +138,14 @@ class Demand:
 
     @property
     def shares(self) -> NDArray[np.float64]:
-        """Return the share of requests that each sample represents, `[samples]`. The shares sum to 1."""
+        """Return the fraction of all requests that each sampled prompt length represents. Shape: `[samples]`; the sum
+        is 1."""
         return self._sampled[0]
 
     @property
     def alone_s(self) -> NDArray[np.float64]:
-        """Return the predicted seconds to the first token on idle groups, `[samples]`."""
+        """Return the predicted seconds to the first token on idle groups, for each sampled prompt length. Shape:
+        `[samples]`."""
         return self._sampled[2]
 
     @property

@@ -4,11 +4,13 @@
                            + half a step
     inter-token latency    step time at the mean batch size, and at the 95th percentile of the batch size
 
-The waits are computed by `baton.planning.queueing` for the distributions in `orchestrator.autoscaling.demand`.
-Percentiles include the work that is waiting already. If groups are saturated, percentiles do not exist. The share of
-requests that meet the targets is then a heuristic that decreases with the overload, so that allocations can still be
-compared. That share is the mean of two values, one with the waiting work and one without it. So an allocation that
-clears a queue but cannot sustain the traffic is not preferred. Pure.
+`baton.planning.queueing` computes the waits from the distributions in `orchestrator.autoscaling.demand`. Percentiles
+include the work that is already waiting.
+
+If groups are saturated, percentiles do not exist. The share of requests that meet the targets is then estimated by a
+heuristic: the share decreases with the overload. This keeps saturated allocations comparable. The share is the mean of
+two values, one with the waiting work and one without it. Therefore an allocation that clears a queue but cannot sustain
+the traffic is not preferred. Pure.
 """
 
 import copy
@@ -24,25 +26,26 @@ from orchestrator.autoscaling.traffic import TrafficForecast
 from orchestrator.requests.config import AutoscalingConfig
 
 _SATURATED = 0.98
-"""Maximum utilisation for which waits are predicted."""
+"""Maximum utilisation for which waits are predicted. Groups with a higher utilisation count as saturated."""
 _OVERLOAD_POWER = 8.0
-"""Exponent of the factor (capacity / demand) by which the share of requests within the targets is reduced in an
-overload."""
+"""Exponent of the penalty for overload. The share of requests within the targets is multiplied by (capacity / demand)
+to this power."""
 
 
 @dataclass(frozen=True, order=True)
 class Allocation:
-    """Number of groups of each role."""
+    """Number of prefill groups and of generation groups."""
 
     num_prefill: int
     num_generate: int
     num_lent: int = 0
-    """Number of ranks that prefill groups have lent, each of which serves as a generation group and is counted in
-    `num_generate`. Their chains continue without them."""
+    """Number of ranks that prefill groups have lent for generation. Each lent rank serves as a generation group of its
+    own and is included in `num_generate`. The chains that lent them continue with fewer ranks."""
 
     @property
     def total(self) -> int:
-        """Return the number of groups without lent ranks, i.e. the number that costs money."""
+        """Return the number of groups that count towards the budget. Lent ranks are not counted, because they belong to
+        a prefill group."""
         return self.num_prefill + self.num_generate - self.num_lent
 
     def __str__(self) -> str:
@@ -52,21 +55,21 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted latencies of an allocation. They are infinite if its groups are saturated."""
+    """Predicted latencies of an allocation of groups. Latencies are infinite if the groups are saturated."""
 
     allocation: Allocation
     ttft_p95_s: float
     itl_p95_s: float
     good_share: float
-    """Share of requests that meet both targets."""
+    """Fraction of requests that meet both latency targets, from 0 to 1."""
     prefill_load: float
     """Utilisation of the prefill groups. If it is above 1, their queues grow."""
     generation_load: float
-    """Ratio of used slots to all slots, including slots of prompts that are being prefilled. If it is above 1, requests
-    accumulate."""
+    """Ratio of slots in use to all slots. Slots that are reserved for prompts in prefill are included. Above 1, waiting
+    requests accumulate."""
 
     def meets(self, config: AutoscalingConfig) -> bool:
-        """Return True if both percentiles are within their targets."""
+        """Return True if the 95th percentiles of both latencies are within their targets."""
         return self.ttft_p95_s <= config.ttft_p95_s and self.itl_p95_s <= config.itl_p95_s
 
     def __str__(self) -> str:
@@ -78,18 +81,20 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Batches:
-    """Steady state of the batches of generation groups."""
+    """Step times and occupancy of generation groups in a steady state."""
 
     step_s: float
     """Duration in seconds of a step at the mean batch size."""
     late_step_s: float
     """Duration in seconds of a step at the 95th percentile of the batch size."""
     load: float
-    """Ratio of sequences to slots. If it is above 1, full batches generate fewer tokens than requested."""
+    """Ratio of running sequences to slots. Above 1, full batches generate fewer tokens per second than the traffic
+    needs."""
 
 
 class Predictor:
-    """Predicts allocations for one traffic forecast and one backlog. Caches its predictions."""
+    """Predicts the latencies of allocations for one traffic forecast and one backlog of waiting work. Caches its
+    predictions."""
 
     def __init__(
         self, service: ServiceModel, traffic: TrafficForecast, config: AutoscalingConfig, backlog: Backlog = NO_BACKLOG
@@ -101,14 +106,14 @@ class Predictor:
         self._known: dict[Allocation, Prediction] = {}
 
     def busier(self, factor: float) -> "Predictor":
-        """Return a predictor for `factor` times the traffic and the same backlog."""
+        """Return a predictor for `factor` times the forecast traffic and the same waiting work."""
         made = copy.copy(self)
         made._steady, made._known = self._steady.beside(NO_BACKLOG, factor), {}
         made._loaded = self._steady.beside(self._backlog, factor)
         return made
 
     def predict(self, allocation: Allocation) -> Prediction:
-        """Return the prediction for an allocation with at least one group of each role."""
+        """Return the predicted latencies of an allocation. The allocation must have at least one group of each role."""
         if allocation not in self._known:
             made = _predict(self._loaded, allocation, self._config)
             if self._backlog.num_requests:

@@ -1,10 +1,13 @@
 """Forecasts traffic: the rate of requests and the distributions of their lengths.
 
 Requests are sorted into classes by prompt length. Each class covers lengths twice as long as the class before it. The
-rate of a class is counted over a time window. The window restarts when the last few seconds differ from it by more than
-chance, so that a change is recognized within seconds while random variation is averaged out. Output lengths are kept by
-class for a long time, so that they are known at once when traffic returns. If the rate of a class rises or falls
-steadily, it is extrapolated linearly to the time of the forecast. Pure; owned by one autoscaler.
+rate of a class is counted over a time window. The window restarts if the rate of the last few seconds differs from the
+rest of the window by more than chance. Therefore a change is recognized within seconds, while random variation is
+averaged out.
+
+The latest output lengths of each class are kept even while the class has no traffic, so that they are known when
+traffic returns. If the rate of a class rises or falls steadily, it is extrapolated linearly to the time of the
+forecast. Pure; owned by one autoscaler.
 """
 
 import math
@@ -12,40 +15,43 @@ from collections import deque
 from dataclasses import dataclass
 
 SHORT_S = (2.0, 4.0, 8.0)
-"""Lengths in seconds of the recent intervals that are compared with the window before them."""
+"""Lengths in seconds of the recent intervals. Each interval is compared with the part of the window before it, to
+detect a change of rate."""
 LONG_S = 60.0
 """Maximum length in seconds of the window over which a rate is counted."""
 _SURPRISE = 3.5
-"""Number of standard deviations above which a difference between counts is treated as a change of rate."""
+"""Threshold in standard deviations. A larger difference between counts of arrivals is treated as a change of rate."""
 _KEPT_LENGTHS = 256
-"""Number of latest lengths that are kept per class."""
+"""Number of most recent prompt and output lengths that are kept for each traffic class."""
 _GUESSED_OUTPUT = 256
-"""Assumed number of tokens of an answer before any request has ended, unless the request's limit is smaller."""
+"""Assumed length of an answer in tokens before any request has ended. A request with a smaller limit counts with its
+limit."""
 _MOST_RISE = 2.0
-"""Maximum ratio of a forecast rate to the present rate."""
+"""Maximum ratio of a forecast rate of requests to the present rate."""
 
 
 @dataclass(frozen=True)
 class TrafficClass:
-    """Forecast for requests of similar prompt length."""
+    """Forecast for one traffic class, i.e. for requests of similar prompt length."""
 
     rate: float
     """Number of requests of the class per second."""
     prompts: tuple[int, ...]
-    """Prompt lengths in tokens, all equally likely."""
+    """Sample of prompt lengths in tokens. All entries are equally likely."""
     outputs: tuple[int, ...]
-    """Answer lengths in tokens, all equally likely."""
+    """Sample of answer lengths in tokens. All entries are equally likely."""
     cached_share: float = 0.0
-    """Mean share of a prompt's tokens whose KV is cached."""
+    """Mean fraction of a prompt's tokens whose KV is in the prefix cache, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class TrafficForecast:
-    """Forecast of the traffic of all classes."""
+    """Forecast for all traffic classes together."""
 
     classes: tuple[TrafficClass, ...] = ()
     gap_scv: float = 1.0
-    """Squared coefficient of variation of the gaps between arrivals; 1 for Poisson arrivals."""
+    """Squared coefficient of variation of the times between arrivals (variance divided by the squared mean). It is 1
+    for Poisson arrivals."""
 
     @property
     def rate(self) -> float:
@@ -54,7 +60,7 @@ class TrafficForecast:
 
 
 class _ClassWindow:
-    """Arrivals and lengths of one traffic class."""
+    """Recent arrivals, prompt lengths and output lengths of one traffic class."""
 
     def __init__(self, now_s: float) -> None:
         self.begin_s = now_s
@@ -63,16 +69,16 @@ class _ClassWindow:
         self.outputs: deque[int] = deque(maxlen=_KEPT_LENGTHS)
         self.cached_shares: deque[float] = deque(maxlen=_KEPT_LENGTHS)
         self.guesses: deque[int] = deque(maxlen=_KEPT_LENGTHS)
-        """Assumed answer lengths, used until an answer has ended."""
+        """Assumed answer lengths in tokens. They are used until the first answer of the class has ended."""
 
     def arrived(self, now_s: float) -> None:
-        """Record an arrival, and drop arrivals that are older than the longest window."""
+        """Record an arrival at time `now_s`, and drop arrivals that are older than `LONG_S` seconds."""
         self.arrivals_s.append(now_s)
         self._begin_at(now_s - LONG_S)
 
     def rate(self, now_s: float, ahead_s: float, scatter: float) -> float:
-        """Return the rate predicted for `ahead_s` seconds from now. `scatter` is the ratio of the variance of counts to
-        their mean."""
+        """Return the number of requests per second that is predicted for the time `now_s + ahead_s`. `scatter` is the
+        ratio of the variance of arrival counts to their mean (1 for Poisson arrivals)."""
         self._shorten(now_s, scatter)
         seconds = max(now_s - self.begin_s, 1.0)
         rate = len(self.arrivals_s) / seconds
@@ -113,16 +119,18 @@ class TrafficWindow:
         self._classes: dict[int, _ClassWindow] = {}
         self._gaps: deque[float] = deque(maxlen=_KEPT_LENGTHS)
         self.latest_s: float | None = None
-        """Time of the latest arrival; None before the first."""
+        """Time in seconds of the latest arrival; None before the first arrival."""
         self._begun_s = 0.0
 
     def is_guess(self, now_s: float, patience_s: float) -> bool:
-        """Return True if no answer has ended yet, and the first request arrived less than `patience_s` seconds ago."""
+        """Return True while answer lengths are only assumed: no answer has ended yet, and the first request arrived
+        less than `patience_s` seconds before `now_s`."""
         is_known = any(window.outputs for window in self._classes.values())
         return not is_known and self.latest_s is not None and now_s - self._begun_s < patience_s
 
     def arrived(self, now_s: float, num_prompt_tokens: int, most_output_tokens: int = _GUESSED_OUTPUT) -> None:
-        """Record the arrival of a request. `most_output_tokens` is the maximum length of its answer."""
+        """Record the arrival of a request at time `now_s`. `most_output_tokens` is the maximum length of its answer in
+        tokens."""
         if self.latest_s is None:
             self._begun_s = now_s
         else:
@@ -134,19 +142,20 @@ class TrafficWindow:
         window.guesses.append(max(min(most_output_tokens, _GUESSED_OUTPUT), 1))
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int = 0) -> None:
-        """Record the length of an answer, and the number of cached tokens of its prompt."""
+        """Record the end of a request: the length of its prompt and of its answer, and the number of prompt tokens that
+        were in the prefix cache."""
         window = self._class(num_prompt_tokens)
         window.outputs.append(num_output_tokens)
         window.cached_shares.append(min(num_cached_tokens / max(num_prompt_tokens, 1), 1.0))
 
     def longest_output(self, num_prompt_tokens: int) -> int:
-        """Return the longest recent answer, in tokens, to prompts of similar length; an assumed length if none is
-        known."""
+        """Return the length in tokens of the longest recent answer to prompts of similar length. If no answer has ended
+        yet, return an assumed length."""
         window = self._class(num_prompt_tokens)
         return max(window.outputs or window.guesses, default=_GUESSED_OUTPUT)
 
     def forecast(self, now_s: float, ahead_s: float = 0.0) -> TrafficForecast:
-        """Return the traffic expected `ahead_s` seconds from now."""
+        """Return the traffic forecast for the time `now_s + ahead_s`, in seconds."""
         gap_scv = self._gap_scv()
         known = [length for window in self._classes.values() for length in window.outputs]
         classes = [

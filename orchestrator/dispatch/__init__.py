@@ -1,1 +1,1 @@
-"""Runs one attempt at a request: leases, prefill, and the stream of tokens."""
+"""Runs one attempt at a request: leases slots, runs the prefill, and reads the stream of tokens."""

@@ -1,9 +1,9 @@
 """Runs one attempt at a request: plans it, leases its slots, runs its prefill, and reads its stream.
 
-Called by `orchestrator.scheduler`. Slots are leased before the prefill starts, so that the KV always has a destination.
-The stream is opened before the prefill, so that the lease has an owner. Every rank computes its chunk and pushes its KV
-directly to the slots. When an attempt has ended for any reason, its calls have ended, its job is on no list, and its
-slots are free or about to be freed. On the loop, in the request's task.
+Called by `orchestrator.scheduler`. The attempt leases slots before it starts the prefill, so that the KV always has a
+destination. It opens the stream before the prefill, so that the lease has an owner. Every rank computes its chunk and
+pushes the KV directly to the slots. However an attempt ends, its calls have then ended, its job is in no queue, and its
+slots are free or about to be freed. Runs on the event loop, in the request's task.
 """
 
 import asyncio
@@ -38,53 +38,56 @@ from orchestrator.workers.prefix_discovery import PrefixStores
 logger = logging.getLogger(__name__)
 
 _FULL_PAUSE_S = 0.05
-"""Pause in seconds before another Reserve call when a slot that should be free is not free yet, because it is
-quarantined or held by another orchestrator."""
+"""Pause in seconds before Reserve is called again on a group that refused although it should have a free slot. The slot
+may be quarantined or leased to another orchestrator."""
 _ANSWER_S = 5.0
-"""Timeout in seconds of the status call that shows whether a group has kept a stream."""
+"""Timeout in seconds of the status call that reports whether a group has kept a stream."""
 
 
 @dataclass(frozen=True)
 class _Home:
-    """Generation group of one attempt. It receives the KV and generates the tokens."""
+    """Generation group that serves one attempt. It receives the KV and generates the tokens."""
 
     record: RequestRecord
     group: GenerationGroup
     worker: WorkerClient
     held: ExitStack
-    """Context stack that keeps the attempt in the group's load and the worker's connection in use."""
+    """Context stack of the attempt. Until it is closed, the attempt counts in the group's load, and the connection to
+    the worker stays open."""
     fetch: PrefixFetch | None = None
     """Result of the attempt's fetch of cached KV from another node; None if no fetch was made."""
 
 
 @dataclass
 class _Learnt:
-    """Facts about groups that one attempt has learnt so far."""
+    """Facts about groups and caches that one attempt has learned so far."""
 
     full_since_s: float = math.inf
-    """Time, on Clock.now_s(), at which a group that should have had room first refused the attempt."""
+    """Time of the first refusal by a group that should have had enough free slots, as a value of `Clock.now_s()`.
+    Infinite if no group has refused."""
     full: set[Hashable] = field(default_factory=set)
-    """Incarnations of groups (each repair or replacement of a group makes a new incarnation) that had no room for the
-    attempt. Cleared when all groups have refused."""
+    """Incarnations of the groups that refused the attempt for lack of slots or memory. A group gets a new incarnation
+    when it is repaired or replaced. The set is cleared when all groups have refused."""
     trusts_hints: bool = True
-    """True while the attempt relies on the prefix index. False after blocks that the index listed were missing."""
+    """True while the attempt relies on the prefix index. False after the index has listed blocks that were missing."""
     fetch: PrefixFetch | None = None
     """Result of the attempt's last fetch of cached KV from another node; None before the first fetch."""
 
     @property
     def may_fetch(self) -> bool:
-        """Return True if a plan may include a fetch. After an incomplete fetch, the attempt makes no other one."""
+        """Return True if the next plan may include a fetch of cached KV from another node. False after an incomplete
+        fetch."""
         return self.fetch is None or not self.fetch.shortfall
 
 
 class AttemptRunner:
-    """Runs any number of attempts at once."""
+    """Runs attempts at requests. Any number of attempts may run at the same time."""
 
     def __init__(
         self, members: Membership, clients: Clients, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig
     ) -> None:
         self.chooser = Chooser(members, planner, clock, config)
-        """Selects the groups for attempts."""
+        """Component that selects the groups for each attempt."""
         self._members = members
         self._clients = clients
         self._prefixes = prefixes = self.chooser.prefixes
@@ -94,15 +97,15 @@ class AttemptRunner:
         self._clock = clock
         self._config = config
         self._numbers = itertools.count(clock.unix_ns())
-        """Numbers for jobs, streams and Reserve calls. They ascend, and are larger than all numbers of earlier
-        orchestrators."""
+        """Counter that numbers jobs, streams and Reserve calls. It starts at the present time in nanoseconds, so its
+        numbers are larger than those of earlier orchestrators."""
         self._lease_reaper = LeaseReaper(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
         self._stream_drainer = StreamDrainer(prefixes)
         self._fetcher = BlockFetcher(clients, prefixes, self.chooser.sources, planner, clock)
 
     async def close(self) -> None:
-        """Wait for a bounded time until the resources of all past attempts have been freed. To be called when no
-        attempt runs."""
+        """Wait for a bounded time until the resources of all past attempts have been freed. Call it only when no
+        attempt is running."""
         await self._stores.close()
         await self._stream_drainer.close()
         await self._lease_reaper.close()
@@ -110,10 +113,12 @@ class AttemptRunner:
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
         """Run the request from the state in its record to its end. Each event is recorded first, then passed to `emit`.
 
-        Raises the error of the attempt after recording which group caused it. In three cases the attempt does not fail
-        but is planned again. First, the generation group has no room while another group has. Second, a fetch of cached
-        KV from another node was incomplete. Third, cached blocks are missing; then the prompt is computed from its
-        beginning.
+        If the attempt fails, the group that caused the failure is recorded, and the error is raised. In three cases the
+        attempt does not fail but is planned again:
+
+        - The generation group has too few free slots or too little memory, but another group has enough.
+        - A fetch of cached KV from another node was incomplete.
+        - Cached blocks are missing. The prompt is then computed from its beginning.
         """
         self._stores.look()
         learnt = _Learnt()
@@ -137,9 +142,9 @@ class AttemptRunner:
                 record.replan()
 
     async def take_over(self, record: RequestRecord, emit: Emit) -> None:
-        """Take over the stream that a generation group has kept since an earlier orchestrator ended, and run the
+        """Continue a request whose stream was kept by a generation group after an earlier orchestrator ended. Run the
         request to its end. Each event is recorded first, then passed to `emit`. Raises NotFoundError if no group has
-        kept the stream, and the stream's error if it fails."""
+        kept the stream, and the stream's error if the stream fails."""
         generation = await self._find_kept(record)
         with ExitStack() as held:
             held.enter_context(self._members.hold(generation.name, record.request.num_slots))

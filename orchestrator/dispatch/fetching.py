@@ -1,8 +1,8 @@
 """Fetches cached KV from another node's prefix store before an attempt begins, as planned by `orchestrator.placement`.
 
 Called by `orchestrator.dispatch.attempt`. A worker of the target node copies the blocks. The names of stored and
-evicted blocks are written to the prefix index, and the speed of the copy to the planner. A fetch that fails or is late
-is not an error: the attempt is planned again without a fetch. On the loop, in the request's task.
+evicted blocks are reported to the prefix index. The speed of the copy is reported to the planner. A failed or late
+fetch is not an error: the attempt is planned again without a fetch. Runs on the event loop, in the request's task.
 """
 
 import logging
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class BlockFetcher:
-    """Runs any number of fetches at once. Updates the prefix index, and pauses fetches between two stores after a
-    failure."""
+    """Fetches cached KV blocks from the prefix stores of other nodes. Any number of fetches may run at the same time.
+    Updates the prefix index. After a failure, pauses fetches between the same two stores."""
 
     def __init__(
         self, clients: Clients, prefixes: PrefixIndex, sources: BlockSources, planner: ChainPlanner, clock: Clock
@@ -33,7 +33,8 @@ class BlockFetcher:
         self._clock = clock
 
     async def run(self, fetch: BlockFetch, record: RequestRecord) -> PrefixFetch:
-        """Fetch the blocks within a bounded time, and return the result. Raises no BatonError."""
+        """Fetch the blocks within a bounded time, and return the result. A failure is part of the result; it raises no
+        BatonError."""
         start_s = self._clock.now_s()
         is_probe = self._sources.began(fetch)
         try:

@@ -1,8 +1,8 @@
 """Frees the resources of attempts: aborts leases, cancels streams, and undoes Reserve calls whose answers were lost.
 
-Called by `orchestrator.dispatch.attempt`; calls workers through `orchestrator.workers.client`. When an attempt has
-ended, these calls continue in the background until the workers have answered, or until the slot or stream expires by
-its TTL. On the loop.
+Called by `orchestrator.dispatch.attempt`; calls workers through `orchestrator.workers.client`. The calls run in the
+background after an attempt has ended. A call that undoes a Reserve is repeated until the worker has answered. If any
+other call fails, the worker frees the slot or stream when its TTL expires. Runs on the event loop.
 """
 
 import asyncio
@@ -22,11 +22,12 @@ from orchestrator.workers.client import VERB_TIMEOUT_S, Clients, WorkerClient
 logger = logging.getLogger(__name__)
 
 _PAUSES = Backoff(0.1, 2.0)
-"""Pauses between attempts to abort the same Reserve call."""
+"""Increasing pauses between attempts to undo the same Reserve call."""
 
 
 class LeaseReaper:
-    """Makes the calls that free the resources of attempts, each in its own task. Owned by the attempt runner."""
+    """Frees the resources of attempts by calls to workers. Each call runs in its own task. Owned by the attempt
+    runner."""
 
     def __init__(self, members: Membership, clients: Clients, clock: Clock, *, lease_ttl_s: float) -> None:
         self._members = members
@@ -37,25 +38,27 @@ class LeaseReaper:
         self._closing = asyncio.Event()
 
     async def close(self) -> None:
-        """Return when every pending call has been made once. Reserve calls that could not be undone then expire by
+        """Wait until every pending call has been made once. Reserve calls that have not been undone by then expire by
         their TTL."""
         self._closing.set()
         await asyncio.gather(*self._tasks)
 
     def abort(self, endpoint: str, ref: LeaseRef) -> None:
-        """Abort a lease and free its slot, in a task."""
+        """Start a task that aborts a lease at the worker `endpoint` and frees its slot."""
         self._begin(self._abort(endpoint, ref))
 
     def cancel(self, endpoint: str, number: StreamNumber) -> None:
-        """End the stream with this number at a generation group, in a task."""
+        """Start a task that ends the stream with this number at the generation worker `endpoint`."""
         self._begin(self._tell(endpoint, f"stream {number}", lambda worker: worker.cancel(number)))
 
     def unwanted(self, endpoint: str, number: ReserveNumber, granting: asyncio.Task[Lease]) -> None:
-        """Wait, in a task, for a Reserve call whose caller was cancelled, and free the slots if it is granted."""
+        """Start a task that waits for a Reserve call whose caller was cancelled. If the call is granted, the task frees
+        the slots."""
         self._begin(self._end_unwanted(endpoint, number, granting))
 
     def failed(self, endpoint: str, number: ReserveNumber, error: BatonError) -> None:
-        """Undo a failed Reserve call in a task. Does nothing if the worker itself refused it for lack of room."""
+        """Start a task that undoes a failed Reserve call, because the worker may have granted it although the call
+        failed. Does nothing if the worker itself refused the call for lack of slots or memory."""
         if not isinstance(error, ResourceExhaustedError):
             self._begin(self._undo(endpoint, number))
 

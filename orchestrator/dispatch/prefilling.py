@@ -1,8 +1,8 @@
-"""Runs one attempt's prefill job on all ranks of its chain. Meanwhile the job is in its group's list of unfinished
-jobs.
+"""Runs one attempt's prefill job on all ranks of its chain. While the job runs, it is in its group's queue of
+unfinished jobs.
 
-Called by `orchestrator.dispatch.attempt` once the attempt has its slots. When the job has ended for any reason, its
-calls have ended and it is in no list. On the loop, in a separate task.
+Called by `orchestrator.dispatch.attempt` once the attempt has its slots. However the job ends, its calls have then
+ended and it is in no queue. Runs on the event loop, in a separate task.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ PrefillTask = asyncio.Task[tuple[RankTiming, ...]]
 
 
 class ChainRunner:
-    """Runs any number of prefill jobs at once. Updates the lists of unfinished jobs in `Membership.prefill_queues`."""
+    """Runs prefill jobs on chains of ranks. Any number of jobs may run at the same time. Updates
+    `Membership.prefill_queues`."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class ChainRunner:
         clock: Clock,
         config: OrchestratorConfig,
     ) -> None:
-        """`prefixes` is updated from the ranks' reports about their prefix stores."""
+        """Create a runner. `prefixes` is the prefix index, which is updated from the ranks' reports about their prefix
+        stores."""
         self._members = members
         self._clients = clients
         self._prefixes = prefixes
@@ -46,11 +48,11 @@ class ChainRunner:
 
     @contextlib.asynccontextmanager
     async def running(self, job: PrefillJob, owner: WorkerClient) -> AsyncIterator[PrefillTask]:
-        """Open a context in which the job runs, and yield its task. `owner` is the client of the group that leased the
-        slots.
+        """Run the job in a task while the context is open, and yield the task. `owner` is the client of the group that
+        leased the slots.
 
-        The job is cancelled when the context ends. Each rank is in the group's list of unfinished jobs until its run or
-        the context has ended.
+        The job is cancelled when the context ends. Each rank counts as busy in the group's queue of unfinished jobs
+        until its part of the job ends, or until the context ends.
         """
         with self._members.hold(job.group.name), self._booked(job):
             task = asyncio.create_task(self._run(job, owner))
@@ -61,8 +63,8 @@ class ChainRunner:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def reports(self, task: PrefillTask) -> tuple[RankTiming, ...]:
-        """Return the ranks' timings. If ranks fail or are late, return an empty tuple, because the request already has
-        all its tokens."""
+        """Wait for the prefill, and return the timings of its ranks. If ranks fail or are late, return an empty tuple
+        instead of raising an error, because the request already has all its tokens."""
         await asyncio.wait({task}, timeout=self._config.report_wait_s)
         return task.result() if task.done() and failure_of(task) is None else ()
 
@@ -119,7 +121,8 @@ class ChainRunner:
 
 
 def failure_of(task: PrefillTask) -> BaseException | None:
-    """Return the exception with which the prefill failed; None if it still runs, has succeeded or was cancelled."""
+    """Return the exception with which the prefill failed. Return None if the prefill is still running, has succeeded or
+    was cancelled."""
     return task.exception() if task.done() and not task.cancelled() else None
 
 

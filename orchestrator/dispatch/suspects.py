@@ -1,10 +1,12 @@
-"""Detects requests that crash workers: a request that was being computed in two crashes is not retried.
+"""Detects requests that crash workers. A request that was being computed in two crashes is not retried.
 
 Used by `orchestrator.scheduler`. A worker that crashes leaves a note with the requests whose first tokens it was
 computing. Its supervisor reads the note and adds it to the cluster view (`ClusterView.ended`). A worker that was killed
-leaves no names. A request that is named in a crash is a suspect. Suspects are tried one at a time until they have their
-first tokens, so that another crash does not name innocent requests of the same step. If an attempt fails before its
-first tokens, the next attempt starts only when it is known whether a worker has crashed. On the loop.
+leaves no note.
+
+A request that is named in a crash is a suspect. Suspects are tried one at a time until they have their first tokens.
+Thus another crash does not name innocent requests of the same step. If an attempt fails before its first tokens, the
+next attempt starts only when it is known whether a worker has crashed. Runs on the event loop.
 """
 
 import asyncio
@@ -26,23 +28,26 @@ from orchestrator.workers.client import Clients
 logger = logging.getLogger(__name__)
 
 _VERDICT_S = 3.0
-"""Maximum seconds to wait until the cluster view lists an unresponsive worker as ended."""
+"""Maximum seconds to wait until the supervisor reports that an unresponsive worker has ended."""
 
 
 class Suspects:
-    """Decides which requests may be tried again, and when."""
+    """Decides whether and when a request may be tried again after workers have crashed."""
 
     def __init__(self, members: Membership, clients: Clients) -> None:
         self._members = members
         self._clients = clients
         self._turn = asyncio.Lock()
-        """Lock that is held while a suspect is tried."""
+        """Lock that lets only one suspect request be tried at a time."""
 
     @asynccontextmanager
     async def trial(self, record: RequestRecord, emit: Emit) -> AsyncIterator[Emit]:
-        """Open a context for one attempt, and yield the function that its events must be passed to. If the request is a
-        suspect, first wait until no other suspect is being tried. Raises BatonError if the request was named in
-        `MAX_CRASHES` crashes."""
+        """Open a context for one attempt at a request. Yield the function that the attempt must call with its events
+        instead of `emit`.
+
+        If the request is a suspect (it was named in a crash), first wait until no other suspect is being tried. Raises
+        BatonError if the request was named in `MAX_CRASHES` crashes.
+        """
         if not self._check(record):
             yield emit
             return
@@ -60,9 +65,9 @@ class Suspects:
             yield watched
 
     async def judge(self, record: RequestRecord, num_before: int) -> None:
-        """Wait until it is known whether a worker of the group that failed the last attempt has crashed.
+        """Wait until it is known whether a worker has crashed in the group that made the last attempt fail.
 
-        Waits for at most `_VERDICT_S` seconds, and not at all if the attempt produced more than the first tokens.
+        Waits for at most `_VERDICT_S` seconds. Does not wait if the attempt produced more than the first tokens.
         `num_before` is the request's number of output tokens before the attempt. Raises BatonError if the request was
         named in `MAX_CRASHES` crashes.
         """

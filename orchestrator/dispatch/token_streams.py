@@ -1,6 +1,6 @@
-"""Reads an attempt's stream of tokens, and monitors the chain's prefill until the first token arrives.
+"""Reads an attempt's stream of tokens, and monitors the prefill until the first token arrives.
 
-Used by `orchestrator.dispatch.attempt`; events come from `orchestrator.workers.client`. On the loop.
+Used by `orchestrator.dispatch.attempt`. Events come from `orchestrator.workers.client`. Runs on the event loop.
 """
 
 import asyncio
@@ -17,25 +17,26 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.client import AttemptEvents
 
 Emit = Callable[[TokenEvent], None]
-"""Function that receives each event of an attempt."""
+"""Function to which an attempt passes each of its token events."""
 
 _CLOSE_S = 1.0
-"""Maximum seconds for which a request with all its tokens waits for its stream to close."""
+"""Maximum seconds to wait for a stream to close after it has delivered all tokens of its request."""
 _STORING_S = 10.0
-"""Seconds after which a stream with all its tokens is dropped, even if the group is still storing the answers."""
+"""Maximum seconds to keep reading a stream after it has delivered all tokens, while the group stores the KV of the
+answers."""
 _DOUBT_S = 0.2
-"""Seconds to wait, after a chain has failed, for the stream to fail too. If the generation group died, the chain's push
-may fail before the stream does."""
+"""Seconds to wait, after a prefill has failed, for the stream to fail too. If the generation group has died, the
+prefill's push of KV may fail before the stream does."""
 _ENDED_BY_WORKER = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
 async def first_event(stream: AttemptEvents, prefill: PrefillTask | None) -> TokenEvent:
-    """Return the stream's first event. `prefill` is the task of the chain that prefills for the stream; None if there
-    is none.
+    """Return the stream's first event. `prefill` is the task of the prefill for this stream; None if there is no
+    prefill.
 
-    If the prefill fails before that event, its error is raised. If the stream fails too, the stream's error is raised
-    instead, because the chain had no slot to push to. After a StalePrefixError the stream is not waited for, because
-    the chain never began.
+    If the prefill fails before the first event, its error is raised. If the stream fails at about the same time, the
+    stream's error is raised instead, because the loss of the slot made the prefill fail. After a StalePrefixError of
+    the prefill, the stream's error is not waited for, because the prefill never began.
     """
     if prefill is None:
         return await stream.read()
@@ -54,11 +55,11 @@ async def first_event(stream: AttemptEvents, prefill: PrefillTask | None) -> Tok
 
 
 def with_origins(emit: Emit, generation: str, prefill: str = "", predicted_step_s: float = 0.0) -> Emit:
-    """Return a function that adds the names of the groups that produced an attempt's tokens, and passes the events to
-    `emit`. The names are added only to the first token of each choice and to the token at which they change.
+    """Return a function that passes events to `emit` and adds the names of the groups that produced the tokens.
 
-    The first token of each choice comes from the last rank of the chain in the group `prefill` (empty without a chain).
-    All other tokens come from the group `generation`.
+    The first token of each choice comes from the last rank of the chain in the group `prefill` (empty if there is no
+    chain). All other tokens come from the group `generation`. Names are added only to the first token of each choice,
+    and to its second token if the group differs.
     """
     own = TokenOrigin(generation, predicted_step_s=predicted_step_s)
     origins = (replace(own, prefill=prefill), own) if prefill else (own,)
@@ -75,8 +76,8 @@ def with_origins(emit: Emit, generation: str, prefill: str = "", predicted_step_
 
 
 async def follow(record: RequestRecord, stream: AttemptEvents, event: TokenEvent, emit: Emit) -> None:
-    """Record `event` and all later events, and pass them to `emit`, until all choices have ended. Does not wait until
-    the stream is closed."""
+    """Record `event` and all later events of the stream, and pass them to `emit`, until all choices have ended. Does
+    not wait until the stream is closed. Raises UnavailableError if the generation group gives up the request."""
     while True:
         if event.finish in _ENDED_BY_WORKER:
             raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")
@@ -89,18 +90,18 @@ async def follow(record: RequestRecord, stream: AttemptEvents, event: TokenEvent
 
 
 class StreamDrainer:
-    """Reads streams that have delivered all their tokens, until the groups report which blocks of the answers were
-    stored."""
+    """Continues to read streams after they have delivered all their tokens. Each stream ends with a report of the KV
+    blocks of the answers that the group has stored."""
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def add(self, stream: AttemptEvents, store: str, held: ExitStack) -> None:
-        """Read the stream to its end, then close `held`, even if the caller is cancelled.
+        """Read the stream to its end, then close `held`. Both happen even if the caller is cancelled.
 
-        Returns when that is done, or after `_CLOSE_S` seconds. The wait lets a prompt that immediately continues this
-        one find the stored blocks.
+        Returns when the stream has ended, or after `_CLOSE_S` seconds. This wait gives the group time to store the
+        blocks of the answer, so that a prompt that continues the answer finds them in the cache.
         """
         task = asyncio.create_task(self._hear(stream, store, held))
         self._tasks.add(task)

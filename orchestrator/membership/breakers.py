@@ -5,9 +5,9 @@
        |                                    +---------- attempt failed: the pause doubles --------+   |
        +-------------------------- attempt succeeded, or has not failed for the length of a pause ----+
 
-A breaker belongs to one incarnation of a group: a group that was repaired or replaced is a new incarnation and starts
-with a new breaker. How fast a group is repaired is decided only by the supervisor. Used by
-`orchestrator.membership.members` and `orchestrator.scheduler`. Pure; on the loop.
+A breaker belongs to one incarnation of a group. A group that was repaired or replaced is a new incarnation and starts
+with a new breaker. Breakers have no influence on repairs, which are made by the supervisor. Used by
+`orchestrator.membership.members` and `orchestrator.scheduler`. Pure; runs on the event loop.
 """
 
 from collections.abc import Collection, Hashable
@@ -21,7 +21,7 @@ _PAUSES = Backoff(1.0, 10.0)
 
 
 class BreakerState(Enum):
-    """State of a circuit breaker. It decides which work the group may get."""
+    """State of a group's circuit breaker. The state decides whether the group may get work."""
 
     CLOSED = "closed"
     """The group may get any work."""
@@ -34,7 +34,8 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Circuit breaker of one incarnation of a group."""
+    """Circuit breaker of one incarnation of a group. It stops new attempts on the group after too many consecutive
+    failures."""
 
     def __init__(self, clock: Clock, failures_to_open: int, pauses: Backoff) -> None:
         self._clock = clock
@@ -42,7 +43,7 @@ class Breaker:
         self._pauses = pauses
         self._state = BreakerState.CLOSED
         self._until_s = 0.0
-        """Time at which OPEN or PROBING ends without another event."""
+        """Time in seconds at which the state OPEN or PROBING ends if no event ends it earlier."""
         self._num_failures = 0
         """Number of failures since the last success."""
         self._num_opened = 0
@@ -50,7 +51,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Return the present state, after any transition whose time has come."""
+        """Return the present state, after applying any transition that is due."""
         if self._clock.now_s() >= self._until_s:
             if self._state is BreakerState.OPEN:
                 self._state = BreakerState.HALF_OPEN
@@ -60,30 +61,33 @@ class Breaker:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds until the state changes without another event; 0 if it does not."""
+        """Return the seconds until the state changes by the passage of time. Return 0 if only an event can change
+        it."""
         left_s = self._until_s - self._clock.now_s()  # read first: the state may change in between
         return left_s if self.state in (BreakerState.OPEN, BreakerState.PROBING) else 0.0
 
     @property
     def admits(self) -> bool:
-        """Return True if the group may get an attempt now."""
+        """Return True if the group may start an attempt now."""
         return self.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
 
     def began(self) -> bool:
-        """Record that an attempt begins. Return True if the attempt is the probe."""
+        """Record that an attempt begins. Return True if the attempt is the probe, i.e. the single attempt that is
+        allowed after a pause."""
         if self.state is not BreakerState.HALF_OPEN:
             return False
         self._pause(BreakerState.PROBING)
         return True
 
     def succeeded(self, *, is_probe: bool) -> None:
-        """Record that an attempt succeeded. Only a probe closes an open breaker."""
+        """Record that an attempt succeeded. `is_probe` is the value that `began` returned for the attempt. After an
+        open breaker's pause, only the success of the probe closes it."""
         if is_probe or self.state is BreakerState.CLOSED:
             self._state = BreakerState.CLOSED
             self._num_failures = self._num_opened = 0
 
     def failed(self) -> None:
-        """Record that an attempt failed. If the breaker is already open, this does not prolong its pause."""
+        """Record that an attempt failed. A failure while the breaker is open does not prolong its pause."""
         state = self.state
         self._num_failures += 1
         has_failed_enough = state is BreakerState.CLOSED and self._num_failures >= self._failures_to_open
@@ -97,33 +101,33 @@ class Breaker:
 
 
 class Breakers:
-    """Circuit breakers of all incarnations of groups that have failed. An incarnation that has not failed counts as
-    closed."""
+    """Circuit breakers of all group incarnations that have failed at least once. An incarnation without an entry counts
+    as closed, i.e. it may get work."""
 
     def __init__(self, clock: Clock, failures_to_open: int = 5, pauses: Backoff = _PAUSES) -> None:
-        """`failures_to_open` is the number of consecutive failures that open a breaker. `pauses` gives the time for
-        which a breaker stays open, by the number of times it has opened since the last success."""
+        """Create an empty collection. A breaker opens after `failures_to_open` consecutive failures. `pauses` gives the
+        time for which it stays open. The pause grows each time the breaker opens without a success in between."""
         self._clock = clock
         self._failures_to_open = failures_to_open
         self._pauses = pauses
         self._breakers: dict[Hashable, Breaker] = {}
 
     def of(self, incarnation: Hashable) -> Breaker:
-        """Return the breaker of this incarnation of a group. If it has none, return a new closed breaker, which is not
-        stored."""
+        """Return the breaker of this incarnation of a group. If the incarnation has no breaker, return a new closed one
+        without storing it."""
         return self._breakers.get(incarnation) or Breaker(self._clock, self._failures_to_open, self._pauses)
 
     def admits(self, incarnation: Hashable) -> bool:
-        """Return True if this incarnation of a group may get an attempt now."""
+        """Return True if this incarnation of a group may start an attempt at a request now."""
         breaker = self._breakers.get(incarnation)
         return breaker is None or breaker.admits
 
     def failed(self, incarnation: Hashable) -> None:
-        """Record that an attempt at this incarnation of a group failed."""
+        """Record that an attempt at a request failed because of this incarnation of a group."""
         self._breakers.setdefault(incarnation, self.of(incarnation)).failed()
 
     def keep(self, incarnations: Collection[Hashable]) -> None:
-        """Delete the breakers of all incarnations that are not in `incarnations`."""
+        """Delete the breakers of all incarnations except those in `incarnations`."""
         for incarnation in self._breakers.keys() - set(incarnations):
             del self._breakers[incarnation]
 
@@ -140,15 +144,17 @@ def tells_of_the_group(error: BatonError) -> bool:
 class RetryBudget:
     """Limits the rate of retries over all requests.
 
-    Each arriving request earns a share of a retry. In addition, a burst of retries is allowed at once. The burst is
-    large enough for the failure of a group, when all its streams are retried together. Further retries wait, so that
-    failures take only a bounded part of the capacity from other requests. Implemented as a token bucket that may go
-    into debt: a retry that finds the bucket empty takes a token in advance and gets the time that it must wait for it.
+    Each arriving request adds a fraction of a retry to the budget. In addition, the budget allows a burst of retries.
+    The burst is large enough for the failure of one group, when all its streams are retried together. Further retries
+    must wait. This bounds the capacity that retries take from other requests.
+
+    Implemented as a token bucket that may go into debt: a retry that finds the bucket empty takes a token in advance,
+    and must wait until the bucket has been refilled.
     """
 
     def __init__(self, clock: Clock, *, share: float = 0.2, burst: int = 100, window_s: float = 10.0) -> None:
-        """`share` is the number of retries that each request earns. `burst` is the minimum capacity of the bucket. An
-        empty bucket refills within `window_s` seconds."""
+        """Create a full bucket. `share` is the fraction of a retry that each request adds. `burst` is the minimum
+        capacity, in retries. `window_s` is the time in seconds in which an empty bucket refills."""
         self._clock = clock
         self._share = share
         self._least = float(burst)
@@ -157,21 +163,21 @@ class RetryBudget:
         self._at_s = clock.now_s()
 
     def resize(self, num_slots: int) -> None:
-        """Set the capacity of the bucket to the number of slots, but at least to the minimum. All streams in these
-        slots may fail together."""
+        """Set the capacity of the bucket to `num_slots`, the number of streams that may fail together. The capacity
+        never falls below the configured burst."""
         self._refill()
         added = max(float(num_slots), self._least) - self._burst
         self._burst += added
         self._left = min(self._left + max(added, 0.0), self._burst)
 
     def earn(self) -> None:
-        """Record the arrival of a request, which adds a share of a retry to the bucket."""
+        """Record the arrival of a request. Each arrival adds a fraction of a retry to the budget."""
         self._refill()
         self._left = min(self._left + self._share, self._burst)
 
     def take(self, longest_s: float) -> float | None:
-        """Take a retry from the bucket and return the seconds to wait before it. If that is more than `longest_s`, take
-        nothing and return None."""
+        """Take one retry from the budget, and return the number of seconds to wait before making it. If the wait would
+        exceed `longest_s` seconds, take nothing and return None."""
         self._refill()
         wait_s = max(1.0 - self._left, 0.0) * self._window_s / self._burst
         if wait_s > longest_s:

@@ -1,12 +1,13 @@
-"""Amount of work that this orchestrator has given each group. Maintained by `orchestrator.membership.members`. Pure."""
+"""Counts the requests and slots that this orchestrator has assigned to each group. Maintained by
+`orchestrator.membership.members`. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Load:
-    """Amount of work that this orchestrator has given a group."""
+    """Number of requests and slots that this orchestrator has assigned to a group."""
 
     num_requests: int = 0
     num_slots: int = 0
-    """Number of slots that the group's requests hold or are about to hold."""
+    """Number of slots that the group's requests have leased or are about to lease."""

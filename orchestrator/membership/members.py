@@ -1,8 +1,8 @@
-"""Tracks the groups of the cluster, and how much work this orchestrator has given each of them.
+"""Tracks the groups of the cluster, and how much work this orchestrator has assigned to each of them.
 
 The supervisor pushes a view of the cluster periodically and after each change, through `orchestrator.api.host`. The
 orchestrator itself does not start or stop workers. Read by `orchestrator.placement` and `orchestrator.dispatch`. On the
-loop.
+event loop.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from orchestrator.membership.view import (
 T = TypeVar("T")
 
 _TIMER_S = 0.001
-"""Extra seconds to wait for a breaker's transition, because timers of the event loop may fire early by one clock
-tick."""
+"""Safety margin in seconds when waiting for a breaker's transition. Timers of the event loop may fire one clock tick
+early."""
 
 
 class NoGroupError(UnavailableError):
@@ -43,37 +43,38 @@ class NoGroupError(UnavailableError):
 
 
 class Membership:
-    """Latest view of the cluster, the load of each group, and the groups that get no new work: drained and failing
-    ones."""
+    """Latest view of the cluster, with the load of each group. Decides which groups may get new work: drained and
+    failing groups get none."""
 
     def __init__(self, breakers: Breakers | None = None, on_failure: Callable[[], None] = lambda: None) -> None:
-        """`breakers` are the circuit breakers of the groups; None: breakers with default limits, on the machine's
-        clock. `on_failure` is called after each failed attempt, so that a supervisor can check its workers at once."""
+        """Create an empty membership. `breakers` are the circuit breakers of the groups; None: breakers with default
+        limits, on the system clock. `on_failure` is called after each failed attempt, so that a supervisor can check
+        its workers immediately."""
         self.present = ClusterView()
-        """All groups, as the supervisor last pushed them."""
+        """All groups of the cluster, including drained ones, as last reported by the supervisor."""
         self.view_changed = asyncio.Event()
-        """Event that is set at the next change of `view`. It is then replaced by a new Event."""
+        """Event that is set at the next change of `view`, and then replaced by a new Event."""
         self.breakers = Breakers(SystemClock()) if breakers is None else breakers
         """Circuit breakers by incarnation of a group. A repaired or replaced group is a new incarnation."""
         self.prefill_queues = PrefillQueues()
-        """Unfinished jobs of prefill groups, by incarnation of the group. Written by the attempt runner."""
+        """Unfinished jobs of prefill groups, by incarnation of the group. Updated by `orchestrator.dispatch`."""
         self.num_bytes_free: dict[str, int] = {}
-        """Last reported number of free KV bytes of each generation group, by name. Written by the worker poller."""
+        """Last reported number of free KV bytes of each generation group, by name. Updated by the worker poller."""
         self.orders = Orders()
-        """Orders in force. Replaced as a whole by `keep_orders`."""
+        """Operators' orders in force. Replaced as a whole by `keep_orders`."""
         self._loads: dict[str, Load] = {}
-        """Load by group name. Groups without load are absent."""
+        """Load of each group, by group name. Groups without load have no entry."""
         self._returning = Counter[str]()
-        """Number of operations in progress that drain a group only temporarily, by group name."""
+        """Number of running operations that have drained a group only temporarily, by group name."""
         self._kept: Orders | None = None
-        """Orders that the supervisor has stored for a replacement of this orchestrator; None without a supervisor."""
+        """Orders that the supervisor has stored last, for a restart of the orchestrator; None without a supervisor."""
         self._on_failure = on_failure
         self._changed = asyncio.Event()
 
     @property
     def view(self) -> ClusterView:
-        """Return the present groups without the drained ones. A group that is being repaired, or whose circuit breaker
-        is open, is included with `ready` False."""
+        """Return the view of the cluster without the drained groups. A group that is being repaired, or whose circuit
+        breaker is open, is included with `ready` False."""
         if not self.orders.drained and not self.orders.lent and not self.breakers:
             return self.present
         return ClusterView(
@@ -82,7 +83,7 @@ class Membership:
         )
 
     def update(self, view: ClusterView) -> None:
-        """Replace the view of the cluster. A group's load is kept until the requests that cause it have ended."""
+        """Replace the view of the cluster. A group's load stays counted until its requests have ended."""
         self.present = view
         left = {group.name for group in view.absent if not group.starts}
         self.orders = self.orders.without(left & self.orders.leaving & self.orders.stand_ins)
@@ -90,13 +91,13 @@ class Membership:
         self._tell_view()
 
     def drain(self, name: str) -> None:
-        """Give the group no new work from now on, not even after a repair. Raises NotFoundError for an unknown name."""
+        """Give the group no new work, not even after a repair. Raises NotFoundError for an unknown name."""
         self._require(name)
         self.keep_orders(replace(self.orders, drained=self.orders.drained | {name}))
 
     def let_go(self, name: str) -> None:
-        """Drain the group because fewer groups suffice. The autoscaler may undrain it, also after a restart of the
-        orchestrator. Raises NotFoundError for an unknown name."""
+        """Drain the group because fewer groups suffice. The autoscaler may undrain it later, even after a restart of
+        the orchestrator. Raises NotFoundError for an unknown name."""
         self.drain(name)
         self.keep_orders(replace(self.orders, surplus=self.orders.surplus | {name}))
 
@@ -109,11 +110,11 @@ class Membership:
         self.keep_orders(replace(self.orders, leaving=self.orders.leaving | {name}))
 
     def undrain(self, name: str, model: str = "") -> None:
-        """Allow new work for the group again. If the group has left, it is started first, with the model in the folder
-        `model`, if given.
+        """Allow new work for the group again. If the group's workers were stopped, they are started first. They load
+        the model in the folder `model` if it is not empty.
 
-        Raises NotFoundError for an unknown name, and UnavailableError if a model is given while the group has workers,
-        or if the group has lent all its workers.
+        Raises NotFoundError for an unknown name. Raises UnavailableError if a model is given while the group has
+        workers, or if the group has lent all its workers.
         """
         self._require(name)
         if model and self.is_present(name):
@@ -132,9 +133,9 @@ class Membership:
         self.keep_orders(replace(self.orders, models=others if model is None else {**others, name: model}))
 
     def stand_in(self, name: str) -> str:
-        """Order the start of a stand-in, which is another group of the same kind as group `name`, and return the
-        stand-in's name. Raises NotFoundError for an unknown name, and UnavailableError if no supervisor can start
-        workers."""
+        """Order the start of an additional group (a stand-in) of the same kind as group `name`, and return the new
+        group's name. Raises NotFoundError for an unknown name. Raises UnavailableError if there is no supervisor that
+        can start workers."""
         self._require(name)
         if self._kept is None:
             raise UnavailableError(f"nothing can stand in for {name}, as no supervisor starts workers here")
@@ -144,7 +145,7 @@ class Membership:
         return made
 
     def give_up(self, name: str) -> None:
-        """Order a stand-in to leave, started or not. It is then deleted. Has no effect on other groups."""
+        """Order a stand-in to stop, even if it has not started yet. It is then deleted. Ignores other groups."""
         if name in self.orders.stand_ins:
             drained, leaving = self.orders.drained | {name}, self.orders.leaving | {name}
             self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
@@ -153,7 +154,7 @@ class Membership:
         """Raise an error if no worker of the group can change its role. The message names the remedy.
 
         Raises NotFoundError for an unknown name. Raises UnavailableError if there is no supervisor, if the group has no
-        workers, and if the group is the last one that can generate.
+        workers, or if no other group can generate tokens.
         """
         self._require(name)
         if self._kept is None:
@@ -195,77 +196,78 @@ class Membership:
         return made
 
     def give_back(self, name: str) -> None:
-        """Order the worker that the drained, idle group has borrowed to return to its own group. The worker's own group
-        gets no new work until the worker has returned."""
+        """Order a borrowed worker to return to its own group, which gets no new work until then. `name` is the drained,
+        idle group that has borrowed the worker."""
         drained = (self.orders.drained | {name}) - {self.orders.lender(name)}
         self.keep_orders(replace(self.orders, drained=drained, leaving=self.orders.leaving | {name}))
 
     def keep_orders(self, orders: Orders) -> None:
-        """Replace the orders in force by `orders`, for present and absent groups."""
+        """Replace the operators' orders in force by `orders`. Orders apply to groups with and without workers."""
         self.orders = orders
         self._tell_view()
 
     def hear_kept(self, orders: Orders) -> None:
-        """Record that the supervisor has stored these orders for a replacement of this orchestrator."""
+        """Record that the supervisor has stored these orders. A restarted orchestrator would get them back."""
         self._kept = orders
         self._tell()
 
     def is_kept(self, name: str) -> bool:
-        """Return True if the supervisor has recorded whether the group is drained, so that a replacement of this
-        orchestrator would know it. Always True without a supervisor."""
+        """Return True if the supervisor has stored the present drain state of the group. A restarted orchestrator would
+        then know it. Always True without a supervisor."""
         return self._kept is None or (name in self._kept.drained) == (name in self.orders.drained)
 
     def is_present(self, name: str) -> bool:
-        """Return True if the group of that name has workers."""
+        """Return True if the group of that name has workers at present."""
         return any(group.name == name for group in self.present.groups)
 
     @property
     def away(self) -> tuple[str, ...]:
-        """Return the sorted names of the groups that have left by an operator's order and may be started again."""
+        """Return the sorted names of the groups whose workers were stopped by an operator's order. These groups may be
+        started again."""
         left = {group.name for group in self.present.absent if not group.starts}
         return tuple(sorted(left & self.orders.leaving))
 
     @property
     def roles(self) -> dict[str, str]:
-        """Return the role, prefill or generate, of each known group by name. Groups without workers are included, also
-        groups whose start was only just ordered."""
+        """Return the role ("prefill" or "generate") of each known group by name, also of groups without workers."""
         roles = {name: role_of(name) for name in self.orders.stand_ins}
         roles |= {group.name: group.role for group in self.present.absent}
         roles |= dict.fromkeys((group.name for group in self.present.prefill), "prefill")
         return roles | dict.fromkeys((group.name for group in self.present.generation), "generate")
 
     def is_coming(self, role: str) -> bool:
-        """Return True if a group of that role is being started and its start has not failed."""
+        """Return True if at least one group of that role is being started and its start has not failed."""
         absent = {group.name: group for group in self.present.absent}
         starts = any(group.role == role and group.starts and not group.error for group in absent.values())
         ordered = {name for name in self.orders.stand_ins - self.orders.drained if role_of(name) == role}
         return starts or any(name not in absent and not self.is_present(name) for name in ordered)
 
     def is_asleep(self, role: str) -> bool:
-        """Return True if the role has no group with workers because the autoscaler drained all of them, or because the
-        first one is still being started."""
+        """Return True if no group of the role has workers now, but one can be started. This is the case if the
+        autoscaler drained all groups, or if a first group is being started."""
         there = self.present.prefill if role == "prefill" else self.present.generation
         if there:
             return False
         return self.is_coming(role) or any(self.roles.get(name) == role for name in self.orders.surplus)
 
     def absence(self, name: str) -> AbsentGroup | None:
-        """Return the entry of a group without workers; None if the group has workers or is unknown."""
+        """Return the entry of a known group without workers; None if the group has workers or is unknown."""
         return next((group for group in self.present.absent if group.name == name), None)
 
     def is_starting(self, name: str) -> bool:
-        """Return True if the group of that name has no workers yet and is to be started."""
+        """Return True if the group of that name has no workers yet, but will be started."""
         absence = self.absence(name)
         return absence is not None and absence.starts
 
     def is_drained(self, group: Group) -> bool:
-        """Return True if the group gets no new work because it has been drained, or because one of its workers is about
-        to be lent to another group or to return from it."""
+        """Return True if the group is drained. A group also counts as drained while one of its workers is about to be
+        lent to another group or to return from another group."""
         return group.name in self.orders.drained or any(map(self._moves, self.orders.borrowers(group.name).values()))
 
     @contextlib.contextmanager
     def returning(self, *names: str) -> Iterator[None]:
-        """Mark the groups as drained only temporarily while the context is open."""
+        """Open a context for an operation that drains these groups only temporarily. While the context is open, the
+        groups are not treated as withdrawn by operators."""
         self._returning.update(names)
         try:
             yield
@@ -274,11 +276,12 @@ class Membership:
             self._tell()
 
     def withdrawn(self, could_serve: Callable[[GenerationGroup], bool]) -> tuple[str, ...]:
-        """Return the sorted names of the generation groups that could serve a request, if operators have drained all of
-        them and no operation in progress brings one back; otherwise return an empty tuple.
+        """Return the sorted names of the generation groups that could serve a request, if all of them are drained by
+        operators. Return an empty tuple if one of them is not drained, or if an operation in progress will make one
+        available again.
 
-        `could_serve` is called only for groups with workers. A group that has lent all its workers is not counted,
-        unless they are about to return.
+        `could_serve` is called only for groups with workers. A group that has lent all its workers is ignored, unless
+        the workers are about to return.
         """
         orders = self.orders
         if not orders.drained:
@@ -294,12 +297,12 @@ class Membership:
         return tuple(sorted(names)) if is_withdrawn else ()
 
     def has_lent_all(self, name: str) -> bool:
-        """Return True if the group has no workers because other groups have borrowed all of them."""
+        """Return True if the group has no workers because other groups have borrowed all its workers."""
         is_away = not self.is_present(name) and name not in self.orders.leaving
         return is_away and bool(self.orders.borrowers(name)) and not self.is_starting(name)
 
     def is_broken(self, group: Group) -> bool:
-        """Return True if the group's circuit breaker is not closed, because attempts on the group have failed
+        """Return True if the group's circuit breaker is not closed. A breaker opens when attempts on the group fail
         repeatedly."""
         return self.breakers.of(group.incarnation).state is not BreakerState.CLOSED
 
@@ -309,7 +312,7 @@ class Membership:
 
     @property
     def has_work(self) -> bool:
-        """Return True if any group has unfinished work."""
+        """Return True if any group has unfinished requests of this orchestrator."""
         return bool(self._loads)
 
     def load(self, name: str) -> Load:
@@ -317,8 +320,8 @@ class Membership:
 
     @contextlib.contextmanager
     def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
-        """Count an attempt in the group's load while the context is open. The attempt counts as successful if no
-        exception is raised."""
+        """Count an attempt with `num_slots` slots in the load of the group `name` while the context is open. If the
+        context ends without an exception, record the attempt as successful."""
         self._add_load(name, 1, num_slots)
         incarnation = next((group.incarnation for group in self.present.groups if group.name == name), None)
         if is_probe := self.breakers.of(incarnation).began():
@@ -339,9 +342,9 @@ class Membership:
         self._on_failure()
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Call `choose` now and after every change until its result is not None, and return that result; None after
-        `timeout_s` seconds. No other task runs between that call of `choose` and the return, so the caller may reserve
-        what was found."""
+        """Call `choose` now and after every change of the membership until it returns a value other than None. Return
+        this value, or None after `timeout_s` seconds. No other task runs between the last call of `choose` and the
+        return, so the caller may safely reserve what `choose` has returned."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while (found := choose()) is None:

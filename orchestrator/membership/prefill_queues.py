@@ -1,10 +1,12 @@
-"""List of the unfinished jobs of each prefill group: predicted seconds of work on each rank, and the order of the jobs.
+"""Queues of the unfinished jobs of each prefill group, with the predicted seconds of work that each job has left on
+each rank.
 
-Ranks do not report progress while they work. So the list assumes that each rank works on its job with the earliest due
-time, at the predicted speed. The remaining work of a job never falls below 0. Its entry is removed when its run on that
-rank has ended for any reason, so an error of a prediction disappears with its job. The list of a group is dropped when
-the links between the group's ranks are replaced. Held by `orchestrator.membership.members`, written by
-`orchestrator.dispatch.prefilling`. Pure; on the loop.
+Ranks do not report progress while they work. Therefore the queue assumes that each rank works on its job with the
+earliest due time, at the predicted speed. The remaining work of a job never falls below 0. When a job ends on a rank
+for any reason, its entry for the rank is removed, and with it any error of the prediction. The queue of a group is
+dropped when the links between the group's ranks are replaced.
+
+Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`. Pure; runs on the event loop.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -16,26 +18,27 @@ from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 @dataclass(frozen=True)
 class Pending:
-    """Unfinished job, with the work that remains on its ranks."""
+    """Unfinished prefill job, with the work that it still has on each rank."""
 
     due_s: float
-    """Due time, which decides the order: a rank serves the job with the earliest due time first."""
+    """Due time in seconds. Each rank serves the job with the earliest due time first."""
     latest_s: float
-    """Latest time at which this job may end because of later jobs. A later job is served before this one only if this
-    one still ends by that time."""
+    """Latest acceptable end of this job, as a time in seconds. A job that arrives later may be served before this job
+    only if this job still ends by then."""
     left_s: Mapping[Rank, float]
-    """Predicted seconds of computation that remain, by rank. Ranks that have finished their chunk are absent."""
+    """Predicted seconds of computation that remain, by rank. Ranks that have finished their part have no entry."""
     tenant: Tenant = DEFAULT_TENANT
-    """The tenant that sent the job's request."""
+    """Tenant that sent the job's request."""
 
 
 class PrefillQueues:
-    """Unfinished jobs of all prefill groups, by incarnation of the group (a group that is repaired is a new
-    incarnation). Times are on the orchestrator's monotonic clock."""
+    """Unfinished jobs of all prefill groups, by incarnation of the group. A group that is repaired becomes a new
+    incarnation. Times are in seconds on the orchestrator's monotonic clock."""
 
     def __init__(self) -> None:
         self._jobs: dict[Hashable, dict[JobId, tuple[Pending, dict[Rank, float]]]] = {}
-        """Jobs in order of arrival, each with its remaining seconds of work by rank, by incarnation of the group."""
+        """Jobs in order of arrival, by incarnation of the group and job id. Each entry has the job and its remaining
+        seconds of work by rank."""
         self._at_s: dict[Hashable, float] = {}
         """Time at which the remaining work was last updated, by incarnation of the group."""
 
@@ -44,23 +47,23 @@ class PrefillQueues:
         return sum(map(len, self._jobs.values()))
 
     def pending(self, incarnation: Hashable, now_s: float) -> tuple[Pending, ...]:
-        """Return the unfinished jobs of that incarnation of a group, in the order of service, with the work that
-        remains at `now_s`."""
+        """Return the unfinished jobs of this incarnation of a group, in the order in which they will be served.
+        `left_s` of each job is the work that is predicted to remain at time `now_s`."""
         if incarnation not in self._jobs:
             return ()
         self._advance(incarnation, now_s)
         return tuple(replace(job, left_s=dict(left_s)) for job, left_s in self._in_order(incarnation))
 
     def add(self, incarnation: Hashable, number: JobId, job: Pending, now_s: float) -> None:
-        """Add a job to the list of that incarnation of a group."""
+        """Add a job to the queue of this incarnation of a group."""
         jobs = self._jobs.setdefault(incarnation, {})
         assert number not in jobs, f"job {number} is booked twice"
         self._advance(incarnation, now_s)
         jobs[number] = job, dict(job.left_s)
 
     def release(self, incarnation: Hashable, number: JobId, ranks: Iterable[Rank], now_s: float) -> None:
-        """Record that these ranks have finished the job or will never begin it. The job is removed with its last rank.
-        Idempotent."""
+        """Record that these ranks have finished the job, or will never begin it. The job is removed when its last rank
+        is released. Idempotent."""
         jobs = self._jobs.get(incarnation, {})
         if number not in jobs:
             return

@@ -1,4 +1,4 @@
-"""Groups of a cluster as the supervisor reports them, and the operators' orders for them.
+"""Groups of a cluster as the supervisor reports them, and the operators' orders for these groups.
 
 Made by `deploy.groups.cluster`; stored by `orchestrator.membership.members`. Pure.
 """
@@ -12,29 +12,30 @@ from baton.types import Epoch
 
 @dataclass(frozen=True)
 class PrefillGroup:
-    """Prefill group: a chain of ranks with its present links. When the links are replaced, a new PrefillGroup is
-    made."""
+    """Prefill group: a chain of ranks that are linked to each other. When the links are replaced, a new PrefillGroup
+    with another `epoch` is created."""
 
     name: str
     endpoints: tuple[str, ...]
-    """host:port of each rank, in rank order."""
+    """Addresses (host:port) of the ranks, in rank order."""
     epoch: Epoch
     ready: bool = True
     prefix_store: str = ""
-    """Name of the prefix store that the ranks use, which groups of either role may share; empty if they use none."""
+    """Name of the prefix store that the ranks use; empty if they use none. Other groups of either role may use the same
+    store."""
     layout_fingerprint: str = ""
-    """Fingerprint of the layout of the group's KV; empty if it is unknown, in which case all groups have the same
-    layout."""
+    """Fingerprint of the layout of the group's KV. Empty if it is unknown; the layout is then assumed to match every
+    generation group."""
 
     @property
     def incarnation(self) -> Hashable:
-        """Return the identity of this incarnation of the group. It changes when the group is repaired."""
+        """Return a key that identifies this incarnation of the group. The key changes when the group is repaired."""
         return self.name, self.endpoints, self.epoch
 
 
 @dataclass(frozen=True)
 class GenerationGroup:
-    """Generation group: the slots of one engine, and the batch of sequences that it decodes."""
+    """Generation group: one engine that decodes a batch of sequences. Each sequence occupies a slot."""
 
     name: str
     endpoint: str
@@ -42,30 +43,31 @@ class GenerationGroup:
     """Fingerprint of the KV layout that the group accepts."""
     num_slots: int
     max_slot_tokens: int
-    """Maximum number of tokens per slot, prompt and output together."""
+    """Maximum number of tokens of a sequence, including its prompt and its output."""
     ready: bool = True
     prefix_store: str = ""
-    """Name of the prefix store from which slots load cached prefixes and in which answers are stored; empty if there is
-    none."""
+    """Name of the group's prefix store. Slots load cached prefixes from the store, and answers are stored in it. Empty
+    if the group has no store."""
     residency: str = ""
-    """Name of the group's residency policy, which decides where KV is stored and to which part of it sequences
-    attend."""
+    """Name of the group's residency policy. The policy decides where KV is stored, and which of the KV each sequence
+    attends to."""
     is_approximate: bool = False
     """True if the group's sequences attend to only a part of their tokens."""
 
     def may_serve(self, *, exact: bool) -> bool:
-        """Return True if the group may serve a request. `exact` is True if the request needs attention to all
+        """Return True if the group may serve a request. `exact` is True if the request requires attention to all its
         tokens."""
         return not (exact and self.is_approximate)
 
     @property
     def incarnation(self) -> Hashable:
-        """Return the identity of this incarnation of the group. It changes when the group is replaced."""
+        """Return a key that identifies this incarnation of the group. The key changes when the group is replaced."""
         return self.name, self.endpoint
 
 
 def endpoints_of(incarnation: Hashable) -> tuple[str, tuple[str, ...]]:
-    """Return the role of a group and the endpoints of its workers, given the group's `incarnation`."""
+    """Return the role of a group and the endpoints (host:port) of its workers. `incarnation` is the value of the
+    group's property of that name."""
     assert isinstance(incarnation, tuple), f"{incarnation} is not the incarnation of a group"
     endpoints = incarnation[1]
     return ("generate", (endpoints,)) if isinstance(endpoints, str) else ("prefill", endpoints)
@@ -83,31 +85,32 @@ class AbsentGroup:
     role: str
     """The group's role: prefill or generate."""
     starts: bool = False
-    """True if the group's workers are to be started; False if the group has left by an operator's order."""
+    """True if the group's workers will be started. False if an operator has ordered the group to stop."""
     error: str = ""
-    """Reason why the group's last start failed, in one line; empty if it did not fail. The start is retried."""
+    """Error of the group's last start, in one line; empty if the start did not fail. A failed start is retried."""
 
 
 @dataclass(frozen=True)
 class EndedWorker:
-    """A worker whose process has ended."""
+    """Worker whose process has ended."""
 
     endpoint: str
-    """host:port on which the worker served."""
+    """Address (host:port) on which the worker served."""
     computing: tuple[str, ...] = ()
-    """Fingerprints of the requests whose first tokens the worker was computing when it crashed; empty if it did not
-    crash."""
+    """Fingerprints of the requests whose first tokens the worker was computing when it crashed. Empty if the worker did
+    not crash."""
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """All known groups, with and without workers. A group that is being repaired is included with `ready` False."""
+    """View of all known groups, with and without workers. A group that is being repaired is included with `ready`
+    False."""
 
     prefill: tuple[PrefillGroup, ...] = ()
     generation: tuple[GenerationGroup, ...] = ()
     absent: tuple[AbsentGroup, ...] = ()
     ended: tuple[EndedWorker, ...] = ()
-    """Workers whose processes have ended recently, the latest last."""
+    """Workers whose processes have ended recently, in the order of their ends."""
 
     @property
     def num_slots(self) -> int:
@@ -120,14 +123,14 @@ class ClusterView:
         return (*self.prefill, *self.generation)
 
     def chains_for(self, generation: GenerationGroup) -> "ClusterView":
-        """Return this view with only the prefill groups whose KV layout the generation group accepts. Layouts may
-        differ while the model of a cluster is being changed."""
+        """Return this view with only those prefill groups whose KV layout the group `generation` accepts. Prefill
+        groups with an unknown layout are included. Layouts may differ while the model of a cluster is being changed."""
         layouts = ("", generation.layout_fingerprint)
         return replace(self, prefill=tuple(group for group in self.prefill if group.layout_fingerprint in layouts))
 
     @property
     def endpoints(self) -> frozenset[str]:
-        """Return the endpoints of all workers."""
+        """Return the endpoints (host:port) of all workers."""
         ranks = (endpoint for group in self.prefill for endpoint in group.endpoints)
         return frozenset((*ranks, *(group.endpoint for group in self.generation)))
 
@@ -135,24 +138,24 @@ class ClusterView:
 @dataclass(frozen=True)
 class Orders:
     """Operators' orders for groups, with or without workers. The orchestrator changes the orders. The supervisor
-    carries them out, and stores them for a restart of either process."""
+    carries them out, and stores them so that a restart of either process does not lose them."""
 
     drained: frozenset[str] = frozenset()
     """Names of groups that get no new work."""
     leaving: frozenset[str] = frozenset()
-    """Names of drained, idle groups whose workers are to be stopped."""
+    """Names of drained, idle groups whose workers must be stopped."""
     stand_ins: frozenset[str] = frozenset()
-    """Names of stand-ins, i.e. groups that were started in addition to the configured ones. A stand-in that has left is
-    deleted."""
+    """Names of stand-ins, i.e. groups that were started in addition to the configured ones. A stand-in is deleted when
+    its workers have stopped."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Folder of the model that a group loads at its next start, by group name. Groups that are absent load the
+    """Folder of the model that a group loads at its next start, by group name. A group without an entry loads the
     configured model."""
     lent: Mapping[str, str] = field(default_factory=dict)
-    """Worker that a stand-in has borrowed from a group of the other role, by the stand-in's name. The worker returns to
-    its own group when the stand-in leaves."""
+    """Names of borrowed workers, by the name of the stand-in group that has borrowed the worker. The worker belongs to
+    a group of the other role, and returns to it when the stand-in stops."""
 
     surplus: frozenset[str] = frozenset()
-    """Names of groups that the autoscaler has drained because fewer groups suffice. It may undrain them."""
+    """Names of groups that the autoscaler has drained because fewer groups suffice. The autoscaler may undrain them."""
 
     def without(self, names: Collection[str]) -> "Orders":
         """Return these orders without the orders for the groups in `names`."""
@@ -163,23 +166,24 @@ class Orders:
         return Orders(drained, leaving, stand_ins, models, lent, surplus)
 
     def lender(self, name: str) -> str:
-        """Return the name of the group from which group `name` has borrowed its worker; empty if it has borrowed
-        none."""
+        """Return the name of the group from which the group `name` has borrowed its worker. Return an empty string if
+        its worker is not borrowed."""
         return place_of(self.lent[name])[0] if name in self.lent else ""
 
     def borrowers(self, name: str) -> dict[int, str]:
-        """Return the names of the groups that have borrowed workers of group `name`, by the rank of the worker in that
-        group."""
+        """Return the names of the groups that have borrowed workers of the group `name`. The keys are the ranks that
+        the workers have in the group `name`."""
         places = {borrower: place_of(worker) for borrower, worker in self.lent.items()}
         return {rank: borrower for borrower, (group, rank) in places.items() if group == name}
 
 
 def role_of(group: str) -> str:
-    """Return the role of the group of that name, for example prefill for prefill-0."""
+    """Return the role in a group's name: for example, "prefill" for prefill-0."""
     return group.partition("-")[0]
 
 
 def place_of(worker: str) -> tuple[str, int]:
-    """Return the group name and the rank of the worker of that name, for example of prefill-0.1 or generate-0."""
+    """Return the group name and the rank of the worker with this name. For example, prefill-0.1 is rank 1 of the group
+    prefill-0. A name without a rank, such as generate-0, has rank 0."""
     group, _, rank = worker.partition(".")
     return group, int(rank or 0)

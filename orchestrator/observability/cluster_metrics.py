@@ -14,20 +14,22 @@ from prometheus_client.registry import Collector
 from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, Scaling
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Samples of a metric, each as its label values and its value."""
+"""Samples of a metric. Each sample is a pair: the label values, and the measured value."""
 _STATES = ("free", "leased", "active", "quarantined")
-"""States of slots: the values of the label `state`, and the endings of the corresponding fields of statuses."""
+"""States of slots. They are the values of the label `state`. They are also the last parts of the names of the
+corresponding status fields."""
 
 
 class StateCollector(Collector):
-    """A prometheus_client collector of the cluster's present state."""
+    """Collector for prometheus_client that exports the cluster's present state."""
 
     def __init__(self, read: Callable[[], ClusterState]) -> None:
-        """`read` returns the last known state of the cluster. It may be called on any thread."""
+        """Create a collector. `read` returns the last known state of the cluster. The collector may call it on any
+        thread."""
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families, computed from one state."""
+        """Yield all metric families. All values are computed from one reading of the cluster's state."""
         state = self._read()
         yield from _of_the_cluster(state)
         if state.scaling is not None:

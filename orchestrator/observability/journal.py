@@ -1,7 +1,7 @@
 """Records the arrivals, refusals, failed attempts and ends of requests in the log, in metrics, in traces and in the
 list of requests. Also records the predicted and measured durations of steps.
 
-Called by `orchestrator.scheduler`. On the loop.
+Called by `orchestrator.scheduler`. Runs on the event loop.
 """
 
 import logging
@@ -20,19 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Log, metrics, traces and list of the requests of one orchestrator."""
+    """Writes the events of one orchestrator's requests to the log, the metrics, the traces and the list of requests."""
 
     def __init__(self, clock: Clock, traces: Traces, planner: ChainPlanner) -> None:
-        """`traces` receives every request that has ended. `planner` predicts the durations of steps."""
+        """Create a journal. `traces` receives every request that has ended. `planner` predicts the durations of
+        steps."""
         self.metrics = Metrics()
         self.traces = traces
         self.book = RequestBook(clock)
-        """Requests that wait or run, and the requests that ended last."""
+        """List of the requests that wait or run, and of the requests that ended most recently."""
         self._clock = clock
         self._planner = planner
 
     def stepped(self, step: StepSample) -> None:
-        """Record the ratio of the predicted to the measured duration of a generation group's step."""
+        """Record how well a generation group's step was predicted: the ratio of its predicted duration to its measured
+        duration."""
         if step.num_drafts:
             if step.predicted_s:
                 self.metrics.predicted("draft_round", step.predicted_s, step.duration_s)
@@ -51,7 +53,7 @@ class Journal:
         record.failures.append(FailedAttempt(attempt, self._clock.unix_ns(), name, str(error)))
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
-        """Record the end of the request, with its timings."""
+        """Record the end of the request in the log, the metrics and the traces, with its timings."""
         usage, timings, error = finished.usage, finished.timings, finished.error
         first_token_s = timings.time_to_first_token_s
         logger.info(

@@ -1,7 +1,9 @@
-"""Metrics of requests: histograms and counters in a registry of this orchestrator, updated mostly when a request ends.
+"""Metrics of requests: histograms and counters in a registry of this orchestrator. Most are updated when a request
+ends.
 
-Called by `orchestrator.scheduler`. The present state of the cluster is read at each scrape instead (`cluster_metrics`).
-docs/metrics.md lists all names, and their counterparts in OpenTelemetry. Written on the loop, read on any thread.
+Called by `orchestrator.scheduler`. The present state of the cluster is not part of these metrics; `cluster_metrics`
+reads it at each scrape. docs/metrics.md lists all names, and their counterparts in OpenTelemetry. Written on the event
+loop, read on any thread.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        """Registry of only this orchestrator, so that the metrics of two orchestrators in one process are separate."""
+        """Registry of this orchestrator only. Two orchestrators in one process have separate metrics."""
         self._first_token = self._histogram(
             "baton_time_to_first_token_seconds", "Seconds from a request's arrival to its first token", _FIRST_TOKEN_S
         )
@@ -75,19 +77,20 @@ class Metrics:
         )
 
     def refused(self, error: BatonError) -> None:
-        """Count a request that the queue did not accept."""
+        """Count a request that was refused before it entered the queue."""
         self._refused.labels(type(error).__name__).inc()
 
     def scaled(self, move: str, num_groups: int) -> None:
-        """Count changes to groups that the autoscaler has decided on."""
+        """Count changes that the autoscaler has decided on. `move` is the kind of change; `num_groups` is the number of
+        groups."""
         self._scalings.labels(move).inc(num_groups)
 
     def attempt_failed(self, error: BatonError) -> None:
-        """Count an attempt that has failed; another may follow."""
+        """Count a failed attempt at a request. The request may be attempted again."""
         self._failures.labels(type(error).__name__).inc()
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
-        """Count a request that has ended, and observe its durations."""
+        """Count a request that has ended, and add its durations to the histograms."""
         timings, usage, placement = finished.timings, finished.usage, finished.timings.prefill.placement
         self._requests.labels("" if finished.error is None else type(finished.error).__name__).inc()
         for reason in finished.reasons:
@@ -116,7 +119,8 @@ class Metrics:
             self._prefilled_locally(timings)
 
     def predicted(self, prediction: str, predicted_s: float, measured_s: float) -> None:
-        """Observe the ratio of a prediction to the measured time."""
+        """Add one sample to the histogram of prediction accuracy: `predicted_s / measured_s`. `prediction` is the name
+        of the predicted duration. Samples with a measured time of 0 are ignored."""
         if measured_s > 0:
             self._ratio.labels(prediction).observe(predicted_s / measured_s)
 

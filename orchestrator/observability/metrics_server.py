@@ -1,8 +1,8 @@
-"""Serves the metrics for Prometheus over HTTP: the path /metrics on a separate port, answered by separate threads.
+"""Serves the metrics for Prometheus over HTTP, at the path /metrics on a separate port and in separate threads.
 
-Started by `orchestrator.api.frontend`. Each scrape requests the state of the cluster once from the event loop
-(`orchestrator.observability.cluster_metrics`). All other metrics are read on the scrape's thread. Made and stopped on
-the loop.
+Started by `orchestrator.api.frontend`. Each scrape requests the state of the cluster once from the event loop (see
+`orchestrator.observability.cluster_metrics`). All other metrics are read on the scrape's thread. Created and stopped on
+the event loop.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from baton.settings.addresses import join_address
 from orchestrator.observability.cluster_metrics import StateCollector
 
 _ANSWER_S = 5.0
-"""Seconds within which the loop must return the cluster's state. Otherwise the scrape fails."""
+"""Timeout in seconds for reading the cluster's state from the event loop. The scrape fails after this time."""
 
 
 class MetricsServer:
-    """HTTP server of one registry. Make it with `start`, on the loop."""
+    """HTTP server that exports one metrics registry. Create it with `start`, on the event loop."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread, host: str) -> None:
         self.port: int = server.server_port
@@ -36,8 +36,8 @@ class MetricsServer:
     async def start(
         cls, registry: CollectorRegistry, read: Callable[[], ClusterState], *, host: str, port: int
     ) -> Self:
-        """Serve `registry` and the state that `read` returns. `read` is called on the loop. Port 0 selects any free
-        port.
+        """Start a server for the metrics in `registry` and for the cluster state that `read` returns. `read` is called
+        on the event loop. If `port` is 0, the system selects a free port.
 
         Raises ConfigError if the server cannot listen on this address.
         """

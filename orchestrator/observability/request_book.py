@@ -1,7 +1,7 @@
-"""List of the requests that wait or run, and of the requests that ended last, for operators and clients.
+"""List of the requests that wait or run, and of the requests that ended most recently, for operators and clients.
 
-Written by `orchestrator.observability.journal`; served over gRPC by `orchestrator.api.frontend`. It never contains
-prompts or outputs. The id of a request is shown only to its tenant and to operators. On the loop.
+Written by `orchestrator.observability.journal`; served over gRPC by `orchestrator.api.frontend`. The list never
+contains prompts or outputs. The id of a request is shown only to its tenant and to operators. Runs on the event loop.
 """
 
 import itertools
@@ -16,16 +16,16 @@ from orchestrator.requests.record import Finished, RequestRecord
 
 
 class RequestBook:
-    """Requests of one orchestrator: the records of unfinished requests, and the results of the requests that ended
-    last."""
+    """List of the requests of one orchestrator. It holds the records of unfinished requests, and the results of the
+    requests that ended most recently."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[int, RequestRecord]] = {}
-        """Number and record of each unfinished request, in order of arrival, by `id(record)`."""
+        """Sequence number and record of each unfinished request, in order of arrival. The key is `id(record)`."""
         self._ended: deque[RequestStatus] = deque(maxlen=NUM_KEPT)
-        """Requests that ended last, in order of their ends."""
+        """Status of the requests that ended most recently, in the order in which they ended."""
 
     def opened(self, record: RequestRecord) -> None:
         """Add a request that the queue has accepted."""
@@ -41,8 +41,8 @@ class RequestBook:
     def list(self, num_ended: int, tenant: str | None) -> RequestList:
         """Return all unfinished requests and the last `num_ended` requests that have ended.
 
-        `tenant` is the name of the caller's tenant; None for an operator. Ids and tenants of other tenants' requests
-        are left empty, except for an operator.
+        `tenant` is the name of the caller's tenant; None for an operator. A tenant sees the requests of other tenants
+        without their ids and tenant names. An operator sees all fields.
         """
         found = list(itertools.islice(reversed(self._ended), num_ended))
         found += [_status(number, record, record.timings()) for number, record in self._open.values()]

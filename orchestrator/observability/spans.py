@@ -9,7 +9,7 @@ from orchestrator.requests.request import Request
 
 
 def export(tracer: Tracer, trace: Trace, request: Request) -> None:
-    """Export the spans of a request, with the times of its stages."""
+    """Export one request as OpenTelemetry spans: a span for the request, and a child span for each of its stages."""
     timings, usage = trace.timings, trace.usage
     root = tracer.start_span(
         "generate",

@@ -1,4 +1,4 @@
-"""Trace of an ended request, with its stages, for OpenTelemetry and for `baton trace`. Pure."""
+"""Trace of a request that has ended, with its stages, for OpenTelemetry and for `baton trace`. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from orchestrator.requests.record import FailedAttempt
 
 @dataclass(frozen=True)
 class Trace:
-    """Trace of an ended request: its usage and the timings of its stages."""
+    """Trace of a request that has ended: its usage and the timings of its stages."""
 
     request_id: str
     usage: Usage
@@ -24,6 +24,6 @@ class Trace:
     failures: tuple[FailedAttempt, ...] = ()
 
     def stages(self) -> Iterator[Stage]:
-        """Yield all stages that the request has reached: first those of the whole request, in order, then those of the
-        ranks."""
+        """Yield all stages that the request has reached. The stages of the whole request come first, in order. The
+        stages of the single prefill ranks follow."""
         return stages_of(self.timings, self.usage.num_output_tokens)

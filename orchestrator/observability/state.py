@@ -17,7 +17,7 @@ from orchestrator.workers.worker_poller import WorkerPoller
 
 
 class Overview:
-    """Reads the state of an orchestrator's components."""
+    """Reads the state of all components of an orchestrator, and reports it as one ClusterState."""
 
     def __init__(
         self,
@@ -27,7 +27,8 @@ class Overview:
         chooser: Chooser,
         scaling: Callable[[], Scaling | None],
     ) -> None:
-        """`scaling` returns the latest decision of the autoscaler; None before the first."""
+        """Create an overview of these components. `scaling` returns the latest decision of the autoscaler; None before
+        the first decision."""
         self._members = members
         self._poller = poller
         self._admission = admission
@@ -35,13 +36,14 @@ class Overview:
         self._scaling = scaling
 
     async def state(self) -> ClusterState:
-        """Return the state of the groups, the queue and the slots after polling all workers, which takes at most about
-        a second. Answers from the last 0.25 s are reused."""
+        """Poll all workers, and return the state of the groups, the queue and the slots. Polling takes at most about a
+        second. Answers that are less than 0.25 s old are reused."""
         await self._poller.refresh()
         return self.last_state()
 
     def last_state(self) -> ClusterState:
-        """Return the state of the groups, the queue and the slots from the last answers of the workers."""
+        """Return the state of the groups, the queue and the slots without calling any worker. The last answers of the
+        workers are used."""
         groups = self._poller.groups()
         return ClusterState(
             groups=groups,
@@ -57,8 +59,8 @@ class Overview:
         )
 
     def is_serving(self) -> bool:
-        """Return True if a generation group can serve requests, no counts are inconsistent, and no slots or jobs are
-        leaked."""
+        """Return True if the orchestrator is healthy: a generation group can serve requests, the workers' counts are
+        consistent, and no slots or jobs are leaked."""
         return not self._why_not_serving(self._poller.groups())
 
     def _why_not_serving(self, groups: tuple[GroupState, ...]) -> tuple[str, ...]:

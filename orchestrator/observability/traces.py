@@ -1,11 +1,12 @@
-"""Stores the traces of the requests that ended last, for `baton trace`, and exports spans to an OpenTelemetry
+"""Stores the traces of the requests that ended most recently, for `baton trace`, and exports spans to an OpenTelemetry
 collector.
 
 A request becomes one span with a child span for each stage, including the stages of prefill ranks. If the caller sent a
-`traceparent` (W3C trace context), the span belongs to the caller's trace. Workers export nothing: their measurements
-arrive with their answers, so one process exports each request once, after its end. A thread of OpenTelemetry's SDK
-sends batches. A batch that the collector does not accept in time is dropped and logged. Called by
-`orchestrator.observability.journal` on the loop.
+`traceparent` (W3C trace context), the span belongs to the caller's trace. Workers export nothing: they send their
+measurements with their answers. So the orchestrator exports each request once, after its end. A thread of
+OpenTelemetry's SDK sends batches of spans. A batch that the collector does not accept in time is dropped and logged.
+
+Called by `orchestrator.observability.journal` on the event loop.
 """
 
 import asyncio
@@ -21,22 +22,24 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 NUM_KEPT = 256
-"""Maximum number of ended requests that are stored."""
+"""Maximum number of ended requests whose traces are stored."""
 
 
 class Traces:
-    """Traces of the requests of one orchestrator that ended last, and the exporter of spans if there is one."""
+    """Stores the traces of the requests that ended most recently in one orchestrator. Exports them as spans if an
+    exporter is configured."""
 
     def __init__(self, provider: "TracerProvider | None" = None) -> None:
-        """`provider` makes the spans. It is shut down with this object. None: nothing is exported."""
+        """Create an empty store. `provider` creates the spans, and is shut down by `close`. If it is None, nothing is
+        exported."""
         self._provider = provider
         self._tracer: Tracer | None = None if provider is None else provider.get_tracer("baton", __version__)
         self._latest: OrderedDict[tuple[str, str], Trace] = OrderedDict()
-        """Traces by tenant and request id. The key has the tenant because ids are chosen by callers."""
+        """Stored traces by tenant and request id. Clients choose request ids, so two tenants may use the same id."""
 
     def get(self, request_id: str) -> Trace | None:
-        """Return the stored trace of the request with this id; None if there is none. If several tenants used the id,
-        return the trace of the request that ended first."""
+        """Return the stored trace of the request with this id; None if no trace is stored. If several tenants used the
+        same id, return the trace of the request that ended first."""
         return next((trace for (_, each), trace in self._latest.items() if each == request_id), None)
 
     def ended(self, trace: Trace, request: Request) -> None:
@@ -52,6 +55,6 @@ class Traces:
             export(self._tracer, trace, request)
 
     async def close(self) -> None:
-        """Send the pending spans, for a few seconds at most."""
+        """Send the pending spans, and wait for a few seconds at most."""
         if self._provider is not None:
             await asyncio.to_thread(self._provider.shutdown)

@@ -1,9 +1,9 @@
-"""Fetches of cached KV from another node's prefix store as an alternative to computing it: the source and the cost.
+"""Plans fetches of cached KV from another node's prefix store, as an alternative to computing the KV again.
 
-The prefix index shows which store has the most leading blocks of a prompt. The planner predicts the duration of
-fetching the missing blocks. `orchestrator.placement.predictions` compares it with computing them, and
-`orchestrator.dispatch.fetching` runs the fetch. After a failed fetch, fetches between the same two stores pause, longer
-with each failure. On the loop.
+The prefix index shows which store has the most leading blocks of a prompt. The planner predicts how long it takes to
+fetch the missing blocks. `orchestrator.placement.predictions` compares this time with the time to compute the blocks,
+and `orchestrator.dispatch.fetching` runs the fetch. After a failed fetch, no fetch between the same two stores is made
+for a while. This pause grows with each failure. Runs on the event loop.
 """
 
 import heapq
@@ -19,27 +19,28 @@ from orchestrator.membership.view import Group, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _LEAST_BOUND_S = 0.05
-"""Minimum time limit of a fetch in seconds. Calls to busy processes may take that long."""
+"""Minimum time limit of a fetch in seconds, because calls to busy processes may take this long."""
 _MOST_HOLDERS = 8
-"""Maximum number of stores that are compared as sources of a prompt's blocks: those with the most leading blocks."""
+"""Maximum number of stores that are considered as sources of a prompt's blocks. The stores with the most leading blocks
+are considered."""
 _PAUSES = Backoff(1.0, 60.0)
-"""Pauses of fetches between two stores after failed fetches."""
+"""Increasing pauses of fetches between the same two stores after failed fetches."""
 
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """Prefix store, and the worker that is called to read or fill it."""
+    """Prefix store of a node, with the worker that is called to read from it or to write to it."""
 
     store: str
-    """Name of the store."""
+    """Name of the prefix store."""
     group: str
-    """Name of the worker's group."""
+    """Name of the group that the worker belongs to."""
     endpoint: str
-    """The worker's host:port."""
+    """Address (host:port) of the worker."""
 
     @property
     def node(self) -> str:
-        """Return the host part of the endpoint. It identifies the node, as far as addresses do."""
+        """Return the host part of the endpoint. Workers with the same host are assumed to run on the same node."""
         return node_of(self.endpoint)
 
 
@@ -50,13 +51,14 @@ class BlockFetch:
     source: StoreAccess
     target: StoreAccess
     names: tuple[str, ...]
-    """Names of the prompt's leading blocks, including those that the target already has."""
+    """Names of the prompt's leading blocks that the target has after the fetch. Blocks that it already has are
+    included."""
     num_held: int
-    """Number of these blocks that the target already has, according to the prefix index."""
+    """Number of blocks in `names` that the target already has, according to the prefix index."""
     block_tokens: int
     predicted_s: float
     saved_s: float = 0.0
-    """Predicted seconds of computation that the fetch saves."""
+    """Predicted seconds that computing the missing blocks would take."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,61 +67,67 @@ class BlockFetch:
 
     @property
     def is_far(self) -> bool:
-        """Return True if the two stores' workers have different hosts."""
+        """Return True if the workers of the source store and of the target store run on different hosts."""
         return self.source.node != self.target.node
 
     @property
     def within_s(self) -> float:
-        """Return the time limit of the fetch in seconds: the time that computing would take, with a minimum."""
+        """Return the time limit of the fetch in seconds. It is the time that computing the blocks would take, but at
+        least 0.05 s."""
         return max(self.saved_s, _LEAST_BOUND_S)
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Return the names of the source store and the target store, by which pauses are recorded."""
+        """Return the names of the source store and the target store. Pauses after failures are recorded by this
+        pair."""
         return self.source.store, self.target.store
 
 
 class BlockSources:
-    """Finds the stores from which blocks may be fetched. Owned by the chooser. Dispatch reports the results of fetches
-    to it."""
+    """Finds the prefix stores from which blocks may be fetched, and pauses fetches between two stores after a failure.
+    Owned by the chooser. `orchestrator.dispatch` reports the result of each fetch."""
 
     def __init__(self, members: Membership, index: PrefixIndex, planner: ChainPlanner, clock: Clock) -> None:
         self._pauses = Breakers(clock, 1, _PAUSES)
-        """Circuit breakers of pairs (source store, target store), which pause fetches after a failure."""
+        """Circuit breakers by pair (source store, target store). A breaker pauses fetches between its two stores after
+        a failure."""
         self._failed: set[tuple[str, str]] = set()
-        """Pairs of stores that have a circuit breaker."""
+        """Pairs (source store, target store) that have a circuit breaker because a fetch has failed."""
         self._members = members
         self._index = index
         self._planner = planner
 
     def of(self, names: Sequence[str], block_tokens: int) -> "PromptSources":
-        """Return the stores that have the most leading blocks of a prompt at present."""
+        """Return the stores that have leading blocks of a prompt at present. `names` are the names of the prompt's
+        blocks, in order; each block has `block_tokens` tokens."""
         held = self._index.holders(names[0]) if names else ()
         return PromptSources(self._accesses() if held else {}, self._index, self, tuple(names), block_tokens)
 
     def admits(self, source: str, target: str) -> bool:
-        """Return True if blocks may be fetched from `source` to `target` now, i.e. no pause is in force."""
+        """Return True if blocks may be fetched from the store `source` to the store `target` now. Return False during a
+        pause after a failed fetch."""
         return self._pauses.admits((source, target))
 
     def began(self, fetch: BlockFetch) -> bool:
-        """Record that a fetch begins. Return True if it is the first fetch after a pause; no other fetch may begin
-        until it ends."""
+        """Record that a fetch begins. Return True if it is a probe, i.e. the first fetch after a pause. No other fetch
+        between the same two stores may begin until the probe ends."""
         return self._pauses.of(fetch.pair).began()
 
     def succeeded(self, fetch: BlockFetch, *, is_probe: bool) -> None:
-        """Record that a fetch succeeded. `is_probe` is the result of `began`."""
+        """Record that a fetch succeeded. `is_probe` is the value that `began` returned for this fetch."""
         self._pauses.of(fetch.pair).succeeded(is_probe=is_probe)
 
     def failed(self, fetch: BlockFetch) -> None:
-        """Record that a fetch failed, and start a pause for its two stores. Removes pairs of stores that no longer
-        exist."""
+        """Record that a fetch failed, and pause fetches between its two stores. Also removes the records of stores that
+        no longer exist."""
         stores = {group.prefix_store for group in self._members.present.groups}
         self._failed = {pair for pair in self._failed | {fetch.pair} if stores.issuperset(pair)}
         self._pauses.keep(self._failed)
         self._pauses.failed(fetch.pair)
 
     def fetch_s(self, num_tokens: int, source: StoreAccess, target: StoreAccess) -> float:
-        """Return the predicted seconds of fetching the KV of `num_tokens` tokens."""
+        """Return the predicted duration, in seconds, of copying the KV of `num_tokens` tokens from store `source` to
+        store `target`."""
         return self._planner.fetch_s(num_tokens, is_far=source.node != target.node)
 
     def _accesses(self) -> dict[str, StoreAccess]:
@@ -133,7 +141,8 @@ class BlockSources:
 
 
 class PromptSources:
-    """Stores that had a prompt's leading blocks, according to the prefix index, when this object was made."""
+    """Finds the prefix store from which a prompt's leading blocks can be fetched. Uses the prefix index as it was when
+    this object was created."""
 
     def __init__(
         self,
@@ -150,13 +159,14 @@ class PromptSources:
         self._block_tokens = block_tokens
         held = ((index.num_held(store, names), access) for store, access in accesses.items())
         self._holders = heapq.nlargest(_MOST_HOLDERS, (each for each in held if each[0]), key=lambda each: each[0])
-        """Number of the prompt's leading blocks in each source store, and the store, for the stores with the most
-        blocks."""
+        """Possible source stores, those with the most blocks first. Each entry is the number of the prompt's leading
+        blocks in the store, and the store."""
         self._found: dict[str, BlockFetch | None] = {}
 
     def into(self, store: str) -> BlockFetch | None:
-        """Return the fetch into `store` from the store with the most leading blocks; None if no usable store has more
-        of them than `store`. A store is not usable while fetches from it to `store` pause."""
+        """Return the planned fetch of blocks into `store` from the store that has the most leading blocks of the
+        prompt. Return None if no other store has more of these blocks. Stores from which fetches into `store` are
+        paused are ignored."""
         if store not in self._found:
             self._found[store] = self._best(store)
         return self._found[store]
@@ -175,10 +185,12 @@ class PromptSources:
 
 
 def endpoint_of(group: Group) -> str:
-    """Return the endpoint of the worker that is called for the group's prefix store."""
+    """Return the endpoint (host:port) of the worker that reads and fills the group's prefix store: rank 0 of a prefill
+    group, or the generation worker."""
     return group.endpoints[0] if isinstance(group, PrefillGroup) else group.endpoint
 
 
 def node_of(endpoint: str) -> str:
-    """Return the host part of an endpoint. It identifies the node, as far as addresses do."""
+    """Return the host part of an endpoint (host:port). Workers with the same host are assumed to run on the same
+    node."""
     return endpoint.rpartition(":")[0]

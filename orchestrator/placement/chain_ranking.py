@@ -1,13 +1,15 @@
-"""Finds the cheapest chain for a generation group without comparing all chains for each group.
+"""Finds the cheapest chain of prefill ranks for each generation group, without comparing all chains for each group.
 
-The cost of a chain is the sum of a term of the chain alone, a term of the generation group alone, and the transfer of
-KV. The transfer depends only on the number of tokens missing on the group's node, on the duration of the chain, and on
-whether one of its ranks is on the group's node. So among chains with the same duration and the same nearness, only the
-one with the least cost alone can be the cheapest. These few chains are compared once for each number of missing tokens.
-The time to select among all combinations of groups is then linear in the number of groups, unless almost every node has
-a different part of the prompt cached.
+The cost of a chain is the sum of three terms: one of the chain alone, one of the generation group alone, and the
+transfer of KV. The transfer depends only on three values: the number of tokens whose KV is missing on the generation
+group's node, the duration of the chain, and whether one of the chain's ranks is on that node.
 
-Made by `orchestrator.placement.predictions` for one moment. Pure.
+Consider all chains with the same duration that are equally near to the generation group. Only the chain with the least
+cost of its own can be the cheapest of them. These few chains are compared once for each number of missing tokens. So
+the time to select among all combinations of groups is linear in the number of groups, unless almost every node has a
+different part of the prompt cached.
+
+Created by `orchestrator.placement.predictions` for one moment. Pure.
 """
 
 import math
@@ -23,44 +25,48 @@ from orchestrator.placement.block_fetches import BlockFetch, node_of
 from orchestrator.placement.chain_width import ChainPlan
 
 _DIGITS = 9
-"""Number of decimals to which seconds are compared. Chains that wait for the same link differ only by rounding
-errors."""
+"""Number of decimals to which costs in seconds are rounded before they are compared. Chains with the same cost may
+differ by rounding errors."""
 _Rank = tuple[float, int, bool]
-"""Sort key of a chain: cost in seconds, then, for ties, the group's number in the view and whether a fetch precedes."""
+"""Sort key of a chain: its cost in seconds. Ties are broken by the group's position in the cluster view, and then in
+favor of a chain without a fetch."""
 
 
 @dataclass(frozen=True)
 class GroupChain:
-    """Prompt's chain in one prefill group at one moment, independent of the generation group that receives its KV."""
+    """Chain of ranks in one prefill group that could prefill a prompt now. The generation group that receives the KV is
+    not selected yet."""
 
     group: PrefillGroup
     place: int
-    """Number of the group in the cluster view. On ties the chain with the smallest number is selected."""
+    """Position of the group in the cluster view. If costs are equal, the chain with the lowest position is selected."""
     chain: ChainPlan
     fetch: BlockFetch | None = None
-    """Cached KV that is first fetched to the chain's node. The chain starts after it. None if there is no fetch."""
+    """Fetch of cached KV to the chain's node, which must end before the chain starts. None if no KV is fetched."""
     without_fetch: "GroupChain | None" = None
-    """Chain in the same group without the fetch; None if this chain has no fetch."""
+    """Alternative chain in the same group that computes the KV instead of fetching it. None if this chain has no
+    fetch."""
 
     @property
     def queue_s(self) -> float:
-        """Return the predicted seconds for which the chain waits for other jobs, without the time of its fetch."""
+        """Return the predicted time in seconds that the chain waits for other jobs. The time of its own fetch is not
+        included."""
         return max(self._own_s - self.chain.ttft_s - self.fetch_s, 0.0)
 
     @property
     def others_s(self) -> float:
-        """Return the predicted delay of other prompts due to the chain, in seconds."""
+        """Return the predicted delay, in seconds, that the chain causes to other prompts."""
         return self.chain.cost_s - self._own_s
 
     @property
     def fetch_s(self) -> float:
-        """Return the predicted seconds of the fetch; 0 if there is no fetch."""
+        """Return the predicted duration of the fetch of cached KV in seconds; 0 if there is no fetch."""
         return 0.0 if self.fetch is None else self.fetch.predicted_s
 
     @cached_property
     def alone_s(self) -> float:
-        """Return the predicted cost of the chain without the transfer of KV, in seconds: to its own prompt and to
-        others."""
+        """Return the predicted cost of the chain in seconds, without the transfer of KV. The cost is the time to the
+        first token of its own prompt plus the delay of other prompts."""
         return self.queue_s + self.chain.ttft_s + self.fetch_s + self.others_s
 
     @property
@@ -68,13 +74,13 @@ class GroupChain:
         return self.chain.choice.predicted_s or 0.0
 
     def rank(self, transfer_s: float = 0.0) -> _Rank:
-        """Return the sort key of the chain if its transfer of KV takes `transfer_s` seconds. The chain with the
-        smallest key is selected."""
+        """Return the sort key of the chain, given that its transfer of KV takes `transfer_s` seconds. The chain with
+        the smallest key is selected."""
         return round(self.alone_s + transfer_s, _DIGITS), self.place, self.fetch is not None
 
 
 class ChainRanking:
-    """Chains of one prompt for all generation groups with the same KV layout."""
+    """Compares the chains of one prompt for all generation groups that accept the same KV layout."""
 
     def __init__(self, planner: ChainPlanner, chains: Sequence[GroupChain]) -> None:
         self._planner = planner
@@ -84,17 +90,18 @@ class ChainRanking:
             for node in {*map(node_of, chain.group.endpoints)}:
                 by_node[node].append(chain)
         self._ahead: dict[str | None, list[GroupChain]] = {node: _ahead(found) for node, found in by_node.items()}
-        """Chains that can be the cheapest, in ascending cost, by a node that has one of their ranks. The key None has
-        the chains that can be the cheapest if no rank is on the node."""
+        """Candidates for the cheapest chain, in ascending cost. The key is a node that runs one of the chain's ranks.
+        The key None has the candidates for generation groups on nodes that run none of the chain's ranks."""
         self._ahead[None] = _ahead(chains)
         self._found: dict[Hashable, tuple[_Rank, GroupChain] | None] = {}
-        """Cached results of `_least`, by number of missing tokens and node."""
+        """Cached results of `_least`, by the number of missing tokens and the node."""
 
     def best(self, num_missing: int, node: str) -> GroupChain | None:
-        """Return the chain with the least cost for a generation group on this node; None if there are no chains.
+        """Return the cheapest chain for a generation group on the node `node` (a host name); None if there are no
+        chains.
 
-        `num_missing` is the number of tokens whose KV the node does not have. On ties, the chain of the first group is
-        returned, without a fetch if possible.
+        `num_missing` is the number of tokens whose KV the node does not have. If costs are equal, the group that comes
+        first in the cluster view is selected, and a chain without a fetch is preferred.
         """
         nearby = self._least(num_missing, node) if node in self._ahead else None
         # a chain near this node is overpriced in the second result, but the first has its true cost
@@ -102,7 +109,8 @@ class ChainRanking:
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def passes_over_fetch(self, num_missing: int) -> bool:
-        """Return True if some chain could start with a fetch but is cheaper without it."""
+        """Return True if at least one chain could start with a fetch of cached KV but is predicted to be cheaper
+        without the fetch. `num_missing` is the number of tokens whose KV the generation group's node does not have."""
         return any(
             self._rank(chain.without_fetch, num_missing) < self._rank(chain, num_missing)
             for chain in self._fetching

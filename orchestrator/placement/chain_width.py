@@ -1,7 +1,7 @@
-"""Plans a prompt's chain in a prefill group: its ranks, the prompt's division among them, and its position in the
-queue.
+"""Plans how a prefill group computes a prompt: which ranks form the chain, how the prompt is divided among the ranks,
+and when the chain is served.
 
-The width of a chain is its number of ranks. Several widths are compared: all widths if there are few, otherwise some
+The width of a chain is its number of ranks. The following widths are compared: all widths if there are few, otherwise
 evenly spaced ones, and each width beyond which the next rank has more work. The width with the least cost is selected.
 The cost is the sum of two terms, in seconds of predicted time to first token:
 
@@ -10,11 +10,13 @@ The cost is the sum of two terms, in seconds of predicted time to first token:
              is J * W / R, where J is the number of unfinished jobs of the group, W the rank-seconds of this width
              beyond those of the cheapest width, and R the number of ranks of the group.
 
-Jobs are served by `due_s`, which is the arrival time plus the predicted time on idle ranks. Overtaking is limited. When
-a job arrives, it gets a latest end: (1 + overtaking) times its predicted time. A later job that would make it miss this
-end is served after it. In addition, for fairness, a job yields to a job of another tenant if its own tenant has more
-work before it, relative to the tenant's weight, than the other tenant has unfinished. This rule overrides the other
-two. docs/kv_runahead.md derives these rules.
+Jobs are served in the order of `due_s`, which is the arrival time plus the predicted time on idle ranks. Overtaking is
+limited. When a job arrives, it gets a latest end: (1 + overtaking) times its predicted time. A later job that would
+make it miss this end is served after it.
+
+Tenants are served fairly. Let A be the tenant of a waiting job, and B the tenant of a new job. The waiting job yields
+to the new job if the work of A before the waiting job, relative to A's weight, exceeds the unfinished work of B,
+relative to B's weight. This rule overrides the other two. docs/kv_runahead.md derives these rules.
 
 Called by `orchestrator.placement.predictions`. Durations are predicted by `baton.planning.planner`. The unfinished jobs
 are listed in `orchestrator.membership.prefill_queues`. Pure.
@@ -35,35 +37,38 @@ from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """Plan of one prompt's chain: ranks, chunks, position in the queue, and predictions."""
+    """Plan for the prefill of one prompt by a chain of ranks: the ranks, their chunks, the position in the queue, and
+    predictions."""
 
     ranks: tuple[Rank, ...]
-    """Ranks of the group that run the chain, ascending."""
+    """Ranks of the group that run the chain, in ascending order."""
     chunks: tuple[TokenRange, ...]
-    """Token range of the prompt for each rank."""
+    """Range of prompt tokens that each rank computes, in the order of `ranks`."""
     layer_s: float
-    """Predicted seconds of the longest layer over all ranks."""
+    """Predicted duration in seconds of the slowest layer of any rank."""
     job: Pending
-    """Entry for the list of unfinished jobs: the chain's due time and its predicted work on each rank."""
+    """Entry for the group's queue of unfinished jobs. It has the chain's due time and its predicted work on each
+    rank."""
     choice: WidthChoice
-    """Predictions for the selected width and for the other widths compared."""
+    """Selected number of ranks, and the predictions for it and for all other numbers of ranks that were compared."""
     ttft_s: float
-    """Predicted duration of the chain on idle ranks, in seconds."""
+    """Predicted duration of the chain in seconds if all its ranks are idle."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Return the number of cached tokens before the chain's first token."""
+        """Return the number of leading prompt tokens whose KV is cached. The chain starts after these tokens."""
         return self.chunks[0].start
 
     @property
     def cost_s(self) -> float:
-        """Return the predicted duration of the chain plus the delay that it causes to other prompts, in seconds."""
+        """Return the cost of the chain in seconds: its predicted duration plus the delay that it causes to other
+        prompts."""
         return min(option.cost_s for option in self.choice.options)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Division of a prompt into a chain of one width, and the planner's predictions for it on idle ranks."""
+    """Division of a prompt among a number of ranks, and the predicted durations on idle ranks."""
 
     chunks: tuple[TokenRange, ...]
     rank_s: tuple[float, ...]
@@ -72,47 +77,50 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _PlacedChain:
-    """Chain at a position in the queue of a group."""
+    """Possible chain for a prompt, with its ranks, its position in the group's queue and its costs."""
 
     shape: _Shape
     ranks: tuple[Rank, ...]
     num_ahead: int
-    """Number of jobs that are served before the chain."""
+    """Number of the group's unfinished jobs that are served before the chain."""
     own_s: float
     others_s: float
 
 
 @dataclass(frozen=True)
 class WidthPolicy:
-    """Settings by which chains are planned."""
+    """Settings for planning the prefill of prompts by chains of ranks."""
 
     planner: ChainPlanner
     _: KW_ONLY
     elastic: bool
-    """True if widths and positions are selected by cost. False: every prompt uses all ranks, first come, first
-    served."""
+    """True if the number of ranks and the position in the queue are selected by cost. False if every prompt uses all
+    ranks, in order of arrival."""
     overtaking: float
-    """Maximum additional time that a job may take because of later jobs, as a fraction of its predicted time."""
+    """Maximum additional time that a job may take because later jobs are served first, as a fraction of its predicted
+    time."""
 
     def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
-        """Return the chains of a tenant's prompt, to be planned for any groups."""
+        """Return an object that plans chains in any group for the tokens `tokens` of a prompt of `tenant`."""
         return PromptChains(self, tokens, tenant)
 
 
 class PromptChains:
-    """Chains of all widths for one prompt. Each width is predicted once, because the prediction takes most of the
-    time."""
+    """Plans the prefill of one prompt by a chain of ranks. Predicts each chain length (width) once and reuses the
+    result, because predictions take most of the time."""
 
     def __init__(self, policy: WidthPolicy, tokens: TokenRange, tenant: Tenant) -> None:
         self._policy, self._planner, self._tokens, self._tenant = policy, policy.planner, tokens, tenant
         self._shapes: dict[int, _Shape] = {}
-        """Shapes predicted so far, by width."""
+        """Cached divisions of the prompt with their predicted durations, by number of ranks."""
         self._layers_s: dict[int, float] = {}
-        """Predicted seconds of the longest layer over all ranks, by width, for the widths planned so far."""
+        """Predicted duration in seconds of the slowest layer of any rank, by number of ranks. Computed only for the
+        numbers of ranks that were selected."""
 
     def plan(self, num_ranks: int, pending: Sequence[Pending], now_s: float) -> ChainPlan:
-        """Return the best chain in a group of `num_ranks` ranks. `pending` are the group's unfinished jobs, in the
-        order of service. `now_s` is the time on the orchestrator's monotonic clock. Deterministic."""
+        """Return the best chain for the prompt in a group of `num_ranks` ranks. `pending` are the group's unfinished
+        jobs, in the order of service. `now_s` is the time in seconds on the orchestrator's monotonic clock.
+        Deterministic."""
         elastic = self._policy.elastic
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
         spaced = spaced_widths(most) if elastic else {most}
@@ -157,8 +165,8 @@ class PromptChains:
 
 
 class _Group:
-    """Unfinished jobs of a group at one moment, and the possible positions of a new job with due time `due_s`. For each
-    job, `yielding` is True if it yields to the new job."""
+    """Queue of one prefill group at one moment. Finds the position and the cost of a new job with due time `due_s`. For
+    each pending job, `yielding` is True if the pending job yields to the new job."""
 
     def __init__(
         self, num_ranks: int, pending: Sequence[Pending], yielding: Sequence[bool], now_s: float, due_s: float
@@ -171,18 +179,19 @@ class _Group:
         earlier_s = busy_s(job.left_s for job in pending[: self._num_earlier])
         all_s = busy_s(job.left_s for job in pending)
         self._ranks = sorted(map(Rank, range(num_ranks)), key=lambda rank: (earlier_s[rank], all_s[rank], rank))
-        """All ranks, the rank that is free first at the beginning. On ties the rank with less work precedes."""
+        """All ranks of the group, in the order in which they become free. Of ranks that become free at the same time,
+        the one with less work comes first."""
         self._busy_s = [(earlier_s[rank], all_s[rank]) for rank in self._ranks]
 
     def edges(self, most: int) -> set[int]:
-        """Return the widths, up to `most`, beyond which the next rank has more work. The cost changes abruptly
-        there."""
+        """Return the numbers of ranks, up to `most`, at which one more rank would be a busier one. The cost changes
+        abruptly at these widths."""
         steps = enumerate(pairwise(self._busy_s), start=1)
         return {width for width, (last, following) in steps if width <= most and last != following}
 
     def place(self, shape: _Shape, extra_s: float) -> _PlacedChain:
-        """Return the chain with its position and costs. `extra_s` is the number of rank-seconds beyond the cheapest
-        chain's."""
+        """Return the chain with its position in the queue and its costs. `extra_s` is the work of this chain beyond the
+        work of the cheapest chain, in rank-seconds."""
         pending, ranks = self._pending, tuple(sorted(self._ranks[: len(shape.chunks)]))
         own_left_s = dict(zip(ranks, shape.rank_s, strict=True))
         num_ahead = self._num_earlier
@@ -219,10 +228,11 @@ class _Group:
 
 
 def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
-    """Return for each job whether it yields to a new job of `tenant`, regardless of their due times.
+    """Return, for each pending job, True if the job yields to a new job of `tenant`, i.e. if the new job may be served
+    first regardless of due times.
 
-    A job yields if its own tenant has more work before it than `tenant` has unfinished work. Both are measured in
-    predicted seconds divided by the tenant's weight.
+    A job yields if its tenant has more work in the queue before this job than `tenant` has in the whole queue. Work is
+    measured in predicted seconds divided by the tenant's weight.
     """
     own_s = sum(sum(job.left_s.values()) for job in pending if job.tenant.name == tenant.name) / tenant.weight
     before_s: defaultdict[str, float] = defaultdict(float)
@@ -235,13 +245,14 @@ def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
 
 
 def spaced_widths(most: int) -> set[int]:
-    """Return the widths to compare on an idle group: all small widths, then four widths from each power of two to the
-    next, and `most`. Costs change little between these widths."""
+    """Return the numbers of ranks (widths) to compare on an idle group of `most` ranks: all small widths, four widths
+    between each power of two and the next, and `most`. Costs change little between these widths."""
     return {width for width in range(1, most) if width % (1 << max(width.bit_length() - 3, 0)) == 0} | {most}
 
 
 def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> list[float]:
-    """Return the seconds until each job ends, if every rank does its work in the order of the jobs."""
+    """Return, for each job, the seconds until it ends, if every rank serves the jobs in the given order. `lefts_s` has
+    the remaining seconds of work by rank for each job."""
     busy: defaultdict[Rank, float] = defaultdict(float)
     finishes = []
     for left_s in lefts_s:
@@ -252,7 +263,8 @@ def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> list[float]:
 
 
 def busy_s(lefts_s: Iterable[Mapping[Rank, float]]) -> Mapping[Rank, float]:
-    """Return the total seconds of work of each rank; 0 for ranks without work."""
+    """Return the total seconds of work of each rank. `lefts_s` has the remaining seconds of work by rank for each job.
+    The result is 0 for ranks without work."""
     busy: defaultdict[Rank, float] = defaultdict(float)
     for left_s in lefts_s:
         for rank, seconds in left_s.items():

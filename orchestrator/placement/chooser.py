@@ -1,8 +1,9 @@
-"""Decides where an attempt is served, as one `Plan`. Waits for a limited time if no group can serve the request.
+"""Selects the workers that serve an attempt at a request, and returns the decision as a `Plan`. Waits for a limited
+time if no group can serve the request.
 
 Called by `orchestrator.dispatch.attempt`, which carries out the plan, by `orchestrator.admission.forecast`, and,
 without waiting, by the traffic simulator. Only this module waits for groups. `orchestrator.placement.predictions`
-predicts costs, `comparison` compares them, and `chain_width` plans chains. On the loop.
+predicts costs, `comparison` compares them, and `chain_width` plans chains. Runs on the event loop.
 """
 
 import logging
@@ -41,46 +42,55 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _ASKED_LAST_S = 1e6
-"""Cost assigned to a group that lacks memory for the request, so that all other groups are preferred."""
+"""Cost in seconds that is assigned to a group with too little memory for the request. All other groups are then
+preferred."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Decision where one attempt is served. It is made before any call to a worker. Only its chain may be replanned."""
+    """Selection of the groups that serve one attempt. The plan is made before any worker is called. Later only its
+    chain may be replaced."""
 
     generation: GenerationGroup
     way: ChainWay | None
-    """Chain that prefills, with its group and its terms; None if the generation group prefills by itself."""
+    """Chain of ranks that prefills the prompt, with its group and its predicted costs. None if the generation group
+    prefills by itself."""
     placement: Placement
-    """Selection of the workers that prefill, with its reason and the predicted terms of both options."""
+    """Decision whether a chain or the generation group prefills, with the reason and the predicted costs of both
+    options."""
     blocks: PromptBlocks
-    """Blocks of all tokens whose KV the attempt needs."""
+    """Names of the KV blocks of all tokens whose KV the attempt needs."""
     slot_blocks: tuple[str, ...]
-    """Names of the leading blocks that a slot of the generation group loads from its node's prefix store, if it has
-    them."""
+    """Names of the leading blocks that a slot of the generation group loads from its node's prefix store. Blocks that
+    the store does not have are skipped."""
     reserves: bool
-    """True if slots are leased before the stream is opened, to receive the KV of a chain or to load cached blocks."""
+    """True if slots are leased before the stream is opened. This is done if a chain sends KV to the slots, or if cached
+    blocks are loaded into them."""
     uses_cached: bool
-    """True if the plan relies on the prefix index."""
+    """True if the plan relies on cached blocks that the prefix index lists."""
     fetch: BlockFetch | None = None
-    """Cached KV that is first fetched from another node; None if there is no fetch."""
+    """Fetch of cached KV from another node before the attempt begins. None if no KV is fetched."""
 
 
 class Chooser:
-    """Selects groups for requests. Changes only its counter and its list of attempts on generation groups."""
+    """Selects groups for requests. Changes no state except its own counter and its list of the attempts on each
+    generation group."""
 
     def __init__(self, members: Membership, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self.num_degraded = 0
-        """Number of attempts for which the generation group prefilled because no prefill group was ready in time."""
+        """Number of attempts that were prefilled by their generation group because no prefill group was ready in
+        time."""
         self.prefixes = PrefixIndex()
-        """Index of the blocks in prefix stores, as reported by workers. Written by dispatch and prefix discovery."""
+        """Index of the blocks in all prefix stores, as reported by workers. Updated by `orchestrator.dispatch` and
+        `orchestrator.workers.prefix_discovery`."""
         self._members = members
         self._planner = planner
         self.generation_load = GenerationLoad(planner)
-        """List of the attempts on each generation group."""
+        """List of the attempts that run on each generation group."""
         policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
         self.sources = BlockSources(members, self.prefixes, planner, clock)
-        """Stores from which cached KV may be fetched. Dispatch reports failed fetches to it."""
+        """Prefix stores from which cached KV may be fetched. `orchestrator.dispatch` reports the result of each fetch
+        to this object."""
         self._outlook = Outlook(
             *(members, planner, policy, self.prefixes, self.sources, self.generation_load, clock),
             block_tokens=config.block_tokens,
@@ -96,13 +106,13 @@ class Chooser:
         uses_cached: bool = True,
         fetches: bool = True,
     ) -> Plan:
-        """Return where the attempt is served. Waits for groups if necessary.
+        """Return the plan for the attempt: the groups that serve it. Waits for groups if necessary.
 
-        When a generation group is found, the attempt is added to its load in the context stack `held`, so that its
-        slots are not given to others while this request waits for a chain. Groups whose incarnation is in `full` have
-        refused the attempt and are tried last. If `uses_cached`, a chain starts after the cached blocks. If `fetches`
-        is True too, missing blocks may be fetched from another node first. Raises NoGroupError if no group has room in
-        time.
+        As soon as a generation group is selected, the attempt is added to the group's load, until the context stack
+        `held` is closed. Thus its slots are not given to other requests while this one waits for a chain. Groups whose
+        incarnation is in `full` have refused the attempt and are tried last. If `uses_cached` is True, a chain starts
+        after the cached blocks. If `fetches` is True too, missing blocks may first be fetched from another node. Raises
+        NoGroupError if no group has enough free slots in time.
         """
         look = partial(Prospects, self._outlook, AttemptPrompt(self._outlook, record), fetches=fetches)
         generation, prospects = await self._find_generation(record, look, record.avoid | {*full})
@@ -143,8 +153,8 @@ class Chooser:
         return Plan(generation, way, placement, blocks, names, reserves=reserves, uses_cached=uses_cached, fetch=fetch)
 
     def replan(self, plan: Plan, record: RequestRecord) -> Plan:
-        """Return the plan with the cheapest chain at present, without another fetch. The plan is returned unchanged if
-        it has no chain or if no prefill group is ready."""
+        """Return the plan with its chain replaced by the chain that is cheapest now. No new fetch of cached KV is
+        planned. Returns the plan unchanged if it has no chain or if no prefill group is ready."""
         if plan.way is None:
             return plan
         prompt = AttemptPrompt(self._outlook, record, {plan.generation.layout_fingerprint: plan.blocks})
@@ -153,13 +163,14 @@ class Chooser:
         return replace(plan, way=prospects.best_chain(plan.generation, record.avoid) or plan.way)
 
     def has_room(self, record: RequestRecord, avoid: Collection[Hashable]) -> bool:
-        """Return True if a generation group whose incarnation is not in `avoid` has room for the request now."""
+        """Return True if a generation group has enough free slots for the request now. Groups whose incarnation is in
+        `avoid` are ignored."""
         groups = able_groups(self._members.view, record, avoid)
         return bool(groups_with_room(groups, self._members.load, record.request.num_slots))
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Return the predicted seconds to the first token if the request is placed now on the best ready group. Groups
-        with room are preferred. Returns 0 if no prediction is possible."""
+        """Return the predicted seconds to the first token if the request is placed now on the best ready group. If some
+        groups have enough free slots, only these are considered. Return 0 if no prediction is possible."""
         groups = able_groups(self._members.view, record)
         roomy = groups_with_room(groups, self._members.load, record.request.num_slots)
         prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))

@@ -1,10 +1,10 @@
-"""Compares the options to serve a request (which generation group, and which workers prefill) by predicted seconds.
+"""Compares the options to serve a request by predicted seconds. An option is a generation group together with the
+workers that prefill.
 
-An option is a generation group together with either a prefill group's chain or a prefill by the generation group
-itself. Its cost is the sum of `baton.results.prefill_trace.PlacementTerms`, predicted by
-`orchestrator.placement.predictions`. The comparisons are called by `orchestrator.placement.chooser`. The delay that a
-local prefill causes to running sequences is limited by their engine (`generate_workers.engine.step_bound`), so it is
-not a term of the cost. Pure.
+The workers that prefill are either a chain of ranks in a prefill group, or the generation group itself. The cost of an
+option is the sum of `baton.results.prefill_trace.PlacementTerms`, predicted by `orchestrator.placement.predictions`. A
+prefill by the generation group delays the group's running sequences. This delay is not a term of the cost, because the
+engine limits it (`generate_workers.engine.step_bound`). Called by `orchestrator.placement.chooser`. Pure.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -18,35 +18,35 @@ from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.requests.record import RequestRecord
 
 LoadOf = Callable[[str], Load]
-"""Function that returns the load of the group of a given name."""
+"""Function that takes the name of a group and returns the group's load."""
 
 _ALIKE_S = 1e-3
-"""Resolution in seconds for comparing costs. Among groups with equal costs, the group with the most free slots is
-selected."""
+"""Resolution in seconds for comparing costs. If several groups have equal costs at this resolution, the group with the
+most free slots is selected."""
 
 
 @dataclass(frozen=True)
 class ChainWay:
-    """Option to prefill a request by a chain in a prefill group, with its predicted terms."""
+    """Option to prefill a request by a chain of ranks in a prefill group, with its predicted costs."""
 
     group: PrefillGroup
     chain: ChainPlan
     terms: PlacementTerms
     fetch: BlockFetch | None = None
-    """Cached KV that is first fetched to the chain's node. The chain starts after it. None if there is no fetch."""
+    """Fetch of cached KV to the chain's node, which must end before the chain starts. None if no KV is fetched."""
 
 
 @dataclass(frozen=True)
 class LocalWay:
-    """Option to prefill a request by the generation group itself, with its predicted terms."""
+    """Option to prefill a request on the generation group itself, with its predicted costs."""
 
     terms: PlacementTerms
     fetch: BlockFetch | None = None
-    """Cached KV that is first fetched to the group's node. The prefill starts after it. None if there is no fetch."""
+    """Fetch of cached KV to the group's node, which must end before the prefill starts. None if no KV is fetched."""
 
 
 def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:
-    """Return the ready generation groups that may serve the request and have large enough slots. Groups whose
+    """Return the ready generation groups that may serve the request and whose slots are large enough. Groups whose
     incarnation is in `avoid` are excluded."""
     return [
         group
@@ -56,13 +56,15 @@ def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hash
 
 
 def could_serve(group: GenerationGroup, record: RequestRecord) -> bool:
-    """Return True if the group may serve the request once it is ready, and its slots are large enough."""
+    """Return True if the group could serve the request once it is ready: its slots are large enough, and it attends to
+    all tokens if the request requires this."""
     is_allowed = group.may_serve(exact=record.request.exact)
     return is_allowed and group.max_slot_tokens >= record.request.capacity_tokens
 
 
 def groups_with_room(groups: Iterable[GenerationGroup], load_of: LoadOf, num_slots: int) -> list[GenerationGroup]:
-    """Return the groups with at least `num_slots` free slots, as far as this orchestrator knows."""
+    """Return the groups with at least `num_slots` free slots. Only slots used by this orchestrator's requests are known
+    to be in use."""
     return [group for group in groups if load_of(group.name).num_slots + num_slots <= group.num_slots]
 
 
@@ -72,7 +74,8 @@ def cheapest_group(
     """Return the group with the least cost; None if there are no groups. If there is only one group, its cost is not
     computed.
 
-    Among groups with nearly equal costs, the group with the most free slots is returned, on ties the first.
+    Among groups with nearly equal costs, the group with the most free slots is returned. If these are equal too, the
+    first such group is returned.
     """
     if len(groups) < 2:
         return next(iter(groups), None)
@@ -80,8 +83,9 @@ def cheapest_group(
 
 
 def compare(chain: PlacementTerms, local: PlacementTerms | None) -> Placement:
-    """Return whether the chain or the generation group should prefill: the chain, unless the group is predicted to be
-    faster."""
+    """Decide whether the chain or the generation group should prefill. `chain` and `local` are the predicted costs of
+    these two options. The chain is selected unless `local` is predicted to be faster. `local` is None if it cannot be
+    predicted."""
     if local is None:
         return Placement("not_predicted", chain)
     return Placement("local_faster" if local.cost_s < chain.cost_s else "chain_faster", chain, local)

@@ -1,8 +1,10 @@
-"""List of the attempts on each generation group: the sequences that it decodes, and the prompts that it still prefills.
+"""List of the attempts on each generation group: the sequences that the group decodes, and the prompts that it still
+prefills.
 
-The list reads the requests' records: an entry is valid as long as its attempt runs, and is waiting for its prefill
-until it has a token. So no caller removes entries. The duration of a local prefill, i.e. one by the generation group
-itself, is reported once to the planner, when its end is noticed. On the loop.
+The list reads the state of each attempt from its request's record. An attempt counts as running until its record says
+otherwise, and as waiting for its prefill until it has a token. Therefore callers do not remove entries. A local prefill
+is a prefill by the generation group itself. Its duration is reported once to the planner, when its end is noticed. Runs
+on the event loop.
 """
 
 from collections.abc import Hashable
@@ -14,32 +16,36 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.states import RequestState
 
 _LEAST_LEFT = 0.25
-"""Minimum fraction of a local prefill that is assumed to remain as long as it has no token, even if it is overdue."""
+"""Minimum fraction of a local prefill (one by the generation group itself) that is assumed to remain until the first
+token arrives, even if the prefill is overdue."""
 
 
 @dataclass(frozen=True)
 class _Guest:
-    """One attempt on a generation group."""
+    """Attempt that runs, or has run, on a generation group."""
 
     record: RequestRecord
     attempt: int
     ends_s: float | None = None
-    """Predicted time, on Clock.now_s(), at which the attempt's local prefill ends; None if a chain prefills."""
+    """Predicted end of the prefill by the generation group itself, as a value of `Clock.now_s()`. None if a chain
+    prefills, if there is no prediction, or if the prefill has ended."""
     nominal_s: float = 0.0
-    """Predicted duration of the attempt's local prefill alone, in seconds, not scaled by measured durations."""
+    """Predicted duration in seconds of the prefill by the generation group itself, if it did not have to wait. It is
+    not corrected by measured durations."""
     queued_s: float | None = None
-    """Predicted seconds of earlier local prefills in the group, not scaled by measured durations; None if the attempt
-    also waits for slots or memory."""
+    """Predicted seconds that the prefill waits for earlier prefills by the same group. It is not corrected by measured
+    durations. None if the attempt also waits for slots or memory."""
 
     @property
     def is_there(self) -> bool:
-        """Return True if this attempt is still the present attempt of its request."""
+        """Return True if the attempt is still running: its request has not ended and has not started another
+        attempt."""
         return self.attempt == self.record.attempt.number and self.record.state is not RequestState.FINISHED
 
     @property
     def took_s(self) -> float | None:
-        """Return the seconds from the slots to the first token, on one clock; None if there is none or another attempt
-        made it."""
+        """Return the seconds from the start of this attempt to the request's first token. Return None if there is no
+        token yet or if an earlier attempt produced the first token."""
         leased_s, seen_s = self.record.attempt.leased_s, self.record.first_seen_s
         return None if leased_s is None or seen_s is None or seen_s < leased_s else seen_s - leased_s
 
@@ -50,16 +56,16 @@ class _Guest:
 
 
 class GenerationLoad:
-    """Attempts on all generation groups, by incarnation of the group (a group that is replaced is a new
-    incarnation)."""
+    """Lists the attempts that run on each generation group, by incarnation of the group. A group that is replaced
+    becomes a new incarnation."""
 
     def __init__(self, planner: ChainPlanner) -> None:
         self._planner = planner
         self._guests: dict[Hashable, dict[int, _Guest]] = {}
-        """Attempts on each incarnation of a group, by `id(record)`. Entries keep their records alive. The incarnation
-        that was checked least recently by `place` is the first."""
+        """Attempts on each incarnation of a group, by `id(record)`. The entries keep the records alive, so ids stay
+        unique. Incarnations are ordered by the time of their last check for ended attempts, the oldest check first."""
         self._incarnation_of: dict[int, Hashable] = {}
-        """Incarnation of the group of a record's latest attempt, by `id(record)`."""
+        """Incarnation of the group on which the latest attempt of a request runs, by `id(record)`."""
 
     def __len__(self) -> int:
         """Return the number of running attempts."""
@@ -74,11 +80,11 @@ class GenerationLoad:
         now_s: float = 0.0,
         has_room: bool = False,
     ) -> None:
-        """Record that the request's attempt runs on that incarnation of a group. `local` is the prediction for a
-        prefill by the group itself; None if a chain prefills or if there is no prediction.
+        """Record that the request's attempt runs on this incarnation of a group. `local` is the prediction for a
+        prefill by the group itself. It is None if a chain prefills or if there is no prediction.
 
-        `has_room` is True if a local prefill waits only for other prefills, not for slots or memory. Its duration is
-        then reported to the planner.
+        `has_room` is True if such a prefill waits only for other prefills, and not for slots or memory. Its measured
+        duration is then reported to the planner.
         """
         guest = _Guest(record, record.attempt.number)
         if local is not None:
@@ -92,7 +98,7 @@ class GenerationLoad:
         self._look_through_one()
 
     def context_tokens(self, incarnation: Hashable) -> float | None:
-        """Return the mean number of tokens of the group's sequences; None if it has none."""
+        """Return the mean number of tokens per sequence of the group; None if the group has no sequences."""
         held = [guest.record.num_tokens for guest in self._present(incarnation)]
         return sum(held) / len(held) if held else None
 
@@ -101,7 +107,8 @@ class GenerationLoad:
         return [guest.record for guest in self._present(incarnation)]
 
     def queue_s(self, incarnation: Hashable, now_s: float) -> float:
-        """Return the predicted seconds until the group has finished all its pending local prefills."""
+        """Return the predicted seconds until the group has finished all prefills that it runs by itself. `now_s` is the
+        present time in seconds."""
         waiting = [guest for guest in self._present(incarnation) if guest.ends_s is not None and not guest.has_token]
         if not waiting:
             return 0.0

@@ -1,8 +1,8 @@
-"""Predicts the cost of each option to serve one request: the terms that `orchestrator.placement.comparison` compares.
+"""Predicts the cost of each option to serve one request. `orchestrator.placement.comparison` compares these costs.
 
-Made by `orchestrator.placement.chooser` for one moment. The chains of all prefill groups are planned once, and
-`orchestrator.placement.chain_ranking` finds the cheapest of them for each generation group. Changes nothing; on the
-loop.
+Created by `orchestrator.placement.chooser` for one moment. The chains of all prefill groups are planned once.
+`orchestrator.placement.chain_ranking` then finds the cheapest of them for each generation group. Changes no state. Runs
+on the event loop.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from orchestrator.requests.record import RequestRecord
 
 @dataclass(frozen=True)
 class Outlook:
-    """The state that predictions rest on. Owned by the chooser."""
+    """State of the cluster and settings that predictions are based on. Owned by the chooser."""
 
     members: Membership
     planner: ChainPlanner
@@ -42,25 +42,28 @@ class Outlook:
 
     @property
     def now_s(self) -> float:
-        """Return the present time, on the monotonic clock."""
+        """Return the present time in seconds, on the monotonic clock."""
         return self.clock.now_s()
 
 
 class AttemptPrompt:
-    """Prompt of one attempt: its blocks, and its chains on idle ranks. They do not change while the attempt waits. Each
-    is computed at first use, because hashing and predicting a long prompt takes a while."""
+    """Prompt of one attempt: its KV blocks, and the chains of ranks that could prefill it. Blocks and chains do not
+    change while the attempt waits. They are computed at first use, because hashing and predicting a long prompt takes a
+    while."""
 
     def __init__(
         self, outlook: Outlook, record: RequestRecord, blocks: Mapping[str, PromptBlocks] | None = None
     ) -> None:
-        """`blocks` are the prompt's blocks that are known already, by the fingerprint of their KV layout."""
+        """Create the object. `blocks` are the prompt's KV blocks that have been computed already, by the fingerprint of
+        their KV layout."""
         self.record = record
         self._outlook = outlook
         self._blocks = dict(blocks or {})
         self._chains: dict[int, PromptChains] = {}
 
     def blocks(self, layout_fingerprint: str) -> PromptBlocks:
-        """Return the blocks of all tokens whose KV the attempt needs, in the KV layout with this fingerprint."""
+        """Return the KV blocks of all tokens whose KV the attempt needs. `layout_fingerprint` identifies the KV
+        layout."""
         if layout_fingerprint not in self._blocks:
             request = self.record.request
             token_ids = (*request.prompt_ids, *self.record.output_ids)
@@ -69,7 +72,7 @@ class AttemptPrompt:
         return self._blocks[layout_fingerprint]
 
     def chains(self, start: int) -> PromptChains:
-        """Return the chains that can prefill the prompt from position `start` to its end."""
+        """Return the planner of chains that prefill the prompt from position `start` to its end."""
         if start not in self._chains:
             tokens = TokenRange(start, self.record.num_tokens)
             self._chains[start] = self._outlook.policy.chains(tokens, self.record.request.tenant)
@@ -77,7 +80,8 @@ class AttemptPrompt:
 
 
 class Prospects:
-    """Predictions for one attempt at one request at one moment: no other task may run while they are asked for."""
+    """Predictions for one attempt at one request. They are valid only at the moment of their creation, so no other task
+    may run between the creation and the last call of a method."""
 
     def __init__(
         self,
@@ -88,9 +92,12 @@ class Prospects:
         fetches: bool = True,
         held: str = "",
     ) -> None:
-        """`uses_cached`: whether the blocks that the prefix index names are counted as cached; `fetches`: whether those
-        of other nodes are, too, where fetching them is predicted to be faster than computing. `held`: name of the group
-        whose load includes the request's own slots; empty: none."""
+        """Create the predictions for the present moment.
+
+        `uses_cached` is True if blocks that the prefix index lists on a group's own node count as cached. `fetches` is
+        True if blocks of other nodes may be fetched, where this is predicted to be faster than computing them. `held`
+        is the name of the group whose load already includes this request; empty if there is none.
+        """
         self.held = held
         self.uses_cached = uses_cached
         self._outlook = outlook
@@ -99,32 +106,36 @@ class Prospects:
         self._fetches = uses_cached and fetches
         self._now_s = outlook.now_s
         self._cached: dict[tuple[str, str], int] = {}
-        """Number of first tokens with KV in a store, by the fingerprint of its layout and the store's name."""
+        """Number of leading prompt tokens whose KV is in a store, by the fingerprint of the KV layout and the name of
+        the store."""
         self._sources: dict[str, PromptSources] = {}
-        """Stores that have the prompt's first blocks, by the fingerprint of the blocks' layout."""
+        """Stores that have leading blocks of the prompt, by the fingerprint of the KV layout."""
         self._chains: dict[str, list[GroupChain]] = {}
-        """The prompt's chains in all ready prefill groups, by the fingerprint of the layout of their KV."""
+        """Possible chains for the prompt in all ready prefill groups, by the fingerprint of the KV layout."""
         self._rankings: dict[tuple[str, frozenset[Hashable]], ChainRanking] = {}
-        """The chains compared, by the fingerprint of the layout and the incarnations that are avoided."""
+        """Rankings of chains by cost. The key is the fingerprint of the KV layout and the set of incarnations that were
+        excluded."""
         self._idle: dict[tuple[int, int], ChainPlan] = {}
-        """Chains in groups without any job, by their first token and the number of ranks."""
+        """Plans of chains in groups without jobs, by the chain's first token and the group's number of ranks."""
         self._alone_s: dict[int, float | None] = {}
-        """Seconds of prefills by a generation group without rows, by their first token."""
+        """Predicted seconds of a prefill on a generation group that runs no other sequences, by the first token to
+        compute. None if it cannot be predicted."""
         self._batches: dict[str, tuple[int, float]] = {}
-        """Number of rows and mean tokens of a row, by group."""
+        """Number of sequences of a generation group, and their mean number of tokens, by group name."""
 
     @cached_property
     def view(self) -> ClusterView:
-        """The groups to which new work may go."""
+        """Return the groups that may get new work."""
         return self._outlook.members.view
 
     def blocks(self, layout_fingerprint: str) -> PromptBlocks:
-        """Return the blocks of all tokens whose KV the attempt has to make, in KV of that layout."""
+        """Return the names of the KV blocks of all tokens whose KV the attempt needs. The names depend on the KV layout
+        with this fingerprint."""
         return self._prompt.blocks(layout_fingerprint)
 
     def best_chain(self, generation: GenerationGroup, avoid: Collection[Hashable] = ()) -> ChainWay | None:
-        """Return the chain of least cost with KV for `generation`, in a ready prefill group whose incarnation is not in
-        `avoid`; None when there is none."""
+        """Return the cheapest chain whose KV layout the group `generation` accepts. Only ready prefill groups whose
+        incarnation is not in `avoid` are considered. Return None if no such chain exists."""
         found = self._ranking(generation, avoid).best(self._num_missing(generation), node_of(generation.endpoint))
         if found is None:
             return None
@@ -135,28 +146,30 @@ class Prospects:
         return ChainWay(found.group, found.chain, terms, fetch)
 
     def local(self, generation: GenerationGroup) -> LocalWay | None:
-        """Return the prefill by the generation group itself, behind what its node has or fetches; None when its terms
-        cannot be predicted."""
+        """Return the option to prefill on the generation group itself. The prefill starts after the blocks that its
+        node has cached or first fetches. Return None if the costs cannot be predicted."""
         plain, fetching = self._local_ways(generation)
         if plain is None or fetching is None or fetching.fetch is None or not _is_cheaper(fetching, plain):
             return plain
         return replace(fetching, fetch=_saving(fetching.fetch, plain.terms, fetching.terms))
 
     def least_s(self, generation: GenerationGroup) -> float:
-        """Return the predicted seconds of the best way that uses this group; 0 when nothing is known."""
+        """Return the cost in seconds of the best option that uses this generation group; 0 if no option can be
+        predicted."""
         chain, local = self.best_chain(generation), self.local(generation)
         return min((way.terms.cost_s for way in (chain, local) if way is not None), default=0.0)
 
     def passes_over_fetch(self, generation: GenerationGroup, *, by_chain: bool) -> bool:
-        """Return whether a fetch is possible before a prefill by the group itself, or, if `by_chain`, before a chain,
-        and computing is predicted to be faster there."""
+        """Return True if cached KV could be fetched, but computing it is predicted to be faster. The prefill by the
+        generation group itself is checked. If `by_chain` is True, chains are checked too."""
         plain, fetching = self._local_ways(generation)
         if plain is not None and fetching is not None and not _is_cheaper(fetching, plain):
             return True
         return by_chain and self._ranking(generation).passes_over_fetch(self._num_missing(generation))
 
     def lacks_memory(self, generation: GenerationGroup) -> bool:
-        """Return whether the group's free memory, as last reported, is too small even for the KV to be made."""
+        """Return True if the group's free memory, as last reported, is too small for the KV of the prompt. Return False
+        if the free memory is unknown."""
         free, cost = self._outlook.members.num_bytes_free.get(generation.name), self._outlook.planner.cost
         if free is None:
             return False

@@ -1,1 +1,1 @@
-"""Defines a request in the orchestrator: its parameters, its tenant, its state and its record."""
+"""Defines requests in the orchestrator: parameters, tenant, state and record."""

@@ -15,46 +15,46 @@ ScalingMode = Literal["off", "advise", "act"]
 
 @settings
 class PrefixRules:
-    """Sharing of KV among prompts with a common prefix."""
+    """Settings for sharing KV among prompts with a common prefix."""
 
     block_tokens: Count = 128
-    """Number of tokens in a block, the unit in which prompts share KV; smaller blocks share more, and cost more."""
+    """Number of tokens per KV block. Prompts share KV in whole blocks. Smaller blocks share more but cost more."""
     prefix_isolation: bool = True
-    """True: tenants share no cached KV. If shared, a fast answer reveals that another tenant sent the same prompt."""
+    """True: tenants share no cached KV, so response times do not reveal what other tenants have sent."""
 
 
 @settings
 class OrchestratorLimits(TraceExport):
-    """Limits, waits and policies of an orchestrator."""
+    """Limits, timeouts and policies of an orchestrator."""
 
     max_queued_requests: Count = 256
-    """Maximum number of waiting requests; above it, the one with the weakest claim is refused, with a retry time."""
+    """Maximum number of waiting requests. If it is exceeded, the request that would be served last is refused."""
     max_queued_tokens: Count = 262_144
-    """Maximum number of prompt tokens that wait, over all requests."""
+    """Maximum total number of prompt tokens of all waiting requests."""
     max_running: Count = 1024
-    """Maximum number of choices that run at once; never more than the generation groups have slots."""
+    """Maximum number of choices that run at the same time; also limited by the slots of all generation groups."""
     max_attempts: Count = 3
-    """Maximum number of attempts at one request, including the first, before its error is reported."""
+    """Maximum number of attempts at one request, including the first. Then its last error is reported."""
     lease_ttl_s: Seconds = 30.0
-    """Seconds after the last push or renewal until a reserved slot is freed."""
+    """Lifetime of a slot lease in seconds. It restarts with each push of KV and with each renewal."""
     generation_wait_s: Seconds = 30.0
-    """Seconds that a request waits for a generation group before it ends with UNAVAILABLE."""
+    """Maximum seconds that a request waits for a generation group. Then it fails with UNAVAILABLE."""
     prefill_wait_s: Seconds = 10.0
-    """Seconds that a request waits for a prefill group before its generation group prefills by itself."""
+    """Maximum seconds that a request waits for a prefill group. Then its generation group prefills by itself."""
     avoid_s: Seconds = 2.0
-    """Seconds that a request avoids a group on which it failed, unless the group has been repaired meanwhile."""
+    """Seconds for which a request avoids a group that has failed it, unless the group is repaired earlier."""
     report_wait_s: Seconds = 1.0
-    """Seconds that a finished request waits for the timings of its prefill ranks."""
+    """Maximum seconds that a finished request waits for the timings of its prefill ranks."""
     poll_s: Seconds = 0.5
-    """Seconds between two polls of the workers' status; at least 2 s while the workers are idle."""
+    """Seconds between two polls of the workers' status. While the workers are idle, it is at least 2 s."""
     elastic: bool = True
-    """Choose ranks and order so that all prompts together wait least; if false, all ranks, in order of arrival."""
+    """True: minimize the predicted waits of all prompts. False: each prompt uses all ranks, in order of arrival."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.15
-    """Delay that shorter, later prompts may cause a prompt by overtaking it, as a fraction of its predicted time."""
+    """Maximum delay of a prompt by later prompts that are served first, as a fraction of its predicted time."""
     disaggregation: Disaggregation = "auto"
     """Workers that prefill: a chain (always), the generation group (never), or the faster by prediction (auto)."""
     control_tokens_in_text: bool = False
-    """Interpret control tokens that are spelled out in a chat's texts, so that clients can write turns themselves."""
+    """True: control tokens that are spelled out in chat messages are interpreted. False: they are ordinary text."""
 
 
 def _absolute(path: Path) -> Path:
@@ -65,7 +65,7 @@ def _absolute(path: Path) -> Path:
 
 @settings
 class AutoscalingConfig:
-    """Autoscaling of the number of groups: latency targets, a budget of groups, and the pace of changes."""
+    """Settings of the autoscaler: latency targets, minimum and maximum number of groups, and the pace of changes."""
 
     mode: ScalingMode = "off"
     """Mode of the autoscaler: disabled (off), only report what it would change (advise), or change groups (act)."""
@@ -74,17 +74,17 @@ class AutoscalingConfig:
     itl_p95_s: Seconds = 0.05
     """Target for the 95th percentile of the time between tokens, in seconds."""
     min: Annotated[int, Field(ge=0)] = 2
-    """Minimum number of groups, both roles together; 0: all may leave while there is no traffic."""
+    """Minimum number of groups of both roles together; 0: all groups may stop while there is no traffic."""
     max: Count = 8
-    """Maximum number of groups, both roles together; at least 2, one of each role."""
+    """Maximum number of groups of both roles together; at least 2, one of each role."""
     cooldown_s: Seconds = 60.0
-    """Seconds for which a smaller allocation must have been enough before groups leave."""
+    """Seconds for which fewer groups must have sufficed before groups are stopped."""
     interval_s: Seconds = 1.0
-    """Seconds between two decisions."""
+    """Seconds between two decisions of the autoscaler."""
     cold_start_s: Seconds = 30.0
-    """Assumed seconds that the start of a group takes, until a start has been measured."""
+    """Assumed duration of a group's start in seconds, until a start has been measured."""
     flip_s: Seconds = 2.0
-    """Assumed seconds that an idle group takes to change its role, until a change has been measured."""
+    """Assumed duration of an idle group's change of role in seconds, until a change has been measured."""
 
     @model_validator(mode="after")
     def _budget_holds_both_roles(self) -> Self:
@@ -97,11 +97,11 @@ class AutoscalingConfig:
 
 @settings
 class OrchestratorConfig(OrchestratorLimits, PrefixRules):
-    """All settings of one orchestrator, except the model and its place."""
+    """All settings of one orchestrator, except those of the model and of its process."""
 
     tenants: Tenants = Tenants()
-    """The tenants that share the queue: their keys, weights and bounds."""
+    """Tenants that share the queue, with their keys, weights and limits."""
     model_folders: tuple[Annotated[Path, AfterValidator(_absolute)], ...] | None = None
-    """Folders below which a model that an operator names for a group must be; None: it may be anywhere."""
+    """Folders that must contain any model an operator selects for a group; None: any folder is allowed."""
     autoscaling: AutoscalingConfig = AutoscalingConfig()
-    """Targets and bounds by which groups start, leave and change their role."""
+    """Targets and limits of the autoscaler, which starts and stops groups and changes their roles."""

@@ -1,6 +1,7 @@
-"""Record of a request, and the events of its stream. The states of a request are in `orchestrator.requests.states`.
+"""Record of a request's progress, and the events of its stream. The states of a request are in
+`orchestrator.requests.states`.
 
-Records are made by `orchestrator.scheduler`, changed by it and `orchestrator.dispatch`, and read by
+Records are created by `orchestrator.scheduler`, changed by it and by `orchestrator.dispatch`, and read by
 `orchestrator.placement`. Pure.
 """
 
@@ -21,7 +22,7 @@ from orchestrator.requests.states import TRANSITIONS, RequestMove, RequestState
 
 @dataclass(frozen=True)
 class Started:
-    """A stream's first event: the request was accepted."""
+    """First event of a request's stream. It reports that the request was accepted."""
 
     request_id: RequestId
     num_prompt_tokens: int
@@ -35,7 +36,7 @@ class Finished:
     """Last event of a stream. Every stream has exactly one."""
 
     reasons: tuple[FinishReason, ...]
-    """Finish reason of each choice, including choices that were ended by an error."""
+    """Finish reason of each choice. Choices that were ended by an error are included."""
     usage: Usage
     timings: Timings
     error: BatonError | None = None
@@ -43,30 +44,31 @@ class Finished:
 
 
 Event = Started | TokenEvent | Finished
-"""Event of a stream: one Started, any number of token events, one Finished. The last token event of a choice has the
-finish reason of that choice."""
+"""Event of a request's stream. A stream has one Started event, any number of token events, and one Finished event. The
+last token event of a choice has the finish reason of the choice."""
 
 
 @dataclass
 class ChoiceRecord:
-    """Record of one choice of a request. Only the request's task changes it."""
+    """State of one choice of a request. Only the request's task changes it."""
 
     index: int
     params: SamplingParams
     """Sampling parameters of this choice."""
     output_ids: list[int]
-    """Tokens that have been sent to the client or are about to be sent. The next attempt continues after them."""
+    """Output tokens that have been sent to the client or are about to be sent. The next attempt continues after these
+    tokens."""
     finish: FinishReason | None = None
     num_steps: int = 0
-    """Number of decode steps, in attempts of this orchestrator, that produced tokens of this choice."""
+    """Number of decode steps that produced tokens of this choice. Steps for an earlier orchestrator are not counted."""
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
-    """Counts of the drafts verified in the steps of `num_steps`, by draft source."""
+    """Numbers of draft tokens that were proposed and accepted in the steps that `num_steps` counts, by draft source."""
     _num_taken: int = 0
-    """Number of tokens received in the steps of `num_steps`."""
+    """Number of tokens produced by the steps that `num_steps` counts."""
 
     def add(self, token_id: int, drafts: DraftRound | None) -> None:
-        """Append the next token. `drafts` is the draft round of its step if the token is the last token of a step with
-        drafts; None otherwise."""
+        """Append the next token. `drafts` is the result of speculative decoding in the token's step. It is given only
+        with the last token of a step that verified drafts; None otherwise."""
         self.output_ids.append(token_id)
         self._num_taken += 1
         self.num_steps += 1
@@ -88,18 +90,19 @@ class Attempt:
 
     number: int = 1
     leased_ns: int = 0
-    """Unix time in nanoseconds at which the attempt had a generation group and, if a chain prefills, slots there."""
+    """Time at which the attempt had a generation group and, if a chain prefills, slots in this group. Unix time in
+    nanoseconds; 0 before that."""
     leased_s: float | None = None
-    """Same instant as `leased_ns` on the clock of Clock.now_s(), used to measure durations; None before that instant.
-    """
+    """Time at which the attempt had a generation group and, if a chain prefills, its slots, as a value of
+    `Clock.now_s()`. Same instant as `leased_ns`, used to measure durations; None before that."""
     residency: str = ""
-    """Name of the residency policy of the generation group."""
+    """Name of the generation group's residency policy, which decides where KV is stored."""
     placement: Placement | None = None
-    """Selection of the workers that prefill, with its reason."""
+    """Decision whether a chain or the generation group prefills, with its reason."""
     width: WidthChoice | None = None
     """Selected number of prefill ranks; None if the generation group prefills by itself."""
     num_cached_tokens: int = 0
-    """Number of leading tokens whose KV was cached. The prefill starts after them."""
+    """Number of leading tokens whose KV was in a prefix cache. The prefill starts after these tokens."""
     fetch: PrefixFetch | None = None
     """Last fetch of cached KV from another node; None if no fetch was made."""
     ranks: tuple[RankTiming, ...] = ()
@@ -115,14 +118,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """Attempt that failed. It was followed by another attempt or by the end of the request."""
+    """Attempt at a request that failed. After it, the request was either attempted again or ended."""
 
     number: int
     unix_ns: int
     error: str
-    """Name of the error's class."""
+    """Class name of the error that made the attempt fail."""
     reason: str
-    """Text of the error's message."""
+    """Message of the error that made the attempt fail."""
 
 
 @dataclass
@@ -130,8 +133,8 @@ class RequestRecord:
     """Record of an accepted request: its state, its choices and its times. Its methods are called in the request's
     task.
 
-    As long as no choice has a token, all choices share one attempt, and so the prefill of the prompt. After that, a
-    failed request is split by `branches`, and each choice is retried separately.
+    As long as no choice has a token, all choices share one attempt and one prefill. After that, a request that fails is
+    split by `branches`, and each choice is retried separately.
     """
 
     request: Request
@@ -139,23 +142,25 @@ class RequestRecord:
     received_ns: int
     admitted_ns: int = 0
     admitted_s: float = 0.0
-    """Same instant as `admitted_ns` on the clock of Clock.now_s(), used to measure durations."""
+    """Time at which the request left the queue, as a value of `Clock.now_s()`. Used to measure durations. Same instant
+    as `admitted_ns`."""
     first_token_ns: int = 0
     last_token_ns: int = 0
     first_seen_s: float | None = None
-    """Time on the clock of Clock.now_s() at which the request's first token was passed to the client; None before that.
-    """
+    """Time at which the request's first token was passed to the client, as a value of `Clock.now_s()`; None before
+    that."""
     state: RequestState = RequestState.QUEUED
     attempt: Attempt = Attempt()
-    """Present attempt, or the last one if the request has ended."""
+    """Attempt that is running, or the last attempt if the request has ended."""
     avoid: set[Hashable] = field(default_factory=set)
-    """Incarnations of the groups that failed this request."""
+    """Incarnations of the groups that have made an attempt at this request fail. Later attempts avoid these groups."""
     failures: list[FailedAttempt] = field(default_factory=list)
-    """Failed attempts, including those of the records made by `branches`, which share this list."""
+    """Failed attempts at the request. The records that `branches` returns share this list."""
 
     @classmethod
     def of(cls, request: Request, received_ns: int) -> Self:
-        """Return the record of a new request. Its choices continue after the output tokens that the client has."""
+        """Return the record of a new request. Each choice continues after the output tokens that the client already
+        has."""
         lists = request.outputs or [()] * request.params.n
         choices = [ChoiceRecord(index, request.params.of_choice(index), list(ids)) for index, ids in enumerate(lists)]
         return cls(request, tuple(choices), received_ns)
@@ -166,12 +171,14 @@ class RequestRecord:
 
     @property
     def output_ids(self) -> list[int]:
-        """Return the output tokens after which an attempt continues; empty if the request has several choices."""
+        """Return the existing output tokens, after which the next attempt continues. Return an empty list if the
+        request has several choices."""
         return self.choices[0].output_ids if len(self.choices) == 1 else []
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens whose KV an attempt that starts now must compute or load."""
+        """Return the number of tokens whose KV an attempt must compute or load if it starts now: prompt tokens plus
+        existing output tokens."""
         return len(self.request.prompt_ids) + len(self.output_ids)
 
     @property
@@ -181,8 +188,8 @@ class RequestRecord:
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Return True if the prefill must also return the logprobs of the prompt's tokens. They arrive with the first
-        token."""
+        """Return True if the prefill must also return the log-probabilities of the prompt's tokens. They are sent with
+        the first output token."""
         return self.request.params.prompt_logprobs is not None and not self.choices[0].output_ids
 
     @property
@@ -192,37 +199,37 @@ class RequestRecord:
 
     @property
     def is_apart(self) -> bool:
-        """Return True if each choice must be retried separately: the request has several choices, and at least one of
-        them has tokens or has ended."""
+        """Return True if each choice must be retried separately. This is the case if the request has several choices,
+        and at least one of them has tokens or has ended."""
         return len(self.choices) > 1 and any(choice.output_ids or choice.finish for choice in self.choices)
 
     def advance(self, move: RequestMove) -> None:
-        """Change the state by this move, as TRANSITIONS defines it. The move must be allowed in the present state."""
+        """Change the state by this move, as defined in TRANSITIONS. The move must be allowed in the present state."""
         after = TRANSITIONS.get((self.state, move))
         assert after is not None, f"request {self.request_id}: no {move.value} in state {self.state.value}"
         self.state = after
 
     def admit(self, clock: Clock) -> None:
-        """Record that the request leaves the queue now."""
+        """Record that the request leaves the queue at this moment."""
         self.advance(RequestMove.ADMIT)
         self.admitted_ns, self.admitted_s = clock.unix_ns(), clock.now_s()
 
     def place(self, clock: Clock, placed: Attempt = Attempt()) -> None:
-        """Record where the attempt runs. Call it when the attempt has a generation group and, if a chain prefills, its
-        slots.
+        """Record on which groups the attempt runs. Call it when the attempt has a generation group and, if a chain
+        prefills, its slots.
 
-        `placed` has the fields known so far. Its number and its times are ignored and set here.
+        `placed` has the fields that are known so far. Its number and its times are ignored; this method sets them.
         """
         self.advance(RequestMove.PLACE)
         number, leased_ns, leased_s = self.attempt.number, clock.unix_ns(), clock.now_s()
         self.attempt = replace(placed, number=number, leased_ns=leased_ns, leased_s=leased_s)
 
     def report(self, ranks: tuple[RankTiming, ...]) -> None:
-        """Record the timings of the attempt's prefill ranks."""
+        """Store the timings of the attempt's prefill ranks."""
         self.attempt = replace(self.attempt, ranks=ranks)
 
     def blame(self, incarnation: Hashable) -> None:
-        """Record that this incarnation of a group made the attempt fail. Later attempts avoid it."""
+        """Record that this incarnation of a group made the attempt fail. Later attempts at the request avoid it."""
         self.avoid.add(incarnation)
         self.attempt = replace(self.attempt, blamed=incarnation)
 
@@ -232,13 +239,14 @@ class RequestRecord:
         self.attempt = Attempt(self.attempt.number + 1)
 
     def replan(self) -> None:
-        """Restart the attempt with the same attempt number, because neither a worker nor the request caused the
-        failure."""
+        """Restart the attempt without counting it as a failed one. Used when neither a worker nor the request caused
+        the failure."""
         self.advance(RequestMove.RETRY)
         self.attempt = Attempt(self.attempt.number)
 
     def accept(self, event: TokenEvent) -> TokenEvent | None:
-        """Record an event of the attempt, and return the event with the choice's index as the client knows it.
+        """Record an event of the attempt. Return the event with its choice index replaced by the index that the client
+        uses.
 
         Returns None if the event's choice has already ended. Raises BatonError if the event is not the next event of
         its choice.
@@ -260,13 +268,14 @@ class RequestRecord:
         return event if event.choice == choice.index else replace(event, choice=choice.index)
 
     def end_known(self, now_ns: int) -> list[TokenEvent]:
-        """End the choices that had already ended before the client resumed the stream, and return the events that
-        report it."""
+        """End the choices that had already ended before the client resumed the stream. Return the events that report
+        these ends to the client."""
         pairs = zip(self.choices, self.request.ended, strict=False)
         return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
 
     def end_open(self, reason: FinishReason, now_ns: int) -> list[TokenEvent]:
-        """End all choices that have not ended yet, and return the events that report it."""
+        """End all choices that have not ended yet, with the finish reason `reason`. Return the events that report these
+        ends to the client."""
         return [choice.end(reason, now_ns) for choice in self.choices if choice.finish is None]
 
     def see_token(self, now_s: float) -> None:
@@ -274,7 +283,7 @@ class RequestRecord:
         self.first_seen_s = now_s if self.first_seen_s is None else self.first_seen_s
 
     def branches(self) -> "list[RequestRecord]":
-        """Return a separate record for each choice that has not ended. After this call each choice is retried
+        """Return a separate record for each choice that has not ended. Each of these records is then retried
         separately."""
         return [
             replace(
@@ -288,8 +297,8 @@ class RequestRecord:
         ]
 
     def merge(self, branches: "Sequence[RequestRecord]") -> None:
-        """Update this record from the records that `branches` returned: number of attempts, latest placement, token
-        times."""
+        """Update this record from the records that `branches` has returned: the number of attempts, the latest attempt,
+        and the times of the first and last token."""
         attempts = (each.attempt for each in (self, *branches))
         latest = max(attempts, key=lambda each: (each.leased_s is not None, each.leased_s or 0.0))
         self.attempt = replace(latest, number=max(branch.attempt.number for branch in branches))

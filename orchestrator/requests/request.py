@@ -1,6 +1,6 @@
-"""Request of a client, checked against the model's limits. A request never changes.
+"""Client's request after validation against the model's limits. A request never changes.
 
-Made by `orchestrator.api.request_reader`, or in process by `deploy.commands.session`. The progress of a request is
+Created by `orchestrator.api.request_reader`, or in process by `deploy.commands.session`. The progress of a request is
 recorded in `orchestrator.requests.record`. Pure.
 """
 
@@ -13,48 +13,51 @@ from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 @dataclass(frozen=True)
 class Request:
-    """One request for generation. Its fields are validated before it is made."""
+    """Request for generation. Its fields have been validated before it is created."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    """Sampling parameters of the whole request, seed included."""
+    """Sampling parameters of the whole request, including its seed."""
     outputs: tuple[tuple[int, ...], ...] = ()
-    """Output tokens that the client has already received from an earlier stream, by choice. Each choice continues after
-    them. Empty for a new request."""
+    """Output tokens of each choice that the client has already received from an earlier stream. The choices continue
+    after these tokens. Empty for a new request."""
     ended: tuple[FinishReason | None, ...] = ()
-    """For each item of `outputs`, the finish reason of that choice; None if the choice has not ended and continues."""
+    """Finish reasons of the choices in `outputs`, in the same order. None for a choice that has not ended and
+    continues."""
     deadline_s: float | None = None
-    """Time at which the request is ended, on the clock of the scheduler's Clock.now_s(); None for no deadline."""
+    """Time at which the request is ended if it still runs, as a value of the scheduler's `Clock.now_s()`; None: no
+    deadline."""
     echo: str = ""
-    """Text that is prepended to the output text of each choice."""
+    """Text to send before the output text of each choice; empty for none."""
     has_output: bool = True
-    """False if the client wants only the prompt's logprobs. A group then still generates one token, which is not sent
-    to the client."""
+    """False if the client wants only the log-probabilities of the prompt's tokens. One token is then still generated,
+    but not sent to the client."""
     priority: Priority = Priority.STANDARD
     tenant: Tenant = DEFAULT_TENANT
-    """The tenant that sent the request."""
+    """Tenant that sent the request."""
     by_chain: bool = False
-    """True if a prefill chain must be used when one exists, even if prefill on the generation group is predicted to be
-    faster."""
+    """True if a prefill chain must be used whenever one is available, even if a prefill on the generation group is
+    predicted to be faster."""
     exact: bool = False
-    """True if only groups that attend to all tokens may serve the request, because the client required it or because it
-    was promised in the Started event."""
+    """True if only groups that attend to all tokens may serve the request. Set if the client required it, or if an
+    earlier Started event promised it."""
     trace_context: tuple[tuple[str, str], ...] = ()
-    """The caller's W3C trace context, as its `traceparent` and `tracestate`; empty if the caller sent none."""
+    """Caller's W3C trace context, as pairs of header name (`traceparent`, `tracestate`) and value. Empty if the caller
+    sent none."""
     prefix_salt: str = ""
-    """Salt of the hashes of the prompt's blocks. Only requests with the same salt share cached prefixes. It is the
-    client's salt until the scheduler adds the tenant's name."""
+    """Salt for hashing the prompt's blocks. Only requests with the same salt share cached prefixes. At first it is the
+    client's salt; the scheduler then adds the tenant's name."""
 
     @property
     def is_resumed(self) -> bool:
-        """Return True if the client resumes a stream of an earlier orchestrator, which a group may still be running."""
+        """Return True if the client resumes an earlier stream. A generation group may still be running this stream."""
         return bool(self.outputs)
 
     @property
     def num_given(self) -> int:
-        """Return the number of output tokens, summed over all choices, that the client had already received before it
-        sent the request."""
+        """Return the total number of output tokens, over all choices, that the client had received before it sent this
+        request."""
         return sum(len(ids) for ids in self.outputs)
 
     @property
@@ -64,23 +67,24 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens whose KV must be computed by the first attempt."""
+        """Return the number of tokens whose KV the first attempt must compute or load."""
         return len(self.prompt_ids) + (len(self.outputs[0]) if len(self.outputs) == 1 else 0)
 
     @property
     def capacity_tokens(self) -> int:
-        """Return the maximum number of tokens that each of the request's slots must be able to hold: prompt plus
+        """Return the number of tokens that each slot of the request must be able to hold: the prompt plus the maximum
         output."""
         return len(self.prompt_ids) + self.params.max_tokens
 
     def with_a_token(self) -> "Request":
-        """Return the request in a form that a group can serve: if max_tokens is 0, with max_tokens 1 and `has_output`
-        False."""
+        """Return the request in a form that generation groups can serve. If max_tokens is 0, the result has max_tokens
+        1 and `has_output` False. Otherwise the request is returned unchanged."""
         if self.params.max_tokens:
             return self
         return replace(self, params=replace(self.params, max_tokens=1), has_output=False)
 
     def of_choice(self, index: int, params: SamplingParams) -> "Request":
-        """Return a request for one of several choices only, with that choice's own sampling parameters."""
+        """Return a request for only the choice number `index` of this request. `params` are the sampling parameters of
+        this choice."""
         outputs = self.outputs[index : index + 1]
         return replace(self, request_id=RequestId(f"{self.request_id}/{index}"), params=params, outputs=outputs)

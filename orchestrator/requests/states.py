@@ -1,4 +1,4 @@
-"""States of a request, and the table of the allowed transitions.
+"""States of a request, and the table of allowed transitions between them.
 
     QUEUED -> PLACING -> PREFILLING -> STREAMING -> FINISHED
                  ^           |             |
@@ -14,11 +14,11 @@ from types import MappingProxyType
 
 
 class RequestState(Enum):
-    """The stage that a request has reached."""
+    """Stage that a request has reached."""
 
     QUEUED = "queued"
     PLACING = "placing"
-    """The request has left the queue. Its groups and its slot are being chosen."""
+    """The request has left the queue. The groups that will serve it, and its slots, are being selected."""
     PREFILLING = "prefilling"
     """The request has a generation group. The present attempt has not produced a token yet."""
     STREAMING = "streaming"
@@ -26,7 +26,7 @@ class RequestState(Enum):
 
 
 class RequestMove(Enum):
-    """An event that moves a request to another state."""
+    """Event that moves a request to another state."""
 
     ADMIT = "admit"
     PLACE = "place"
@@ -50,4 +50,5 @@ TRANSITIONS: Mapping[tuple[RequestState, RequestMove], RequestState] = MappingPr
         (RequestState.STREAMING, RequestMove.FINISH): RequestState.FINISHED,
     }
 )
-"""Next state by present state and move. A move that is not in the table is a bug in the orchestrator."""
+"""Next state of a request, by its present state and the move. A move that is not in the table is a bug in the
+orchestrator."""

@@ -1,8 +1,8 @@
-"""Finds the tenant of a call, and holds the settings of each tenant: API keys, a weight and limits.
+"""Identifies the tenant of a call, and holds the settings of each tenant: API keys, a weight and limits.
 
 The gRPC metadata of a call identifies its sender by an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`). If a
 trusted gateway has already checked the key, the metadata has the tenant's name instead (`baton-tenant: NAME`).
-Operators have separate keys (`orchestrator.api.access`). Only the hashes of keys are stored here. Used by
+Operators have separate keys (`orchestrator.api.access`). Only the hashes of keys are stored. Used by
 `orchestrator.api`; weights and limits are applied by `orchestrator.admission`. Pure; read-only after construction.
 """
 
@@ -40,57 +40,58 @@ KeyHash = Annotated[str, AfterValidator(_checked_hash)]
 
 @settings
 class TenantLimits:
-    """A tenant, which shares the queue with other tenants."""
+    """Limits of a tenant, which shares the queue with other tenants."""
 
     _: KW_ONLY
     weight: Annotated[float, Field(ge=0.1, le=1000)] = 1.0
-    """Share of the queue while several tenants wait: prompt tokens served for each one of a tenant of weight 1."""
+    """Weight of the tenant while several tenants wait. Prompt tokens are served in proportion to the weights."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 0
-    """Maximum number of the tenant's requests that wait; 0: limited only by the queue."""
+    """Maximum number of the tenant's waiting requests; 0: only the limit of the whole queue applies."""
     max_queued_tokens: Annotated[int, Field(ge=0)] = 0
-    """Maximum number of the tenant's prompt tokens that wait; 0: limited only by the queue."""
+    """Maximum total number of prompt tokens of the tenant's waiting requests; 0: only the queue's limit applies."""
     max_running: Annotated[int, Field(ge=0)] = 0
-    """Maximum number of choices of the tenant's requests that run at once; 0: limited only by the slots."""
+    """Maximum number of the tenant's choices that run at the same time; 0: limited only by the number of slots."""
 
 
 @settings
 class Tenant(TenantLimits):
-    """A tenant: one of the users that share the queue."""
+    """Tenant: one of the users or applications that share the queue."""
 
     name: TenantName
     key_hashes: tuple[KeyHash, ...] = field(default=(), kw_only=True)
-    """Hashes of the tenant's API keys. If there are any, only calls with one of these keys are the tenant's."""
+    """Hashes of the tenant's API keys. If it is not empty, a call belongs to the tenant only with one of these keys."""
 
 
 DEFAULT_TENANT = Tenant("default")
-"""Tenant of calls that do not identify one."""
+"""Tenant of calls that do not identify a tenant."""
 
 
 def hash_key(api_key: str) -> str:
-    """Return the SHA-256 of an API key in hexadecimal, as `Tenant.key_hashes` holds it."""
+    """Return the SHA-256 hash of an API key in hexadecimal, the format of `Tenant.key_hashes`."""
     return hashlib.sha256(api_key.encode()).hexdigest()
 
 
 def values_of(metadata: Metadata) -> dict[str, str]:
-    """Return a call's metadata as a dictionary of strings."""
+    """Return the metadata of a call as a dictionary of strings. Binary values are decoded as UTF-8."""
     return {key: value.decode(errors="replace") if isinstance(value, bytes) else value for key, value in metadata}
 
 
 @settings
 class Tenants:
-    """Identifies the tenant of a call, or an operator, by the call's metadata.
+    """Identifies the tenant, or the operator, that sent a call, from the call's metadata.
 
-    Raises ConfigError for ambiguous tenants, and for required keys where no tenant or operator has one.
+    Raises ConfigError if two tenants have the same name, if two tenants or operators have the same key, or if keys are
+    required but none is configured.
     """
 
     tenants: tuple[Tenant, ...] = ()
     _: KW_ONLY
     trust_metadata: bool = False
-    """True if a call without a key may name its tenant."""
+    """True if the tenant's name in the metadata of a call without an API key is trusted."""
     require_key: bool = False
-    """True if a call that has neither a key nor such a name is refused."""
+    """True if a call is refused that has no API key and no trusted tenant name."""
     operator_hashes: tuple[KeyHash, ...] = ()
-    """Hashes of operators' keys."""
+    """SHA-256 hashes of the operators' API keys."""
 
     def __post_init__(self) -> None:
         if len({tenant.name for tenant in self.tenants}) < len(self.tenants):
@@ -118,7 +119,7 @@ class Tenants:
     def is_operator(self, metadata: Metadata) -> bool:
         """Return True if a call with this metadata has an operator's key.
 
-        Returns False if the call has no key, and if no key is configured. Raises PermissionDeniedError for a tenant's
+        Returns False if the call has no key, or if no keys are configured. Raises PermissionDeniedError for a tenant's
         key, and UnauthenticatedError for an unknown key.
         """
         key = _key_of(values_of(metadata))
@@ -149,10 +150,10 @@ class Tenants:
         return self._by_name[DEFAULT_TENANT.name]
 
     def viewer_of(self, metadata: Metadata) -> str | None:
-        """Return the name of the tenant whose request ids the caller may see; None for an operator, who may see all
-        ids.
+        """Return the name of the tenant whose request ids the caller may see. Return None for an operator, who may see
+        all ids.
 
-        Raises UnauthenticatedError and InvalidArgumentError as `of` does.
+        Raises UnauthenticatedError and InvalidArgumentError in the same cases as `of`.
         """
         key = _key_of(values_of(metadata))
         return None if key is not None and self._is_operators(key) else self.of(metadata).name

@@ -1,9 +1,9 @@
 """gRPC client of the workers. Its methods take and return Baton's own types. Each worker has one channel, which is
-closed when the worker is gone.
+closed when the worker no longer exists.
 
 Used by `orchestrator.dispatch`, `orchestrator.workers.worker_poller` and `orchestrator.workers.prefix_discovery`. A
 healthy worker never cancels a call, and only the orchestrator sets timeouts. So a call that the worker cancels, or that
-times out, raises UnavailableError. On the loop.
+times out, raises UnavailableError. Runs on the event loop.
 """
 
 import asyncio
@@ -34,55 +34,57 @@ from orchestrator.workers.messages import PrefillJob, stream_request, takeover_r
 from orchestrator.workers.streams import SharedStreams, StreamPart
 
 VERB_TIMEOUT_S = 5.0
-"""Timeout in seconds of calls that a healthy worker answers at once."""
+"""Timeout in seconds of calls that a healthy worker answers immediately."""
 _REPORT_S = 0.5
-"""Seconds that a worker has to report the result of a fetch after the fetch's time limit."""
+"""Additional seconds that a worker has to report the result of a fetch, after the fetch's time limit has passed."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report of one rank on a finished job."""
+    """Report of one prefill rank about a finished job."""
 
     timing: RankTiming
     stored: tuple[str, ...]
-    """Names of the prompt's blocks that the node's prefix store now holds, without those that were cached before: the
-    leading ones of the blocks that were to be stored."""
+    """Names of the prompt's blocks that this job has added to the node's prefix store. If the store did not have room
+    for all blocks, these are the leading ones."""
     evicted: tuple[str, ...]
-    """Names of the blocks that were evicted to make room for the stored blocks."""
+    """Names of the blocks that the prefix store has evicted to make room for the new blocks."""
 
 
 @dataclass(frozen=True)
 class FetchReport:
-    """Report of a worker on a fetch of cached KV from another node."""
+    """Worker's report about a fetch of cached KV from another node."""
 
     num_stored: int = 0
-    """Number of the requested blocks, counted from the first, that the prefix store of the worker's node now holds."""
+    """Number of leading requested blocks that the prefix store of the worker's node now has."""
     evicted: tuple[str, ...] = ()
-    """Names of the blocks that were evicted to make room for the fetched blocks."""
+    """Names of the blocks that the prefix store has evicted to make room for the fetched blocks."""
     num_bytes: int = 0
     """Number of KV bytes that were copied."""
     copying_s: float = 0.0
     """Duration of the copy in seconds."""
     shortfall: str = ""
-    """Reason why not all blocks are stored, in one line; empty if all are stored."""
+    """Reason, in one line, why some of the blocks were not stored; empty if all blocks are stored."""
     missing_block: str = ""
-    """Name of the block that the other node did not have; empty if the fetch succeeded or failed for another reason."""
+    """Name of the first block that the other node did not have. Empty if the fetch succeeded, or if it failed for
+    another reason."""
 
 
 class AttemptEvents:
-    """Events of one attempt, as its generation group sends them."""
+    """Stream of the events of one attempt, as its generation group sends them."""
 
     def __init__(self, call: StreamPart, endpoint: str) -> None:
         self.stored: tuple[str, ...] = ()
-        """Names of the blocks of the answers that the group's prefix store holds. Complete once the stream is
-        closed."""
+        """Names of the answers' KV blocks that the group has stored in its prefix store. The list is complete when the
+        stream is closed."""
         self.evicted: tuple[str, ...] = ()
-        """Names of the blocks that were evicted to make room for the stored blocks."""
+        """Names of the blocks that the prefix store has evicted to make room for the new blocks."""
         self._call = call
         self._endpoint = endpoint
 
     async def read(self) -> TokenEvent:
-        """Return the next event. Must not be called after the last event. If the call is cancelled, the stream ends."""
+        """Return the next event. Must not be called after the last event. If this call is cancelled, the stream is
+        closed."""
         try:
             message = await self._call.read()
         except (RequestCancelledError, DeadlineExceededError) as error:
@@ -92,8 +94,8 @@ class AttemptEvents:
         return event_from_proto(message)
 
     async def closed(self, timeout_s: float) -> None:
-        """Read the group's report of stored blocks, until the group closes the stream or `timeout_s` seconds have
-        passed. To be called after the last event. Raises nothing."""
+        """Wait until the group closes the stream, for at most `timeout_s` seconds, and read the group's report of
+        stored blocks. Call it after the last event. Raises no errors."""
         with contextlib.suppress(TimeoutError, BatonError):  # all tokens have arrived already
             async with asyncio.timeout(timeout_s):
                 while (message := await self._call.read()) is not None:
@@ -101,17 +103,18 @@ class AttemptEvents:
                     self.evicted += tuple(message.stored.evicted)
 
     def cancel(self) -> None:
-        """Stop reading. The group keeps the stream running until its TTL expires. Idempotent."""
+        """Stop reading the stream. The group keeps the stream running until its TTL expires. Idempotent."""
         self._call.cancel()
 
 
 class WorkerClient(KvClient):
-    """Client of one worker of either role. The methods for leases are only for generation groups."""
+    """Client of one worker, either a prefill rank or a generation group. The methods for leases apply to generation
+    groups only."""
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         super().__init__(channel, timeout_s=VERB_TIMEOUT_S, errors=partial(_worker_errors, endpoint))
         self.num_users = 0
-        """Number of open `Clients.use` contexts with this client."""
+        """Number of open `Clients.use` contexts that use this client."""
         self._endpoint = endpoint
         self._channel = channel
         self._prefill = PrefillRankStub(channel)
@@ -122,21 +125,22 @@ class WorkerClient(KvClient):
     def stream(
         self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
     ) -> AttemptEvents:
-        """Open the attempt's stream. If the orchestrator ends, the group keeps the stream for the TTL of a lease.
+        """Open the stream of an attempt at a request. If the orchestrator ends, the group keeps the stream for the TTL
+        of a lease.
 
-        `lease` is the lease on the slots that receive the KV; None: the group prefills by itself. The answers are
-        stored in the group's prefix store as blocks.
+        `lease` is the lease on the slots that receive the KV. If it is None, the group prefills by itself. The KV
+        blocks of the answers are stored in the group's prefix store.
         """
         request = stream_request(record, number, config, lease)
         return AttemptEvents(self._streams.open(request), self._endpoint)
 
     def take_over(self, record: RequestRecord, number: StreamNumber) -> AttemptEvents:
-        """Open a stream that the group has kept since an earlier orchestrator ended. If the group has not kept it,
-        reading the stream raises NotFoundError."""
+        """Open a stream that the group has kept since an earlier orchestrator ended. If the group has not kept the
+        stream, reading it raises NotFoundError."""
         return AttemptEvents(self._streams.open(takeover_request(record, number)), self._endpoint)
 
     async def close(self) -> None:
-        """End all streams and close the channel. To be called when no stream is being read."""
+        """End all streams and close the channel. Call it only when no stream is being read."""
         await self._streams.close()
         await self._channel.close()
 
@@ -147,10 +151,11 @@ class WorkerClient(KvClient):
             await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
 
     async def run(self, job: PrefillJob) -> RankReport:
-        """Run this rank's chunk of the prefill job and return the rank's report.
+        """Run this rank's chunk of the prefill job, and return the rank's report.
 
-        Returns when the chunk has been computed, its KV passed to the next rank and pushed to the slots, and, on the
-        last rank, blocks stored. Raises StalePrefixError if the cached blocks with which the chain starts are missing.
+        Returns when the chunk has been computed and its KV has been passed to the next rank and pushed to the slots. On
+        the last rank, the KV blocks have also been stored in the prefix store. Raises StalePrefixError if the cached
+        blocks after which the chain starts are missing.
         """
         with self._errors():
             report = await self._prefill.Run(job.message)
@@ -159,12 +164,12 @@ class WorkerClient(KvClient):
         )
 
     async def generation_status(self, timeout_s: float) -> GenerationStatus:
-        """Return the present status of this generation group."""
+        """Return the present status of this generation group. Fails after `timeout_s` seconds."""
         with self._errors():
             return await self._generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
 
     async def prefix_blocks(self, *, is_prefill: bool) -> list[str]:
-        """Return the names of the blocks in the prefix store of this worker's node, the least recently used block
+        """Return the names of the blocks in the prefix store of this worker's node. The least recently used block comes
         first."""
         ask = self._prefill.ListPrefixBlocks if is_prefill else self._generation.ListPrefixBlocks
         with self._errors():
@@ -172,8 +177,8 @@ class WorkerClient(KvClient):
         return list(reply.blocks)
 
     async def fetch_blocks(self, fetch: BlockFetch) -> FetchReport:
-        """Make this worker fetch blocks from another node into its node's prefix store, and return its report. The
-        worker stops in time to report soon after `fetch.within_s` seconds."""
+        """Make this worker fetch blocks from another node into the prefix store of its own node. Return the worker's
+        report. The worker stops copying after `fetch.within_s` seconds, so that it can report in time."""
         request = exchange_pb2.FetchBlocksRequest(
             endpoint=fetch.source.endpoint,
             names=fetch.names,
@@ -185,23 +190,24 @@ class WorkerClient(KvClient):
         return read(FetchReport, reply, evicted=tuple(reply.evicted))
 
     async def prefill_status(self, timeout_s: float) -> PrefillStatus:
-        """Return the present status of this prefill rank."""
+        """Return the present status of this prefill rank. Fails after `timeout_s` seconds."""
         with self._errors():
             return await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
 
 
 class Clients:
-    """Clients by endpoint, made at first use. Closing a channel ends its calls, so a channel in use is not closed."""
+    """Clients of the workers, by endpoint. A client is created at its first use. Closing a channel ends its calls, so a
+    client in use is not closed."""
 
     def __init__(self, secret: ClusterSecret) -> None:
-        """`secret` is the cluster's secret. It is sent with each call."""
+        """Create an empty collection of clients. `secret` is the cluster's secret, which is sent with each call."""
         self._secret = secret
         self._clients: dict[str, WorkerClient] = {}
 
     @contextlib.contextmanager
     def use(self, endpoint: str) -> Iterator[WorkerClient]:
-        """Open a context with the client of the worker at `endpoint` (host:port). The client connects at its first
-        call."""
+        """Open a context, and yield the client of the worker at `endpoint` (host:port). The client is not closed while
+        the context is open. It connects at its first call."""
         client = self._clients.get(endpoint)
         if client is None:
             client = self._clients[endpoint] = WorkerClient(endpoint, make_channel(endpoint, secret=self._secret))
@@ -212,7 +218,8 @@ class Clients:
             client.num_users -= 1
 
     async def prune(self, present: Collection[str]) -> None:
-        """Close the clients of endpoints that are neither present nor in use."""
+        """Close the clients of workers that no longer exist and are not in use. `present` are the endpoints of the
+        existing workers."""
         gone = [each for each, client in self._clients.items() if each not in present and not client.num_users]
         for client in [self._clients.pop(endpoint) for endpoint in gone]:
             await client.close()

@@ -1,6 +1,7 @@
-"""Builds the messages that workers get for a request: a prefill job, a new stream, and the takeover of a stream.
+"""Builds the messages that are sent to workers for a request: a prefill job, a new stream, and the takeover of a
+stream.
 
-Used by `orchestrator.workers.client`. Jobs are made by `orchestrator.dispatch.attempt`. Pure.
+Used by `orchestrator.workers.client`. Jobs are created by `orchestrator.dispatch.attempt`. Pure.
 """
 
 from dataclasses import dataclass
@@ -20,21 +21,22 @@ from orchestrator.workers.streams import check_size
 
 @dataclass(frozen=True)
 class PrefillJob:
-    """Job of one attempt for a prefill group. All ranks get the same job."""
+    """Prefill job of one attempt at a request. All ranks of the prefill group get the same job."""
 
     record: RequestRecord
     number: JobId
     group: PrefillGroup
     chain: ChainPlan
     blocks: PromptBlocks
-    """Blocks of the prompt. The leading blocks are cached, and the chain starts after them. The other blocks are
-    stored."""
+    """KV blocks of the prompt. The leading blocks are cached, and the chain starts after them. The chain stores the
+    other blocks."""
     lease: Lease
     """Lease on the slots that receive the KV."""
 
     @cached_property
     def message(self) -> prefill_pb2.PrefillJob:
-        """Return the message to every rank. It is built once. Raises InvalidArgumentError if it is too large."""
+        """Return the message that is sent to every rank. The message is built once. Raises InvalidArgumentError if it
+        is too large."""
         record, chain = self.record, self.chain
         job = prefill_pb2.PrefillJob(
             epoch=self.group.epoch,
@@ -58,7 +60,8 @@ class PrefillJob:
 def stream_request(
     record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
 ) -> generate_pb2.StreamRequest:
-    """Return the message that opens an attempt's stream on a generation group."""
+    """Return the message that opens an attempt's stream on a generation group. `lease` is the lease on the slots that
+    receive the KV; None: the group prefills by itself."""
     return generate_pb2.StreamRequest(
         request_id=record.request_id,
         history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
@@ -70,7 +73,8 @@ def stream_request(
 
 
 def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb2.StreamRequest:
-    """Return the message that takes over a stream that a generation group may have kept."""
+    """Return the message that takes over a stream. The generation group may have kept the stream since an earlier
+    orchestrator ended."""
     outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
     return generate_pb2.StreamRequest(
         request_id=record.request_id,

@@ -1,7 +1,8 @@
-"""Lists the blocks of each prefix store once, when the store appears, to find prompts cached by earlier orchestrators.
+"""Lists the blocks of each prefix store once, when the store appears. This finds prefixes that were cached for earlier
+orchestrators.
 
-Called by `orchestrator.dispatch.attempt`; writes to `orchestrator.placement.prefix_index`. No request waits for the
-answer. Until it arrives, prompts are computed. On the loop.
+Called by `orchestrator.dispatch.attempt`; writes to `orchestrator.placement.prefix_index`. Requests do not wait for the
+list. Until it arrives, their prompts are computed. Runs on the event loop.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixStores:
-    """Adds the blocks of new prefix stores to the index, and removes stores that no longer exist from it."""
+    """Keeps the prefix index in line with the prefix stores. Adds the blocks of new stores, and removes stores that no
+    longer exist."""
 
     def __init__(self, members: Membership, clients: Clients, index: PrefixIndex) -> None:
         self._members = members
@@ -29,8 +31,8 @@ class PrefixStores:
         listed once."""
 
     def look(self) -> None:
-        """Start tasks that list the blocks of new stores, and forget stores that no longer exist. Called for every
-        request. Stores of drained groups are included, because other nodes may fetch from them."""
+        """Start tasks that list the blocks of new stores, and remove stores that no longer exist from the index. Called
+        for every request. Stores of drained groups are included, because other nodes may fetch from them."""
         groups = [group for group in self._members.present.groups if group.prefix_store]
         stores = {group.prefix_store for group in groups}
         self._index.keep_only(stores)
@@ -41,7 +43,7 @@ class PrefixStores:
                 self._asked[group.prefix_store] = asyncio.create_task(self._ask(group))
 
     async def close(self) -> None:
-        """Cancel all listings in progress, and wait for their end."""
+        """Cancel all running tasks that list blocks, and wait until they have ended."""
         for asking in self._asked.values():
             asking.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)

@@ -1,8 +1,8 @@
-"""Multiplexes all streams of one generation group over one gRPC call, which is open while any stream is open.
+"""Multiplexes all streams of one generation group over one gRPC call, which stays open while any stream is open.
 
-Used by `orchestrator.workers.client`. Each stream has a separate queue for its events, bounded by the request's number
-of tokens, so a slow reader does not delay other streams. If the call breaks, all its streams fail, as they would with
-separate calls. The next stream then opens a new call. On the loop.
+Used by `orchestrator.workers.client`. Each stream has its own queue of events, so a slow reader does not delay other
+streams. The queue is bounded by the request's number of tokens. If the call breaks, all its streams fail, as they would
+with separate calls. The next stream then opens a new call. Runs on the event loop.
 """
 
 import asyncio
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Maximum size in bytes of a message about a request. A larger message would exceed gRPC's limit and end the call, with
-all its streams."""
+"""Maximum size in bytes of a message about one request. A larger message would exceed gRPC's limit, which would end the
+call and all its streams."""
 
 
 class StreamPart:
-    """One stream of the shared call. It is read like a separate call."""
+    """Single stream of a shared gRPC call. It is read as if it had a call of its own."""
 
     def __init__(self, number: int, leave: Callable[[int], None]) -> None:
-        """`leave` is called with the stream's number if the reader cancels the stream before its end."""
+        """Create the stream with this number. `leave` is called with the number if the reader cancels the stream before
+        its end."""
         self.number = number
         self._leave = leave
         self._events: deque[pb.TokenEvent] = deque()
@@ -45,7 +46,8 @@ class StreamPart:
         self._waiter: asyncio.Future[None] | None = None
 
     async def read(self) -> pb.TokenEvent | None:
-        """Return the next event; None after the last. Raises the stream's error. Only one task may read at a time."""
+        """Return the next event; None after the last one. Raises the stream's error. Only one task may read at a
+        time."""
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -56,7 +58,7 @@ class StreamPart:
         return self._events.popleft()
 
     def cancel(self) -> None:
-        """Stop reading this stream, and notify the group. Idempotent; has no effect after the end of the stream."""
+        """Stop reading this stream, and notify the group. Idempotent; does nothing after the end of the stream."""
         if not self._ended:
             self._leave(self.number)
             self.end(UnavailableError(f"stream {self.number} was left by its reader"))
@@ -72,7 +74,8 @@ class StreamPart:
             self._wake()
 
     def end(self, error: BatonError | None) -> None:
-        """End the stream, with an error or without. No event may follow."""
+        """Mark the end of the stream. `error` is raised to the reader; None: the stream ended normally. No event may
+        follow."""
         self._ended, self._error = True, error
         self._wake()
 
@@ -82,7 +85,7 @@ class StreamPart:
 
 
 class _SharedCall:
-    """One gRPC call, from its first stream to its last."""
+    """gRPC call that is shared by several streams. It is opened for the first stream and ends with the last one."""
 
     def __init__(self, stub: "GenerationGroupAsyncStub", on_end: "Callable[[_SharedCall], None]") -> None:
         self.parts: dict[int, StreamPart] = {}
@@ -161,10 +164,11 @@ class SharedStreams:
         self._latest: _SharedCall | None = None
 
     def open(self, request: pb.StreamRequest) -> StreamPart:
-        """Open or take over the stream with the number in `request`. Failures are raised when the stream is read.
+        """Open the stream with the number in `request`, or take over a stream that the group has kept. Failures are
+        raised when the stream is read.
 
-        A request that is too large for a message fails with InvalidArgumentError. It is not sent, so the other streams
-        of the call are not affected.
+        If the request is too large for a message, reading the stream raises InvalidArgumentError. The request is then
+        not sent, so other streams of the same call are not affected.
         """
         command = pb.StreamCommand(open=request)
         try:
@@ -179,12 +183,13 @@ class SharedStreams:
         return self._latest.open(request.number, command)
 
     async def close(self) -> None:
-        """End all calls. To be called when no stream is being read, before the channel is closed."""
+        """End all calls. Call it when no stream is being read, before the channel is closed."""
         await asyncio.gather(*(call.close() for call in self._calls))
 
 
 def check_size(request_id: str, num_bytes: int) -> None:
-    """Raise InvalidArgumentError if a message of this size about a request is too large for workers."""
+    """Check that a message about a request is small enough for workers. Raises InvalidArgumentError if `num_bytes`
+    exceeds the maximum."""
     if num_bytes > MAX_COMMAND_BYTES:
         raise InvalidArgumentError(
             f"request {request_id} takes {num_bytes} bytes between the orchestrator and its workers, over the limit "

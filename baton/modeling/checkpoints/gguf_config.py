@@ -1,7 +1,7 @@
-"""Reads a GGUF file's keys as the fields of a Hugging Face config.json and generation_config.json.
+"""Converts the metadata keys of a GGUF file to the fields of a Hugging Face config.json and generation_config.json.
 
-`gguf` writes the fields into the folder that it makes. Most keys start with the architecture's name. GGUF files do not
-name Llama 3's RoPE scaling, but store one factor per frequency. The scaling is recognised by comparing these factors
+`gguf` writes these fields to files. Most keys start with the name of the architecture. GGUF files do not name the RoPE
+scaling of Llama 3. They store one factor per frequency instead. The scaling is recognised by comparing these factors
 with those of released models.
 """
 
@@ -28,7 +28,7 @@ _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GgufKeys:
-    """A GGUF file's key-value pairs, with their types checked. Errors name the file and the key."""
+    """Key-value pairs of a GGUF file, with type checks. Errors name the file and the key."""
 
     def __init__(self, values: Mapping[str, object], path: Path) -> None:
         self._values = values
@@ -50,7 +50,7 @@ class GgufKeys:
         return key in self._values
 
     def architecture(self) -> str:
-        """Return the model's architecture. Raises ModelError for one that cannot be converted."""
+        """Return the architecture of the model. Raises ModelError if this architecture cannot be converted."""
         architecture = self.text("general.architecture")
         if architecture not in _MODEL_TYPES:
             remedy = f"choose a model of architecture {', '.join(_MODEL_TYPES)}"
@@ -74,8 +74,9 @@ class GgufKeys:
 def hf_config(
     keys: GgufKeys, shapes: Mapping[str, tuple[int, ...]], rope_factors: npt.NDArray[np.float32] | None
 ) -> dict[str, object]:
-    """Return config.json for a file with these keys, tensors of these shapes (by GGUF name) and these factors on RoPE's
-    wavelengths (`[head_dim / 2]`), if any. Raises ModelError."""
+    """Return the fields of config.json for a GGUF file. `shapes` contains the shape of each tensor, by its GGUF name.
+    `rope_factors` contains the factors on RoPE's wavelengths, `[head_dim / 2]`, or is None if the file has no such
+    factors. Raises ModelError if the model is not supported."""
     architecture = keys.architecture()
     num_heads = keys.count(f"{architecture}.attention.head_count")
     hidden_size = keys.count(f"{architecture}.embedding_length")
@@ -115,7 +116,7 @@ def hf_config(
 
 
 def generation_config(keys: GgufKeys) -> dict[str, object]:
-    """Return generation_config.json: the token ids that begin and end a text."""
+    """Return the fields of generation_config.json: the ids of the begin-of-sequence and end-of-sequence tokens."""
     eos = [keys.count(f"tokenizer.ggml.{key}") for key in _EOS_KEYS if keys.has(f"tokenizer.ggml.{key}")]
     config: dict[str, object] = {"eos_token_id": sorted(set(eos))}
     if keys.has("tokenizer.ggml.bos_token_id"):

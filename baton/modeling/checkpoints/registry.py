@@ -1,6 +1,7 @@
-"""Registry of model families: the family that reads each Hugging Face config, and the models that no family can run.
+"""Registry of model families. It selects the family that reads a Hugging Face config, and rejects models that no family
+supports.
 
-`weights` and `gguf` read configs here.
+`weights` and `gguf` read configs with this module.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,25 +29,27 @@ _FAMILIES: dict[str, tuple[str, Callable[[Fields], Family]]] = {
     "opt": ("OPTForCausalLM", OptModel.read),
     "falcon": ("FalconForCausalLM", FalconModel.read),
 }
-"""Architecture, and function that reads its config, by model type."""
+"""Supported models by `model_type` of config.json: the name of the architecture, and the function that reads the
+config."""
 
 
 def from_hf(
     raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
 ) -> ModelConfig:
-    """Return the config of the model that `read_model` reads. Raises the same errors."""
+    """Return the ModelConfig of the model that a Hugging Face config describes. Arguments and errors are those of
+    `read_model`."""
     return read_model(raw, generation, source).config
 
 
 def read_model(
     raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
 ) -> Family:
-    """Return the model that a Hugging Face config describes. Absent optional fields have transformers' defaults.
+    """Return the model that a Hugging Face config describes. Missing optional fields get the defaults of transformers.
 
-    `raw` is config.json. `generation`, if given, is generation_config.json, whose end-of-sequence ids take precedence.
-    `source` names the file in errors. Quantisation of weights is not read here, but by
-    `baton.modeling.quantized.weight_formats`. Raises ModelError for a model that the decoder cannot run and for missing
-    fields.
+    `raw` is the content of config.json. `generation` is the content of generation_config.json, or None. Its
+    end-of-sequence ids take precedence. `source` names the config file in errors. The quantisation of the weights is
+    not read here, but by `baton.modeling.quantized.weight_formats`. Raises ModelError for missing fields, and for a
+    model that the decoder does not support.
     """
     fields = Fields(raw, source, generation)
     model_type = raw.get("model_type")

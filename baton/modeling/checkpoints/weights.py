@@ -1,6 +1,6 @@
-"""Loads a Hugging Face folder (config.json and safetensors) into a Decoder that the model's family composes.
+"""Loads a Hugging Face folder (config.json and safetensors) as a Decoder. The model's family builds the layers.
 
-A worker's host calls `load_decoder` once when it starts, before any request, on any thread. The call blocks.
+A worker process calls `load_decoder` once at startup, before any request, on any thread. The call blocks.
 """
 
 import logging
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Return the config in `folder`'s config.json and, if it exists, generation_config.json. Raises ModelError for a
-    model that cannot be run, and for weights in a quantisation format that cannot be read."""
+    """Return the model's config from config.json and, if it exists, generation_config.json in `folder`. Raises
+    ModelError if the model or the quantisation format of its weights is not supported."""
     config = _load_model(folder).config
     load_format(folder)
     return config
@@ -33,13 +33,15 @@ def load_config(folder: Path) -> ModelConfig:
 def load_decoder(
     folder: Path, *, dtype: str = "float32", device: Device | None = None, quantization: str = "none"
 ) -> Decoder:
-    """Return a Decoder that computes in `dtype` on `device`, from a Hugging Face folder. Weights are converted as they
-    are loaded. The default device is the CPU.
+    """Load a Hugging Face folder and return a Decoder that computes in `dtype` on `device`. `device` None: the CPU.
+    Weights are converted to `dtype` as they are loaded.
 
-    Quantised weights are dequantised to `dtype`, one after another, and one line of the log reports it. Raises
-    ModelError, one line, for any fault of the folder or the dtype, and for too little memory. The weights' fingerprint
-    hashes every tensor's name, type, shape and bytes as they are stored, the config, the format, `dtype` and
-    `quantization`. It does not depend on how the checkpoint is split into files.
+    Quantised weights are dequantised to `dtype` one tensor at a time, and the log reports this in one line. Raises
+    ModelError with a one-line message if the folder is invalid, the dtype is not supported, or there is too little
+    memory.
+
+    The fingerprint of the weights is a hash of every tensor (name, type, shape and stored bytes), the config, the
+    quantisation format, `dtype` and `quantization`. It does not depend on how the checkpoint is split into files.
     """
     if dtype not in TORCH_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")

@@ -1,1 +1,2 @@
-"""Devices: where attention and linear layers run, the device's memory, and the link between it and host memory."""
+"""Devices on which attention and linear layers run: their memory, and the link between device memory and host
+memory."""

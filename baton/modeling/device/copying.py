@@ -1,4 +1,5 @@
-"""Links whose copies run on threads of the host: the CPU's link to itself, and that of an emulated device."""
+"""Links between host memory and device memory whose copies run on host threads. Used by the CPU device and by the
+emulated device."""
 
 import threading
 import time
@@ -21,55 +22,58 @@ from baton.modeling.kv.staging import FRAME_BYTES, NUM_FRAMES, StagingFrames
 from baton.modeling.kv.transfers import DoneTransfer, Transfer
 
 CopyTensor = Callable[[Tensor, Tensor], None]
-"""Function that copies `(to, from)` and returns when the copy is done."""
+"""Function `copy(target, source)` that returns when the copy is done."""
 
 
 def copy_bytes(to: Tensor, source: Tensor) -> None:
-    """Copy a tensor on one core, without the GIL. A copy by torch would occupy the cores that compute."""
+    """Copy a tensor on one core, without holding the GIL. Torch's own copy is not used, because it would occupy the
+    cores that compute."""
     np.copyto(np.asarray(bytes_of(to)), np.asarray(bytes_of(source)))
 
 
 class ThreadLink:
-    """Link whose fetches run on a separate thread while other threads compute. Stores run on the caller's thread."""
+    """Link whose copies to the device (fetches) run on a separate thread, while other threads compute. Copies to host
+    memory (stores) run on the caller's thread."""
 
     def __init__(self, copy: CopyTensor = copy_bytes) -> None:
-        """`copy` is the function that copies one tensor."""
+        """Create a link. `copy(target, source)` copies one tensor."""
         self._copy = copy
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        """Threads by the name of their direction. A direction that was never used has no thread."""
+        """Threads by direction: `kv-fetch` for copies to the device, `kv-store` for copies to host memory. A thread is
+        created at the first copy in its direction."""
         self._starting = threading.Lock()
         self._num_bytes_fetched = self._num_bytes_stored = 0  # each is changed by one thread only
 
     @property
     def num_bytes_fetched(self) -> int:
-        """Return the bytes copied to the device so far."""
+        """Return the number of bytes copied to the device so far."""
         return self._num_bytes_fetched
 
     @property
     def num_bytes_stored(self) -> int:
-        """Return the bytes copied to host memory so far."""
+        """Return the number of bytes copied to host memory so far."""
         return self._num_bytes_stored
 
     def fetch(self, copies: Copies) -> Transfer:
-        """Start to copy on the thread."""
+        """Start to copy tensors to the device, on the thread for fetches."""
         return self._begin_fetch(partial(self._copy_all, copies), num_bytes_of(copies))
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Start to copy selected keys and values on the thread."""
+        """Start to copy selected keys and values to the device, on the thread for fetches."""
         args = heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes
         return self._begin_fetch(partial(native.operators().copy_heads, *args), heads.num_bytes)
 
     def store(self, copies: Copies) -> Transfer:
-        """Copy, and return when the copy is done."""
+        """Copy tensors to host memory, and return when the copy is done."""
         return self._begin_store(partial(self._copy_all, copies), num_bytes_of(copies))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Copy rows to host memory, as `store` does."""
+        """Copy one row per sequence to host memory, and return when the copy is done."""
         args = rows.there_B, rows.home_B, rows.row_bytes
         return self._begin_store(partial(native.operators().copy_rows, *args), rows.num_bytes)
 
     def rest(self) -> None:
-        """Wait for the copies that were requested, and end the threads."""
+        """Wait for the requested copies, and end the threads."""
         with self._starting:
             threads, self._threads = self._threads, {}
         for thread in threads.values():
@@ -103,12 +107,12 @@ class ThreadLink:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """Rate and latency of a link. With an infinite rate, copies take as long as the host needs."""
+    """Rate and latency of an emulated link. With an infinite rate, copies take as long as the host needs for them."""
 
     bytes_per_s: float = float("inf")
-    """Bytes per second in each direction; both directions work at the same time."""
+    """Bytes per second in each direction. Both directions work at the same time."""
     latency_s: float = 0.0
-    """Seconds until the first byte of a transfer has arrived."""
+    """Seconds from the start of a transfer until its first byte arrives."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
@@ -118,21 +122,22 @@ class LinkRate:
 
 
 UNBOUND = LinkRate()
-"""Link whose copies take only as long as the host needs."""
+"""Rate of a link that is not emulated: copies take only as long as the host needs for them."""
 
 
 class _Pace:
-    """Timing of one direction of a link: transfers run one after another, and none ends sooner than the link's rate
-    allows."""
+    """Timer for one direction of an emulated link. Transfers run one after another, and no transfer ends sooner than
+    the link's rate allows."""
 
     def __init__(self, rate: LinkRate) -> None:
         self._rate = rate
         self._free_s = 0.0
-        """Time, by time.monotonic, at which the last transfer ends according to the rate."""
+        """Time, by time.monotonic, at which the last transfer ends on the emulated link."""
 
     def keep(self, began_s: float, num_bytes: int) -> None:
-        """Wait until a transfer of `num_bytes` whose copy began at `began_s` would be done on the emulated link. If a
-        wait takes too long, later transfers are not delayed."""
+        """Sleep until a transfer of `num_bytes` would end on the emulated link. `began_s` is the time at which its copy
+        began, by time.monotonic. On the emulated link, the transfer starts at this time, or when the previous transfer
+        ends if that is later."""
         took_s = self._rate.latency_s + num_bytes / self._rate.bytes_per_s
         self._free_s = max(self._free_s, began_s) + took_s
         left_s = self._free_s - time.monotonic()
@@ -141,8 +146,8 @@ class _Pace:
 
 
 class PacedLink(ThreadLink):
-    """Link that really copies the bytes, and takes as long as a link of the given rate. Both directions work at the
-    same time."""
+    """Link that emulates a given rate. It really copies the bytes, and each transfer takes at least as long as the rate
+    requires. Both directions work at the same time."""
 
     def __init__(self, rate: LinkRate, copy: CopyTensor = copy_bytes) -> None:
         super().__init__(copy)
@@ -163,8 +168,8 @@ class PacedLink(ThreadLink):
 
 
 class LinkAccess:
-    """HostAccess to a device's memory. Bytes are copied over the device's link, through host memory that the link can
-    reach."""
+    """HostAccess to a device's memory. Bytes are copied over the device's link. On the host side they pass through
+    memory that the link can access directly, such as pinned memory."""
 
     def __init__(
         self,
@@ -173,24 +178,25 @@ class LinkAccess:
         num_frames: int = NUM_FRAMES,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        """`make_home(num_bytes)` allocates host memory (uint8) that the link can read and write fast."""
+        """Create the access over `link`. `make_home(num_bytes)` allocates host memory (uint8) that the link can access
+        fast. `num_frames` and `frame_bytes` are the number and the size of the staging frames."""
         self._link = link
         self._make_home = make_home
         self._frame_size = num_frames, frame_bytes
 
     @classmethod
     def plain(cls, link: Link, num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES) -> Self:
-        """Return a LinkAccess that uses host memory that is not pinned."""
+        """Return a LinkAccess that copies through host memory that is not pinned."""
         return cls(link, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), num_frames, frame_bytes)
 
     @cached_property
     def frames(self) -> StagingFrames:
-        """Return the device's staging frames. They are allocated at the first call, when the residency policy that
-        keeps KV on the device is made."""
+        """Return the device's staging frames (preallocated buffers in host memory). They are allocated at the first
+        call, which comes from the policy that stores KV on the device."""
         return StagingFrames(self._make_home, *self._frame_size)
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return a copy in host memory, which is made by one transfer."""
+        """Return a copy of device tensors in host memory. All sources are copied in one transfer."""
         staged = self._make_home(sum(source.nbytes for source in sources))
         copies, start = list[tuple[Tensor, Tensor]](), 0
         for source in sources:
@@ -200,8 +206,8 @@ class LinkAccess:
         return bytes_of(staged)
 
     def write(self, writes: Writes) -> Transfer:
-        """Start to copy. Bytes in staging frames are copied directly. Other bytes are first copied to memory that the
-        link can reach."""
+        """Start to copy bytes to the device. Bytes that are in staging frames (preallocated buffers in host memory) are
+        copied directly. Other bytes are first copied to host memory that the link can access directly."""
         return self._link.fetch([(to, _like(to, self._staged(data))) for to, data in writes])
 
     def _staged(self, data: memoryview) -> Tensor:

@@ -1,4 +1,4 @@
-"""The device `cpu`: it computes in host memory, so its link copies from host memory to host memory."""
+"""The device `cpu`. It computes in host memory, so its link copies from host memory to host memory."""
 
 import torch
 
@@ -11,8 +11,8 @@ from baton.types import KvLayout, TokenRange
 
 
 class CpuDevice:
-    """Device that computes on the CPU. Its link copies at the speed of memory. It is used by residency policies that
-    keep a separate copy of KV on the CPU as well."""
+    """Device that computes on the CPU. Its link copies at the speed of memory. The link is used only by policies that
+    keep a second copy of the KV."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -20,29 +20,29 @@ class CpuDevice:
     memory_use = NO_MEMORY
 
     def __init__(self, copy: CopyTensor = copy_bytes) -> None:
-        """`copy` is the function that copies one tensor for the link."""
+        """Create the device. `copy(target, source)` copies one tensor for the link."""
         self.link = ThreadLink(copy)
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
-        """Make memory whose pages are committed when they are written."""
+        """Reserve memory for the KV of one sequence. Memory pages are committed when they are first written."""
         return PagedMemory(layout, max_tokens)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
-        """Make memory whose pages are committed when they are written."""
+        """Reserve a pool of KV pages. Memory is committed when it is first written."""
         return MappedPool(layout, num_pages, page_tokens)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
-        """Make memory whose pages are committed when they are written."""
+        """Reserve host memory for the KV of one sequence. Memory pages are committed when they are first written."""
         return PagedMemory(layout, max_tokens)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in host memory."""
+        """Allocate a KV buffer in host memory."""
         return KvBuffer(layout, tokens)
 
     home_buffer = buffer
 
     def bound(self, limit_bytes: int | None) -> None:
-        """Do nothing: host memory is limited by the operating system."""
+        """Do nothing. The operating system limits host memory."""
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Do nothing: all memory belongs to the device."""
+        """Do nothing. All memory of the process belongs to this device."""

@@ -1,4 +1,4 @@
-"""The device `cuda`: a GPU with pinned host memory, and one CUDA stream for the copies of each direction."""
+"""The device `cuda`: a GPU with pinned host memory, and one CUDA stream for the copies in each direction."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from baton.types import KvLayout, TokenRange
 
 
 class CudaTransfer:
-    """A Transfer on a CUDA stream."""
+    """Transfer that runs on a CUDA stream."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -28,15 +28,16 @@ class CudaTransfer:
         self._event.synchronize()
 
     def join(self) -> None:
-        """Make the current stream wait for the copies. The calling thread does not wait."""
+        """Make the current CUDA stream wait for the copies. The calling thread does not wait."""
         torch.cuda.current_stream().wait_event(self._event)
 
     wait = result
 
 
 class CudaLink:
-    """HeadLink with two CUDA streams. Bytes are counted when a copy is requested. Bytes of `fetch_heads` are counted
-    when they are copied."""
+    """Link between host memory and a GPU, with one CUDA stream per direction. Copied bytes are counted when a copy
+    is requested. The bytes of `fetch_heads` are counted when they are copied, because only the device knows their
+    number."""
 
     def __init__(self, device: torch.device) -> None:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -44,33 +45,33 @@ class CudaLink:
         self._counting = threading.Lock()
         self._num_bytes_fetched = 0
         self._num_bytes_picked = torch.zeros((), dtype=torch.int64, device=device)
-        """Number of copied bytes of selected keys and values. Only the device can count them. Used on the stream of
-        fetches."""
+        """Number of bytes of selected keys and values that were copied to the device. It is counted on the device, on
+        the stream for fetches."""
         self.num_bytes_stored = 0
 
     @property
     def num_bytes_fetched(self) -> int:
-        """Return the bytes copied to the device so far. Waits for the fetches that were requested."""
+        """Return the number of bytes copied to the device so far. Waits for the requested fetches."""
         with torch.cuda.stream(self._in):
             num_bytes_picked = int(self._num_bytes_picked)
         return self._num_bytes_fetched + num_bytes_picked
 
     def fetch(self, copies: Copies) -> Transfer:
-        """Start to copy after the work queued on the current stream, because that work may still read the memory that
-        is overwritten."""
+        """Start to copy tensors to the device, after the work queued on the current stream. This work may still read
+        the memory that the copy overwrites."""
         with self._counting:
             self._num_bytes_fetched += num_bytes_of(copies)
         return self._copy(self._in, copies)
 
     def store(self, copies: Copies) -> Transfer:
-        """Start to copy after the work queued on the current stream."""
+        """Start to copy tensors to host memory, after the work queued on the current stream."""
         with self._counting:
             self.num_bytes_stored += num_bytes_of(copies)
         return self._copy(self._out, copies)
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Start to copy, as `fetch` does, with a kernel that reads pinned host memory. The host does not learn which
-        keys are selected."""
+        """Start to copy selected keys and values to the device, after the work queued on the current stream. A kernel
+        reads pinned host memory directly. The host does not learn which keys are selected."""
         addresses, pairs = (heads.home_B, heads.there_B), (heads.pairs_BGK2, heads.num_BG)
 
         def work() -> None:
@@ -80,14 +81,15 @@ class CudaLink:
         return self._run(self._in, work, (*addresses, *pairs))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Start to copy, as `store` does, with a kernel that writes to pinned host memory."""
+        """Start to copy one row per sequence to host memory, after the work queued on the current stream. A kernel
+        writes directly to pinned host memory."""
         with self._counting:
             self.num_bytes_stored += rows.num_bytes
         addresses = rows.there_B, rows.home_B
         return self._run(self._out, lambda: copy_rows(*addresses, rows.row_bytes), addresses)
 
     def rest(self) -> None:
-        """Wait for both streams."""
+        """Wait for the copies on both streams."""
         self._in.synchronize()
         self._out.synchronize()
 
@@ -118,48 +120,51 @@ class CudaDevice:
     is_home = False
 
     def __init__(self, index: int = 0) -> None:
-        """Open the GPU with this index. Raises torch's error when it does not exist."""
+        """Open the GPU with this index. Raises torch's error if the GPU does not exist."""
         self.torch_device = torch.device("cuda", index)
         self.link = CudaLink(self.torch_device)
         self._access = LinkAccess(self.link, _pinned)
 
     @property
     def memory_use(self) -> MemoryUse:
-        """Return the device memory that torch uses. The limit is the memory that torch has reserved plus the free
-        memory."""
+        """Return the use of device memory by torch. The limit is the sum of the memory that torch has reserved and the
+        free memory."""
         device = self.torch_device
         free_bytes, _ = torch.cuda.mem_get_info(device)
         limit_bytes = free_bytes + torch.cuda.memory_reserved(device)
         return MemoryUse(limit_bytes, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
-        """Make memory on the device, large enough for the longest sequence."""
+        """Create device memory for the KV of one sequence of up to `max_tokens` tokens. It is allocated when a sequence
+        begins to use it (`expect`)."""
         return TensorMemory(layout, max_tokens, self.torch_device, access=self._access)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> TensorPool:
-        """Make memory on the device. All of it is allocated immediately."""
+        """Allocate a pool of KV pages on the device. All memory is allocated immediately."""
         return TensorPool(layout, num_pages, page_tokens, self.torch_device, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
-        """Make pinned host memory, large enough for the longest sequence."""
+        """Create pinned host memory for the KV of one sequence of up to `max_tokens` tokens. It is allocated when a
+        sequence begins to use it (`expect`)."""
         return TensorMemory(layout, max_tokens, torch.device("cpu"), pinned=True)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer on the device."""
+        """Allocate a KV buffer on the device."""
         shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
         data = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], device=self.torch_device)
         return KvBuffer.of(layout, tokens, data, self._access)
 
     def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in pinned memory. Once freed, torch reuses the memory for the next buffer."""
+        """Allocate a KV buffer in pinned host memory. After the buffer is freed, torch reuses its memory for the next
+        buffer."""
         shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
         return KvBuffer.of(layout, tokens, torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=True))
 
     def bound(self, limit_bytes: int | None) -> None:
-        """Do nothing: torch raises an error for allocations that do not fit."""
+        """Do nothing. Torch itself raises an error for allocations that do not fit."""
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Do nothing: torch raises an error when a computation mixes host tensors and device tensors."""
+        """Do nothing. Torch itself raises an error when a computation mixes host tensors and device tensors."""
 
 
 def _pinned(num_bytes: int) -> Tensor:

@@ -1,10 +1,12 @@
-"""The device `emulated`: the CPU computes in a separate memory region (the arena), which host memory reaches only over
-a link of a configured rate.
+"""The device `emulated`. The CPU computes in a separate memory region (the arena). Data moves between the arena and
+host memory only over a link with a configured rate.
 
-It emulates an accelerator on a machine without one, with the same buffers, fetches and limits. Its kernels are those of
-the CPU. Weights and activations are allocated by torch outside the arena, and the limit of KV leaves room for the
-weights (`generate_workers.engine.memory_limits`). KV that attention reads is checked, by its address, to be in the
-arena (`require`). The host cannot take a view of the arena's bytes (`baton.modeling.kv.buffers.byte_view`).
+The device emulates an accelerator on a machine without one, with the same buffers, fetches and limits. Its kernels are
+the kernels of the CPU. Torch allocates weights and activations outside the arena. The limit on KV leaves room for the
+weights (`generate_workers.engine.memory_limits`).
+
+`require` checks by address that all KV read by attention is in the arena. The host cannot get a view of the arena's
+bytes (`baton.modeling.kv.buffers.byte_view`).
 """
 
 import weakref
@@ -21,7 +23,7 @@ from baton.types import KvLayout, TokenRange
 
 
 class EmulatedDevice:
-    """A device with memory of its own, emulated by the CPU. Implements Device."""
+    """Device with separate memory (the arena), emulated by the CPU. Implements Device."""
 
     name = "emulated"
     torch_device = torch.device("cpu")
@@ -34,24 +36,28 @@ class EmulatedDevice:
 
     @property
     def memory_use(self) -> MemoryUse:
-        """Return the arena's counts of bytes."""
+        """Return the limit, the current use and the peak use of the arena, the memory of this device, in bytes."""
         arena = self.arena
         return MemoryUse(arena.limit_bytes, arena.num_bytes, arena.peak_bytes)
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
-        """Make memory in the arena, committed when it is written."""
+        """Reserve memory for the KV of one sequence in the arena, the memory of this device. Memory pages are committed
+        when they are first written."""
         return PagedMemory(layout, max_tokens, self.arena, self._access)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
-        """Make memory in the arena. Its pages count as used while they are in use."""
+        """Reserve a pool of KV pages in the arena, the memory of this device. A page counts as used only while it has
+        an owner."""
         return MappedPool(layout, num_pages, page_tokens, self.arena, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
-        """Make memory outside the arena, committed when it is written."""
+        """Reserve host memory, outside the memory of this device, for the KV of one sequence. Memory pages are
+        committed when they are first written."""
         return PagedMemory(layout, max_tokens)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in the arena. All of its bytes count as used until the buffer is freed."""
+        """Allocate a KV buffer in the arena, the memory of this device. All its bytes count as used until the buffer is
+        freed."""
         memory = PagedMemory(layout, len(tokens), self.arena, self._access)
         memory.commit(TokenRange(0, len(tokens)))
         buffer = KvBuffer.of(layout, tokens, memory.data_LS2GH, self._access)
@@ -59,13 +65,14 @@ class EmulatedDevice:
         return buffer
 
     def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer outside the arena."""
+        """Allocate a KV buffer in host memory, outside the memory of this device."""
         return KvBuffer(layout, tokens)
 
     def bound(self, limit_bytes: int | None) -> None:
-        """Set the arena's limit."""
+        """Set the maximum number of bytes in use in the arena, the memory of this device. None: no limit."""
         self.arena.limit_bytes = limit_bytes
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Raise WrongMemoryError unless all of these bytes are in the arena."""
+        """Raise WrongMemoryError unless all `num_bytes` bytes from `address` on are in the arena, the memory of this
+        device."""
         self.arena.require(address, num_bytes)

@@ -1,10 +1,11 @@
-"""Copies of single keys over a link: selected keys and values to the device, and new tokens' rows to host memory.
+"""Descriptions of copies of single keys and values over a link: selected keys and values to the device, and new tokens'
+KV to host memory.
 
-Locations are given as addresses, so that one call can copy for all sequences of a step, regardless of where their KV is
-stored. A HeadLink runs the copies. For a CPU and an emulated device, host threads copy (`copying`); for a GPU, kernels
-copy (`cuda`).
+Memory locations are given as addresses. One call can therefore copy for all sequences of a step, regardless of where
+their KV is stored. A HeadLink runs the copies: with host threads for a CPU or an emulated device (`copying`), with
+kernels for a GPU (`cuda`).
 
-B sequences, G kv heads, at most K selected keys of each head.
+Shape letters: B sequences, G kv heads, K the maximum number of selected keys of a head.
 """
 
 import functools
@@ -19,29 +20,30 @@ from baton.modeling.kv.transfers import Transfer
 
 @dataclass(frozen=True)
 class PickedHeads:
-    """Selected keys and values of kv heads that are to be fetched. All tensors are on the link's device."""
+    """Selected keys and values to copy to the device, for each sequence and kv head. All tensors are on the link's
+    device."""
 
     home_B: Tensor
-    """Address of each sequence's KV in host memory, in one layer, int64."""
+    """Address in host memory of each sequence's KV in one layer, int64."""
     there_B: Tensor
-    """Address of each sequence's destination on the device, int64."""
+    """Address on the device to which each sequence's keys and values are copied, int64."""
     pairs_BGK2: Tensor
-    """Pairs of numbers, int32: the key's number in host memory, and the number of its destination on the device."""
+    """Pairs of indices, int32: the index of the key in host memory, and the index of its destination on the device."""
     num_BG: Tensor
-    """Number of keys to fetch for each kv head, int32."""
+    """Number of keys to copy for each sequence and kv head, int32."""
     head_bytes: int
-    """Number of bytes of one key of a head. Its value has the same number of bytes."""
+    """Number of bytes of one key of one head. A value has the same number of bytes."""
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Return the bytes that are fetched. Waits for the device if `num_BG` is computed there."""
+        """Return the number of bytes to copy. Waits for the device if `num_BG` is computed on the device."""
         return int(self.num_BG.sum()) * 2 * self.head_bytes
 
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Rows to be stored in host memory: one row for each of B sequences, all with the same number of bytes. Addresses
-    are int64."""
+    """Rows of bytes to copy to host memory. Each of the B sequences has one row, and all rows have the same number of
+    bytes. Addresses are int64."""
 
     there_B: Tensor
     home_B: Tensor
@@ -49,15 +51,15 @@ class RowCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are stored."""
+        """Return the total number of bytes of the rows."""
         return len(self.home_B) * self.row_bytes
 
 
 class HeadLink(Link, Protocol):
-    """Link that can also copy between lists of addresses."""
+    """Link that can also copy single keys and values, given as lists of addresses."""
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Start to copy selected keys and values to the device."""
+        """Start to copy the selected keys and values to the device."""
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Start to copy rows to host memory, after the work that this thread has queued."""
+        """Start to copy one row per sequence to host memory, after the work that this thread has queued."""

@@ -1,4 +1,4 @@
-"""Makes devices by name, and lists the machine's GPUs. `baton.modeling.hosting` makes one device for each worker
+"""Creates devices by name, and lists the machine's GPUs. `baton.modeling.hosting` creates one device per worker
 process."""
 
 import torch
@@ -12,8 +12,8 @@ from baton.modeling.device.port import Device
 
 
 def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
-    """Return the device with this name: cpu, cuda, emulated, or auto, which means cpu. `rate` is the rate of an
-    emulated device's link. Raises ConfigError if the name is unknown or the device is not available."""
+    """Create a device. `name` is cpu, cuda, emulated, or auto, which means cpu. `rate` applies to the link of an
+    emulated device only. Raises ConfigError if the name is unknown or the device is not available."""
     if name in ("auto", "cpu"):
         return CpuDevice()
     if name == "emulated":
@@ -25,13 +25,13 @@ def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
 
 
 def list_gpus() -> list[str]:
-    """Return the name and memory of each GPU that torch sees on this machine."""
+    """Return a description of each GPU that torch finds on this machine: its name and memory."""
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in gpus]
 
 
 def require_cuda() -> None:
-    """Raise ConfigError, with the reason, if torch sees no CUDA device."""
+    """Raise ConfigError if torch finds no CUDA device. The message contains the reason."""
     if torch.version.cuda is None:
         raise ConfigError(
             "device = cuda is not available: this torch is built without CUDA; install one with, or use cpu"

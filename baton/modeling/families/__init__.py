@@ -1,1 +1,2 @@
-"""Supported families of models. Each module reads a config, and composes layers from a checkpoint's tensors."""
+"""Supported model families. Each module reads a model's config, and builds its layers from the tensors of a
+checkpoint."""

@@ -1,10 +1,10 @@
-"""A Hugging Face folder's safetensors, read tensor by tensor, without pickle.
+"""Reads the safetensors files of a Hugging Face folder tensor by tensor, without pickle.
 
-Families load their tensors with it when `baton.modeling.checkpoints.weights` loads a model, on any thread. Blocks. In
-addition to the loaded tensors, at most one stored tensor is held in memory. A quantised tensor is dequantised in parts
-of `_PART_ELEMENTS`. Every tensor is hashed as it is stored (XXH3).
+Families load their tensors with this module when `baton.modeling.checkpoints.weights` loads a model, on any thread.
+Blocks. In addition to the loaded tensors, at most one stored tensor is in memory at a time. Quantised tensors are
+dequantised in parts of `_PART_ELEMENTS` elements. The stored bytes of every tensor are hashed (XXH3).
 
-N rows, K columns of a weight.
+Shape letters: N rows and K columns of a weight.
 """
 
 from collections import Counter
@@ -23,40 +23,43 @@ from baton.modeling.families.fields import read_json
 from baton.modeling.kv.buffers import TORCH_DTYPES, byte_view
 
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Endings of the names of tensors in old checkpoints that no family needs: RoPE is computed from the config."""
+"""Suffixes of tensor names in old checkpoints that no family needs. RoPE frequencies are computed from the config
+instead."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _PACKED = ("qweight", "weight_packed")
-"""Names of weights whose codes are packed into words."""
+"""Last parts of the names of quantised weights whose values are packed, several per integer."""
 _PART_ELEMENTS = 2**20
-"""Maximum number of elements of a weight that are dequantised at a time (4 MiB in fp32). At least `_PART_ROWS` rows are
-dequantised at a time."""
+"""Maximum number of elements of a weight that are dequantised at a time (4 MiB in fp32). For very wide weights the
+number is larger, because at least `_PART_ROWS` rows are dequantised at a time."""
 _PART_ROWS = 32
 
 Shapes = Mapping[torch.dtype, Collection[tuple[int, ...]]]
-"""Allowed shapes of a tensor, by its type."""
+"""Allowed shapes of a tensor, for each allowed dtype."""
 
 
 class StoredTensors(Protocol):
-    """Tensors of a checkpoint as they are stored, for a `WeightFormat`."""
+    """Access to the stored tensors of a checkpoint, for a `WeightFormat`."""
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor `name` exists."""
+        """Return True if the checkpoint contains a tensor `name`."""
 
     def stored(self, name: str, allowed: Shapes) -> Tensor:
-        """Return the tensor `name` as it is stored, and record it as loaded. Raises ModelError for a tensor that is
-        missing, or whose type and shape are not allowed."""
+        """Load the tensor `name` as it is stored, without conversion, and record it as loaded. Raises ModelError if the
+        tensor is missing or its dtype and shape are not in `allowed`."""
 
     def error(self, name: str, problem: str, remedy: str) -> ModelError:
-        """Return an error about the tensor `name`, which names its file."""
+        """Return a ModelError about the tensor `name`. The message contains the tensor's file, the problem and the
+        remedy."""
 
 
 WeightRows = Callable[[int, int], Tensor]
-"""Function that returns rows [start, stop) of a quantised weight, dequantised to fp32. `start` is a multiple of 32."""
+"""Function (start, stop) that returns these rows of a quantised weight, dequantised to fp32. `start` must be a multiple
+of 32."""
 
 
 class WeightFormat(Protocol):
-    """Format in which a checkpoint stores quantised weights. Its `str` includes all settings that affect the values of
-    the weights."""
+    """Format in which a checkpoint stores quantised weights. Its `str` must include all settings that affect the values
+    of the weights, because the fingerprint uses it."""
 
     @property
     def description(self) -> str:
@@ -64,19 +67,20 @@ class WeightFormat(Protocol):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return the features of the checkpoint's config that are not used, as readable text."""
+        """Return the features of the checkpoint's quantisation config that Baton ignores, as readable text."""
 
     def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
-        """Return a function that returns rows of the weight of `module`, whose dequantised shape is `shape`. None: the
-        weight is not quantised. Raises ModelError for tensors that do not fit the format."""
+        """Return a function that loads dequantised rows of the weight of `module`. `shape` is the shape of the
+        dequantised weight. None: this weight is not quantised. Raises ModelError if the stored tensors do not fit the
+        format."""
 
     def unused_kind(self, name: str) -> str | None:
-        """Return the purpose, as readable text, of a tensor `name` that was not loaded because no weight needs it. None
-        for any other tensor."""
+        """Return the purpose of a tensor that was not loaded because no weight needs it, as readable text. None: the
+        format does not know a tensor `name` that may be skipped."""
 
 
 class _TensorFile(Protocol):
-    """Part of the interface of an open safetensors file that this module uses."""
+    """Methods of an open safetensors file that this module uses."""
 
     def keys(self) -> list[str]: ...
 
@@ -84,8 +88,8 @@ class _TensorFile(Protocol):
 
 
 class Checkpoint:
-    """Tensors of a folder's safetensors files. Records which tensors were loaded, and their hashes. Used
-    by one thread."""
+    """Tensors in the safetensors files of a folder. The object records which tensors were loaded, and their hashes. Not
+    thread-safe."""
 
     def __init__(
         self,
@@ -96,14 +100,16 @@ class Checkpoint:
         int8: bool = False,
         weight_format: WeightFormat | None = None,
     ) -> None:
-        """`weight_format`: format of quantised weights. None: no weights are quantised."""
+        """Open the safetensors files in `folder`. Tensors are loaded in `dtype` on `device`. With `int8`, the weights
+        of linear layers are to be rounded to int8. `weight_format` is the format of quantised weights, or None if the
+        weights are not quantised."""
         self.int8 = int8
-        """True if the weights of linear layers are to be rounded to int8."""
+        """True if the weights of linear layers must be rounded to int8 when they are loaded."""
         self.num_dequantised = 0
-        """Number of weights that were dequantised when they were loaded."""
+        """Number of weights that were dequantised while they were loaded."""
         self.num_unused: Counter[str] = Counter()
-        """Number of tensors, by purpose, that were not loaded because the weights of a quantised checkpoint do not need
-        them. Counted by `seal`."""
+        """Number of tensors of a quantised checkpoint that were not loaded because no weight needs them, by purpose.
+        `seal` counts them."""
         self._weight_format = weight_format
         self._folder = folder
         self._dtype = dtype
@@ -115,12 +121,12 @@ class Checkpoint:
             torch.empty(0, device=device)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Load the tensor `name`, which must have this shape. Return a copy on the device, in the
-        checkpoint's dtype."""
+        """Load the tensor `name` and return a copy on the device, in the dtype of this checkpoint. Raises ModelError
+        unless the tensor has this shape."""
         return self.fuse([(name, shape)])
 
     def fuse(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Load several tensors and return them concatenated along the rows. They are read one at a time."""
+        """Load several tensors and return them concatenated along dimension 0. The tensors are read one at a time."""
         num_rows = sum(shape[0] for _, shape in parts)
         with self._allocating():
             fused = torch.empty((num_rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
@@ -131,11 +137,12 @@ class Checkpoint:
         return fused
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has a tensor `name`."""
+        """Return True if the folder contains a tensor `name`."""
         return name in self._file_by_name
 
     def expect_equal(self, name: str, other: str) -> None:
-        """Raise ModelError if a tensor `name` exists and differs from the tensor `other`, which was loaded before."""
+        """Check that the tensor `name` equals the tensor `other`, which must have been loaded before. Raises ModelError
+        if they differ. Does nothing if `name` does not exist."""
         if name not in self._file_by_name:
             return
         with _opened(self._file_by_name[name]) as file:
@@ -146,11 +153,11 @@ class Checkpoint:
         self._repeated.add(name)
 
     def seal(self, description: str) -> str:
-        """Return a fingerprint of the tensors that were loaded. Called once all are loaded.
+        """Return the fingerprint of the loaded tensors. Call it after all tensors have been loaded.
 
-        Raises ModelError when a tensor that could change the model's answers was not loaded. The fingerprint has
-        sixteen hex digits. It hashes each loaded tensor once, the dtype, and `description`, which covers everything
-        else that changes KV.
+        The fingerprint has sixteen hex digits. It is a hash of each loaded tensor, the dtype and quantisation, and
+        `description`. `description` must cover all other settings that affect the KV. Raises ModelError if a tensor
+        that could change the model's output was not loaded.
         """
         left = self._file_by_name.keys() - self._digests.keys() - self._repeated
         unknown = sorted(name for name in left if not name.endswith(_HARMLESS) and not self._is_unused(name))
@@ -166,7 +173,8 @@ class Checkpoint:
         return total.hexdigest()
 
     def stored(self, name: str, allowed: Shapes) -> Tensor:
-        """Return the tensor `name` as it is stored, for a `WeightFormat`."""
+        """Load the tensor `name` as it is stored, without conversion, and record it as loaded. Raises ModelError if the
+        tensor is missing or its dtype and shape are not in `allowed`."""
         path = self._file_by_name.get(name)
         if path is None:
             raise ModelError(f"{self._folder}: tensor {name} is missing; {self._remedy(name)}")
@@ -183,7 +191,8 @@ class Checkpoint:
         return tensor
 
     def error(self, name: str, problem: str, remedy: str) -> ModelError:
-        """Return an error about the tensor `name`, which names its file."""
+        """Return a ModelError about the tensor `name`. The message contains the tensor's file, the problem and the
+        remedy."""
         return ModelError(f"{self._file_by_name[name]}: tensor {name} {problem}; {remedy}")
 
     def _remedy(self, name: str) -> str:

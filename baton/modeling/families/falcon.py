@@ -1,10 +1,13 @@
-"""Falcon (Almazrouei et al., 2023): layer norms, a plain MLP parallel to the attention, few KV heads, RoPE.
+"""The Falcon family (Almazrouei et al., 2023): layer norms, an MLP without a gate in parallel with the attention, few
+KV heads, and RoPE.
 
-falcon-7b has one KV head, and one norm for attention and MLP. falcon-40b (`new_decoder_architecture`) has a separate
-norm for each of them, and grouped heads. falcon-rw runs the MLP after the attention. The rows of fused projections are
-grouped by KV head.
+- falcon-7b has one KV head. Attention and MLP share one norm.
+- falcon-40b (`new_decoder_architecture`) has grouped KV heads. Attention and MLP have separate norms.
+- falcon-rw runs the MLP after the attention.
 
-N heads, G kv heads, R = N / G query heads per kv head, H head dim.
+Checkpoints store the rows of the fused QKV projection grouped by KV head.
+
+Shape letters: N heads, G kv heads, R = N / G query heads per kv head, H head dim.
 """
 
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ from baton.modeling.forward.rope import RotaryTable
 
 _DEFAULT_EPS = 1e-5
 _DEFAULT_CONTEXT = 2048
-"""Default of transformers for a field that a config may omit."""
+"""Default context length in tokens if the config does not state one. Equal to the default of transformers."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,15 @@ class FalconModel:
     """True if every projection has a bias."""
     activation: str
     parallel: bool
-    """True if attention and MLP read the same input, False if the MLP reads the result of the attention."""
+    """True if attention and MLP read the same input. False if the MLP runs after the attention and reads its result."""
     attention_norm: str
     mlp_norm: str
-    """Name of the MLP's norm within a layer. If it equals `attention_norm`, attention and MLP share this norm."""
+    """Name of the norm before the MLP, within a layer. If it equals `attention_norm`, attention and MLP share one
+    norm."""
 
     @classmethod
     def read(cls, fields: Fields) -> "FalconModel":
-        """Read the model from config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError if a field is missing, invalid or not supported."""
         if fields.flag("alibi"):
             remedy = "choose a Falcon with rotary positions, such as falcon-7b"
             raise fields.error("alibi", "true is not supported: attention takes no bias by distance", remedy)

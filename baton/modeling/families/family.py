@@ -1,8 +1,11 @@
-"""Interface that each model family implements, and the loading code that families share.
+"""Interface of a model family, and the loading functions that families share.
 
-A new family needs three things: a module in this folder whose class reads a config (`Fields`) and composes
-`baton.modeling.forward.layers` from a `Checkpoint`, a line in the table of `baton.modeling.checkpoints.registry`, and
-golden tests.
+To add a family, add three parts:
+
+1. A module in this folder with a class that reads a config (`Fields`) and builds layers
+   (`baton.modeling.forward.layers`) from a `Checkpoint`.
+2. A line in the table of `baton.modeling.checkpoints.registry`.
+3. Golden tests.
 """
 
 import dataclasses
@@ -21,37 +24,37 @@ from baton.modeling.forward.norms import LayerNorm, Transform
 from baton.modeling.forward.positions import PositionTable
 
 HEAD = "lm_head.weight"
-"""Name of the output head's tensor in every family, if the head is not tied."""
+"""Name of the output head's tensor, in all families. The tensor may be missing if the head is tied to the embedding."""
 
 
 class Family(Protocol):
-    """One model as its config.json describes it. Implementations are frozen dataclasses of the settings that `load`
-    uses."""
+    """Model as its config.json describes it. Implementations are frozen dataclasses that contain the settings for
+    `load`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    """Declares to type checkers that implementations are dataclasses."""
+    """Declaration for type checkers: all implementations are dataclasses."""
 
     @property
     def config(self) -> ModelConfig:
-        """Return the properties of the model that other modules may use."""
+        """Return the part of the config that other modules may use."""
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
-        """Load all tensors and compose the layers. Raises ModelError for a tensor that does not fit."""
+        """Load all tensors and build the layers. Raises ModelError for a tensor that does not fit the config."""
 
 
 def load_linear(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool, *, gated: bool = False
 ) -> Linear:
-    """Load several modules into one linear layer, concatenated along the rows. `rows`: number of rows by
-    module name."""
+    """Load several modules as one linear layer, concatenated along the rows. `rows` maps module names to their numbers
+    of rows. With `gated`, the first half of the outputs gates the second half."""
     return make_linear(*load_parameters(checkpoint, rows, columns, bias), gated=gated, int8=checkpoint.int8)
 
 
 def load_parameters(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Load several modules, concatenated along the rows, and return `(weight, bias or None)`. `rows`: number of rows by
-    module name."""
+    """Load several modules and return `(weight, bias)`, concatenated along the rows. `rows` maps module names to their
+    numbers of rows. The bias is None if `bias` is False."""
     weight = checkpoint.fuse([(f"{name}.weight", (count, columns)) for name, count in rows.items()])
     return weight, checkpoint.fuse([(f"{name}.bias", (count,)) for name, count in rows.items()]) if bias else None
 
@@ -64,8 +67,8 @@ def load_layer_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) ->
 def load_plain_mlp(
     checkpoint: Checkpoint, names: tuple[str, str], config: ModelConfig, activation: str, bias: bool
 ) -> PlainMlp:
-    """Load an MLP with two projections, up and down, and an activation between them. `names`: names of
-    the projections."""
+    """Load an MLP without a gate: an up projection, an activation and a down projection. `names` contains the names of
+    the two projections."""
     (up, down), hidden, inner = names, config.hidden_size, config.intermediate_size
     return PlainMlp(
         load_linear(checkpoint, {up: inner}, hidden, bias),
@@ -75,8 +78,8 @@ def load_plain_mlp(
 
 
 def load_ends(checkpoint: Checkpoint, config: ModelConfig, name: str, width: int) -> tuple[Tensor, Tensor | None]:
-    """Load the embedding `name` and the output head, both `[V, width]`. The head is None if it shares the embedding's
-    weight."""
+    """Load the embedding `name` and the output head, both of shape `[V, width]`, V the vocabulary size. The head is
+    None if it shares the embedding's weight."""
     embedding = checkpoint.take(name, (config.vocab_size, width))
     if not config.tie_embeddings:
         return embedding, checkpoint.take(HEAD, (config.vocab_size, width))
@@ -94,9 +97,12 @@ def compose(
     final_norm: Transform,
     embedding_scale: float = 1.0,
 ) -> DecoderWeights:
-    """Return a model's weights. All tensors must have been loaded. `ends`: embedding and head; the head is None if it
-    shares the embedding's weight. The fingerprint covers the tensors and the settings that change KV. `embedding_scale`
-    is rounded to the weights' dtype, in which the embeddings are scaled."""
+    """Return a model's weights, composed of its parts. Call it after all tensors have been loaded.
+
+    `ends` contains the embedding and the output head. The head is None if it shares the embedding's weight.
+    `embedding_scale` is rounded to the dtype of the weights. The fingerprint of the result covers the tensors and all
+    settings that affect the KV.
+    """
     embedding_VD, head_VD = ends
     # A head computes only the rows that need logits, not all tokens of a prompt.
     head = make_linear(embedding_VD if head_VD is None else head_VD, int8=checkpoint.int8, has_many_rows=False)

@@ -1,6 +1,6 @@
-"""Fields of a config.json, read with type checks.
+"""Reads the fields of a config.json, with type checks.
 
-Each family's `read` uses it when a model is loaded. Needs no torch.
+The families' `read` methods use it when a model is loaded. Does not import torch.
 """
 
 import json
@@ -11,9 +11,10 @@ from baton.errors import ModelError
 
 
 class Fields:
-    """Fields of config.json. Null counts as absent. `generation` is generation_config.json, or None.
+    """Fields of a config.json. A null value counts as a missing field. `generation` is the content of
+    generation_config.json, or None.
 
-    `source` names the file in errors, which are ModelErrors of one line: file, field, problem, remedy.
+    All methods raise ModelError with a one-line message: file (`source`), field, problem and remedy.
     """
 
     def __init__(self, raw: Mapping[str, object], source: str, generation: Mapping[str, object] | None = None) -> None:
@@ -29,8 +30,8 @@ class Fields:
         return Fields({**self.raw, field: value}, self.source, self._generation)
 
     def number(self, field: str, default: float | None = None) -> float:
-        """Return a number above 0. Raises ModelError for any other value, and if the field is absent without a
-        default."""
+        """Return the value of a field that must be a number above 0. Raises ModelError for any other value, and if the
+        field is missing and there is no default."""
         value = self._get(field, default)
         if value is None:
             raise self.error(field, "is missing", "add it, or download the model again")
@@ -39,15 +40,16 @@ class Fields:
         return float(value)
 
     def count(self, field: str, default: int | None = None) -> int:
-        """Return a whole number above 0. Raises ModelError for any other value, and if the field is absent without a
-        default."""
+        """Return the value of a field that must be a whole number above 0. Raises ModelError for any other value, and
+        if the field is missing and there is no default."""
         value = self.number(field, default)
         if not value.is_integer():
             raise self.error(field, f"{value!r} is not a whole number")
         return int(value)
 
     def refuse(self, field: str, remedy: str) -> None:
-        """Raise ModelError if an unsupported field is set. Null, false, 0 and empty values count as not set."""
+        """Raise ModelError if a field of an unsupported feature is set. Null, false, 0 and empty values count as not
+        set."""
         if self.raw.get(field):
             raise self.error(field, f"{self.raw[field]!r} is not supported", remedy)
 
@@ -61,7 +63,8 @@ class Fields:
         return value
 
     def choice(self, field: str, known: Iterable[str], default: str | None = None) -> str:
-        """Return one of the texts in `known`. Raises ModelError for any other value."""
+        """Return the value of a field that must be one of the texts in `known`. Raises ModelError for any other
+        value."""
         value = self._get(field, default)
         if not isinstance(value, str) or value not in known:
             raise self.error(field, f"{value!r} is not supported", f"choose a model that uses {' or '.join(known)}")
@@ -72,14 +75,14 @@ class Fields:
         return default if value is None else value
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:
-        """Return the head dim: the hidden size divided by the number of heads. Raises ModelError if the result is not a
-        whole number."""
+        """Return `hidden_size` divided by `num_heads`. Raises ModelError if the result is not a whole number."""
         if hidden_size % num_heads:
             raise self.error("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
         return hidden_size // num_heads
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the end-of-sequence ids. Those of generation_config.json take precedence."""
+        """Return the end-of-sequence token ids. The ids in generation_config.json take precedence over those in
+        config.json."""
         value = self._generation.get("eos_token_id")
         if value is None:
             value = self.raw.get("eos_token_id")
@@ -96,7 +99,7 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Return the object in a JSON file. Raises ModelError."""
+    """Return the JSON object in a file. Raises ModelError if the file cannot be read or is not a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,8 +1,11 @@
-"""Text models of Gemma 3 (Gemma Team, 2025): scaled embeddings, norms before and after attention and MLP, norms of
-queries and keys, and layers with a window or with full attention, each kind with its own RoPE.
+"""Text models of Gemma 3 (Gemma Team, 2025).
 
-Its norms multiply by 1 + weight, in fp32. Gemma 3 scales scores by `query_pre_attn_scalar` instead of the head dim. The
-norm of the queries includes the ratio of the two scales, so that attention can use the same scale for all families.
+They scale the embeddings, and have norms before and after attention and MLP, and norms of queries and keys. Layers have
+either a sliding window or full attention. The two kinds of layers use different RoPE settings.
+
+Norms multiply by 1 + weight, in fp32. Gemma 3 scales scores by 1 / sqrt(`query_pre_attn_scalar`) instead of 1 /
+sqrt(head dim). The ratio of the two scales is multiplied into the norm of the queries, so attention uses the same scale
+for all families.
 """
 
 import dataclasses
@@ -30,7 +33,8 @@ _DEFAULT_WINDOW = 4096
 _DEFAULT_PATTERN = 6
 _DEFAULT_THETA = 1e6
 _DEFAULT_LOCAL_THETA = 1e4
-"""Defaults of transformers for fields that a config may omit."""
+"""Default of transformers for `rope_local_base_freq`, the base of the RoPE frequencies in layers with a sliding
+window."""
 _ACTIVATION = "gelu_pytorch_tanh"
 _REFUSED = {
     "attn_logit_softcapping": "choose a Gemma 3, which has none",
@@ -48,13 +52,13 @@ class Gemma3Model:
     attention_bias: bool
     """True if the attention's projections have biases."""
     query_scale: float
-    """Factor applied to queries, in addition to the usual scale of the head dim."""
+    """Factor on the queries, in addition to the usual scale 1 / sqrt(head dim)."""
     local_theta: float
-    """Base of RoPE's frequencies in layers with a window."""
+    """Base of the RoPE frequencies in layers with a sliding window."""
 
     @classmethod
     def read(cls, fields: Fields) -> "Gemma3Model":
-        """Read the model from config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError if a field is missing, invalid or not supported."""
         for name, remedy in _REFUSED.items():
             fields.refuse(name, remedy)
         config, local_theta = _read_config(fields)

@@ -1,6 +1,6 @@
-"""The Llama family: Llama, Mistral, Qwen2 and Qwen3. RMSNorm before attention and before a gated MLP, RoPE.
+"""The Llama family: Llama, Mistral, Qwen2 and Qwen3. RMSNorm before the attention and before a gated MLP, and RoPE.
 
-Families that differ from it in single projections (`phi3`) or in the MLP (`qwen3_moe`) derive from its model.
+The models of `phi3` and `qwen3_moe` are derived from this family's model.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from baton.modeling.forward.rope import RotaryTable
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
-"""Model types with norms of queries and keys."""
+"""Model types that apply norms to queries and keys."""
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
-"""Default of transformers for a field that a config may omit."""
+"""Default of transformers for `max_window_layers`."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class LlamaModel:
     """True if the attention's output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
-    """True if queries and keys have an RMSNorm per head before RoPE (Qwen3)."""
+    """True if each head of queries and keys has an RMSNorm before RoPE (Qwen3)."""
 
     @classmethod
     def read(cls, fields: Fields) -> "LlamaModel":
-        """Read the model from config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError if a field is missing, invalid or not supported."""
         config = read_config(fields, _MODEL_TYPES)
         attention_bias = config.model_type in ("llama", *_HEAD_NORMS) and fields.flag("attention_bias")
         return cls(
@@ -109,7 +109,8 @@ class LlamaModel:
 
 
 def read_config(fields: Fields, model_types: tuple[str, ...]) -> ModelConfig:
-    """Read the config of a model whose type is in `model_types`, with the fields of the Llama family."""
+    """Read the config of a model that uses the fields of the Llama family. `model_types` lists the types that the
+    caller supports."""
     model_type = fields.choice("model_type", model_types)
     fields.choice("hidden_act", ("silu",), "silu")
     num_heads = fields.count("num_attention_heads")

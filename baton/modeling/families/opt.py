@@ -1,6 +1,7 @@
-"""OPT (Zhang et al., 2022): layer norms, learned positions, a plain MLP, and the variants of opt-350m and Galactica.
+"""The OPT family (Zhang et al., 2022): layer norms, learned positions, and an MLP without a gate. Includes the variants
+opt-350m and Galactica.
 
-V vocabulary, E width of the embedding table, D hidden.
+Shape letters: V vocabulary size, E width of the embedding table, D hidden size.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from baton.modeling.forward.norms import LayerNorm, Transform, unchanged
 from baton.modeling.forward.positions import LearnedTable
 
 _NORM_EPS = 1e-5
-"""Epsilon of norms. It is torch's default; no config field changes it."""
+"""Epsilon of the layer norms. It is the default of torch, and no config field changes it."""
 _FIRST_POSITION = 2
-"""Number of rows in the position table before the row of position 0."""
+"""Index of the row for position 0 in the position table. The rows before it are not used."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,20 @@ class OptModel:
 
     config: ModelConfig
     embedding_size: int
-    """Width of the embedding table. If it differs from the hidden size (opt-350m), projections convert between them."""
+    """Width of the embedding table. If it differs from the hidden size (opt-350m), two projections convert between the
+    widths."""
     activation: str
     norm_first: bool
-    """True if norms are before attention and MLP, False if they are after the residual sums (opt-350m)."""
+    """True if a norm precedes attention and MLP. False if a norm follows each residual sum (opt-350m)."""
     final_norm: bool
     bias: bool
-    """True if every projection has a bias. Galactica's have none."""
+    """True if all projections have a bias. False for Galactica."""
     norm_parameters: bool
-    """True if norms have gain and bias. Galactica's have none."""
+    """True if the norms have gain and bias. False for Galactica."""
 
     @classmethod
     def read(cls, fields: Fields) -> "OptModel":
-        """Read the model from config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError if a field is missing, invalid or not supported."""
         config = _read_config(fields)
         norm_first = fields.flag("do_layer_norm_before", default=True)
         return cls(
@@ -54,8 +56,8 @@ class OptModel:
         )
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
-        """Load the model. If there are projections between embedding width and hidden size, they are multiplied into
-        the embedding and the head. Checkpoints of the base model have tensor names without the prefix `model.`."""
+        """Load the model. Projections between embedding width and hidden size, if there are any, are multiplied into
+        the embedding and the head. Tensor names may lack the prefix `model.`, as in checkpoints of the base model."""
         config = self.config
         at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
         embedding_VD, head_VD = load_ends(checkpoint, config, f"{at}.embed_tokens.weight", self.embedding_size)

@@ -1,10 +1,11 @@
-"""Phi-3 and Phi-4 (Abdin et al., 2024): Llama's layers, with projections that checkpoints store fused, and LongRoPE.
+"""The Phi-3 and Phi-4 family (Abdin et al., 2024): Llama's layers, with LongRoPE, and with projections that are stored
+fused.
 
-Phi-4-mini rotates only a part of each head. Its query and key rows are reordered when they are loaded, so that the
-rotated dimensions come first in each half, as our RoPE requires. The scores (products of queries and keys) do not
-change.
+Phi-4-mini rotates only a part of each head. Baton's RoPE requires the rotated dimensions to be first in each half of a
+head, so the query and key rows are reordered when they are loaded. The products of queries and keys do not change.
 
-H head dim, R rotated dimensions of it, W = (N + 2 G) * H rows of queries, keys and values, D hidden.
+Shape letters: N heads, G kv heads, H head dim, R rotated dimensions of a head, W = (N + 2 G) * H rows of queries, keys
+and values, D hidden size.
 """
 
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ from baton.modeling.forward.model_config import ModelConfig
 
 _DEFAULT_CONTEXT = 4096
 _DEFAULT_EPS = 1e-5
-"""Default of transformers for a field that a config may omit."""
+"""Default of transformers for `rms_norm_eps`."""
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _OLD_NAMES = ("su", "yarn")
-"""Names of LongRoPE in early Phi-3 configs."""
+"""Values of the scaling type that mean LongRoPE in early Phi-3 configs."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Phi3Model(LlamaModel):
 
     @classmethod
     def read(cls, fields: Fields) -> "Phi3Model":
-        """Read the model from config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError if a field is missing, invalid or not supported."""
         for name in ("attention_bias", "mlp_bias"):
             fields.refuse(name, "choose a Phi-3 without biases")
         return cls(

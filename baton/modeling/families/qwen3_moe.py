@@ -1,4 +1,5 @@
-"""Qwen3's mixtures of experts (Yang et al., 2025): Qwen3's attention, and in every layer a router and many MLPs."""
+"""The Qwen3-MoE family (Yang et al., 2025): the attention of Qwen3, and in every layer a router with many MLPs
+(experts)."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from baton.modeling.forward.linear import TorchLinear, make_linear
 from baton.modeling.forward.model_config import ModelConfig
 
 _DEFAULT_ACTIVE = 8
-"""Default of transformers for a field that a config may omit."""
+"""Default of transformers for `num_experts_per_tok`."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,11 @@ class Qwen3MoeModel(LlamaModel):
     """A model of the Qwen3-MoE family."""
 
     normalised: bool
-    """True if the weights of a token's experts are divided by their sum."""
+    """True if the router weights of a token's experts are divided by their sum."""
 
     @classmethod
     def read(cls, fields: Fields) -> "Qwen3MoeModel":
-        """Read the model from config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError if a field is missing, invalid or not supported."""
         remedy = "choose a model with experts in every layer"
         fields.refuse("mlp_only_layers", remedy)
         if fields.count("decoder_sparse_step", 1) != 1:

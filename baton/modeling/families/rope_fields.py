@@ -1,6 +1,6 @@
-"""RoPE as a config.json describes it, in the spellings of transformers 4 and 5.
+"""Reads the RoPE settings of a config.json, in the formats of transformers 4 and 5.
 
-Families' `read` uses it when a model is loaded.
+The families' `read` methods use it when a model is loaded.
 """
 
 import math
@@ -10,14 +10,14 @@ from baton.modeling.families.fields import Fields
 from baton.modeling.forward.model_config import RopeScaling
 
 _DEFAULT_THETA = 10000.0
-"""Default of transformers for a field that a config may omit."""
+"""Default of transformers for `rope_theta`."""
 _KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 _PARTIAL = "partial_rotary_factor"
 
 
 def rope_parameters(fields: Fields) -> tuple[str, Mapping[str, object]]:
-    """Return the name of the field with RoPE's parameters, `rope_scaling` or transformers 5's `rope_parameters`, and
-    the parameters. Raises ModelError unless all layers share them."""
+    """Return the name and the value of the field with RoPE's parameters: `rope_scaling`, or `rope_parameters` in
+    transformers 5. Raises ModelError if the parameters differ between layers."""
     name = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
     parameters = fields.raw.get(name) or {}
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
@@ -28,9 +28,9 @@ def rope_parameters(fields: Fields) -> tuple[str, Mapping[str, object]]:
 def read_rope(
     fields: Fields, head_dim: int, max_position: int, *, rotary_dim: int | None = None
 ) -> tuple[float, RopeScaling]:
-    """Return RoPE's base and scaling for heads of `head_dim`, of which `rotary_dim` dimensions are rotated. Without
-    `rotary_dim` all are rotated, and a config that rotates only some is refused. Raises ModelError for a scaling that
-    is not supported."""
+    """Return RoPE's base and scaling. `rotary_dim` is the number of rotated dimensions of each head. None: all
+    `head_dim` dimensions are rotated, and a config that rotates only some of them is rejected. Raises ModelError if the
+    scaling is not supported."""
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, and RoPE turns pairs of dimensions")
     name, parameters = rope_parameters(fields)
@@ -60,8 +60,8 @@ def read_rope(
 
 
 def read_rotary_dim(fields: Fields, head_dim: int) -> int:
-    """Return the number of dimensions of a head that are rotated, by `partial_rotary_factor`. Raises ModelError if the
-    number is odd or above `head_dim`."""
+    """Return the number of dimensions of a head that RoPE rotates, from the field `partial_rotary_factor`. Raises
+    ModelError if the number is 0, odd or above `head_dim`."""
     _, parameters = rope_parameters(fields)
     holder = Fields(parameters, fields.source) if parameters.get(_PARTIAL) is not None else fields
     share = holder.number(_PARTIAL, 1.0)

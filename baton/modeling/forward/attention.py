@@ -1,15 +1,22 @@
-"""Causal attention over a list of KV segments, merged by log-sum-exp: no keys are concatenated or copied to attend.
+"""Causal attention over a list of KV segments. Partial results are merged by their log-sum-exp, so keys are never
+concatenated or copied.
 
-`decoder` and the chains of `prefill_workers` call it on their engine's thread. Masks follow from absolute positions
-only: a query at position p attends to a key at position j iff j <= p and, with a sliding window w, j > p - w. So one
-routine serves whole prefill, a chunk of a prefill chain (causal for the chunk's own keys, dense for received keys),
-chunked local prefill, multi-token verify and single-token decode. torch's SDPA aligns the causal mask of a rectangle at
-the top left (`is_causal=True`), which is wrong here. So only square blocks are passed to it as causal.
+`decoder` and the chains of `prefill_workers` call it on their engine's thread.
 
-Merging partial results (o1, l1), (o2, l2) with l the log-sum-exp of scores:
-    l = logaddexp(l1, l2),  o = o1 + (o2 - o1) * exp(l2 - l)      in fp32.
+Masks depend only on absolute positions: a query at position p attends to a key at position j if j <= p and, with a
+sliding window of w tokens, j > p - w. One function therefore serves whole prefill, a chunk of a prefill chain, chunked
+local prefill, multi-token verification and single-token decode. In a prefill chain, attention is causal for the chunk's
+own keys and dense for received keys.
 
-T query tokens, S keys, N heads, G kv heads, R = N / G query heads per kv head, H head dim.
+The option `is_causal=True` of torch's SDPA aligns the mask of a rectangle at the top left, which is wrong here. Only
+square blocks are passed to SDPA as causal.
+
+Two partial results (o1, l1) and (o2, l2), where o is the output and l the log-sum-exp of the scores, are merged in
+fp32:
+
+    l = logaddexp(l1, l2),  o = o1 + (o2 - o1) * exp(l2 - l)
+
+Shape letters: T query tokens, S keys, N heads, G kv heads, R = N / G query heads per kv head, H head dim.
 """
 
 import functools
@@ -24,22 +31,24 @@ from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kv.buffers import KvRows
 
 Partial = tuple[Tensor, Tensor]
-"""Attention over some of the keys: (o_TNH, lse_TN). o_TNH has the queries' dtype, or fp32 after merging; lse_TN is in
-fp32."""
+"""Attention over a subset of the keys: the output o_TNH, and the log-sum-exp lse_TN of the scores. o_TNH has the dtype
+of the queries, or fp32 after merging. lse_TN is fp32."""
 Kernel = Callable[[Tensor, Sequence[KvRows], bool, Tensor | None], Partial]
-"""Function of (q_TNH, pieces, is_causal, mask_TS or None). Queries attend to all keys of all pieces, with two
-exceptions. With `is_causal`, the last piece is square and causal. With a mask there is one piece, and queries attend to
-the keys for which the mask is True."""
+"""Function (q_TNH, pieces, is_causal, mask_TS) that attends to all keys of all pieces, with two exceptions. If
+`is_causal` is True, the last piece is masked causally, and its number of keys equals the number of queries. If
+`mask_TS` is not None, there is only one piece, and queries attend to the keys for which the mask is True."""
 
 _QUERY_BLOCK = 512
 _HEAD_DIM_STEP = 16
-"""Head dims must be a multiple of this number for the C++ kernels: the lanes of their widest registers."""
+"""The C++ kernels require a head dim that is a multiple of this number: the number of fp32 lanes of their widest
+registers."""
 _NOTHING = -1e30
-"""Log-sum-exp over no keys. It is finite, so that two of these values can be merged without NaN."""
+"""Log-sum-exp of an empty set of keys. It is finite instead of -infinity, because merging two infinities would give
+NaN."""
 
 
 def merged(first: Partial, second: Partial) -> Partial:
-    """Return the attention over the keys of both partial results."""
+    """Merge two partial results, and return the attention over the keys of both."""
     (o_TNH, lse_TN), (other_TNH, other_TN) = first, second
     total_TN = torch.logaddexp(lse_TN, other_TN)
     weight_TN1 = (other_TN - total_TN).exp_().unsqueeze(-1)
@@ -47,7 +56,8 @@ def merged(first: Partial, second: Partial) -> Partial:
 
 
 def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Partial]) -> Kernel:
-    """Return a Kernel that calls a kernel of single pieces for each piece, and merges the results."""
+    """Convert a kernel that takes one piece of keys to a Kernel that takes several pieces. The Kernel calls `kernel`
+    for each piece and merges the results."""
 
     @functools.wraps(kernel)
     def run(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
@@ -61,7 +71,8 @@ def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Parti
 
 @piece_by_piece
 def cpu_flash_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend with torch's flash attention for CPU. Grouped heads share K and V by a zero stride, not by copies."""
+    """Attend with torch's flash attention for CPUs. The query heads of a group share K and V through a view with stride
+    zero, without copies."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     k_G1SH = rows.k_SGH.permute(1, 0, 2).unsqueeze(1)
@@ -84,8 +95,8 @@ _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @piece_by_piece
 def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend with plain matrix products and fp32 scores, on any device, in blocks of queries. It is the reference, and
-    the fallback for other kernels."""
+    """Attend with plain matrix products and fp32 scores, in blocks of queries. Works on any device. It is the reference
+    for other kernels, and the fallback."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     if causal:
@@ -109,8 +120,8 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend with the C++ kernel if it supports the arguments (many queries on a CPU), else with torch's. Call
-    `native.load()` first."""
+    """Attend with the C++ kernel, or with torch's kernel if the C++ kernel does not support the arguments. The C++
+    kernel needs several queries and no mask. Call `native.load()` before."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
@@ -119,12 +130,12 @@ def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS
 
 
 def is_native(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the C++ kernels support queries and keys of this dtype and head dim."""
+    """Return True if the C++ kernels support queries and keys of this dtype and head dim."""
     return dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
 
 
 def on_device(kernel: Kernel, device: Device) -> Kernel:
-    """Return the kernel with a check that raises WrongMemoryError for keys outside the device's memory."""
+    """Wrap a kernel with a check that all keys are in the device's memory. The check raises WrongMemoryError."""
     if device.is_home:
         return kernel
 
@@ -138,7 +149,7 @@ def on_device(kernel: Kernel, device: Device) -> Kernel:
 
 
 def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the fastest available kernel for a device and dtype, not considering Triton kernels."""
+    """Return the fastest available kernel for a device and dtype. Triton kernels are not considered."""
     if device.type != "cpu":
         return plain_kernel
     is_ours = dtype in (torch.bfloat16, torch.float32) and native.load()
@@ -146,8 +157,8 @@ def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 class Attention:
-    """Attention of consecutive queries to segments of keys, which may be added in any order as they
-    become available."""
+    """Attention of consecutive queries to segments of keys. Segments may be added in any order, as soon as they are
+    available."""
 
     def __init__(self, q_TNH: Tensor, first_position: int, window: int | None, kernel: Kernel) -> None:
         self._q_TNH = q_TNH
@@ -157,8 +168,8 @@ class Attention:
         self._found: Partial | None = None
 
     def add(self, *segments: KvRows) -> None:
-        """Attend to the keys of `segments`, which must be available. Segments of one attention must not overlap, and
-        each query's own key must be in one of them. Keys that no query attends to are skipped."""
+        """Attend to the keys of `segments`, whose contents must be available. The segments of one Attention must not
+        overlap. Each query's own key must be in one of them. Keys that no query attends to are skipped."""
         dense: list[KvRows] = []
         for rows in segments:
             for part in self._parts(rows):
@@ -170,7 +181,7 @@ class Attention:
             self._take(self._kernel(self._q_TNH, dense, False, None))
 
     def result(self) -> Tensor:
-        """Return the attention output `[T, N, H]` over all segments added, in the queries' dtype."""
+        """Return the attention output `[T, N, H]` over all added segments, in the dtype of the queries."""
         assert self._found is not None, "no visible key was added"
         return self._found[0].to(self._q_TNH.dtype)
 

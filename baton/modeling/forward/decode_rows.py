@@ -1,15 +1,18 @@
-"""Rows of a generation step: spans of few new tokens. One kernel call computes the attention of all rows, each over its
-own number of keys.
+"""Attention of the spans of a generation step that have only few new tokens. Each new token is a row of the batch, and
+one kernel call computes all rows.
 
-`decoder` makes them from a step's spans. A row is a new token. The rows of a batch have different lengths and different
-memory. So a kernel gets B addresses and B lengths. They are the same in all layers of a step, except for the offset of
-the layer. The number of calls per layer does not depend on the number of rows, and the keys of a sequence are read once
-for all of its new tokens. Keys are contiguous, or in pages that each row's block table names, with the same results,
-bit for bit. Rows may attend to only some of their keys: a KvPlace may exclude keys, and a call may select keys. Other
-keys are not read. DecodeRows needs the native kernel (baton/modeling/kernels/attention/decode_attention.cpp), for CPUs
-and some dtypes. Otherwise such spans are computed like any other.
+`decoder` creates a DecodeRows object from a step's spans. The rows have different numbers of keys, in different memory,
+so a kernel gets B addresses and B lengths. These are the same in all layers, except for the offset of the layer. The
+number of kernel calls per layer does not depend on the number of rows. If a sequence has several new tokens, its keys
+are read only once.
 
-B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers, C pages of a row.
+Keys are contiguous, or in pages that a block table lists. Both give bitwise equal results. A row may attend to only
+some keys: the location of its keys (KvPlace) may exclude keys, and a call may select keys. All other keys are not read.
+
+DecodeRows needs the native kernel (baton/modeling/kernels/attention/decode_attention.cpp), which supports CPUs and some
+dtypes. Without the kernel, such spans are computed like all others.
+
+Shape letters: B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers, C pages of a row.
 """
 
 from collections.abc import Sequence
@@ -28,18 +31,21 @@ from baton.types import TokenRange
 
 
 class DecodeRows:
-    """Spans of a step that have few new tokens. Holds memory addresses, so the spans must exist longer than this
-    object."""
+    """Spans of a step that have few new tokens. The object stores memory addresses, so it must not be used after the
+    spans are freed."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
-        """`spans`: for each span, the index of its first token among the tokens of the step, and the location of its
-        keys. All spans must have memory for the same number of layers, and either all or none must have pages.
-        `row_bytes`: bytes of a token's K and V in one layer. `windows`: sliding window of each layer. Only spans of one
-        token may have windows."""
+        """Collect the memory addresses of the spans.
+
+        `spans`: for each span, the index of its first token among the tokens of the step, and the location of its keys.
+        All spans must have memory for the same number of layers. Either all spans or none must store KV in pages.
+        `row_bytes`: number of bytes of one token's K and V in one layer. `windows`: sliding window of each layer in
+        tokens, or None. Windows are supported only for spans of one token.
+        """
         tokens = [first + index for first, place in spans for index in range(place.num_new)]
         self.tokens_B = torch.tensor(tokens)
         self.in_order = tokens == list(range(len(tokens)))
-        """True if these tokens are the first tokens of the step, in order."""
+        """True if the tokens of these spans are the first tokens of the step, in order."""
         places = [place for _, place in spans]
         addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
         pages_BC, page_tokens = _pages(places)
@@ -58,7 +64,8 @@ class DecodeRows:
         self._table = pages_BC, page_tokens
         has_one_length = all(place.others is None for place in places)
         self.keys = RowKeys(addresses_LB, lengths_LB[0], self._table, queries_B, unseen_B2) if has_one_length else None
-        """Keys in all layers, with addresses `[L, B]`, ignoring windows. None if the lengths differ between layers."""
+        """Keys of the rows in all layers, with addresses `[L, B]`. Sliding windows are ignored. None if the number of a
+        row's keys differs between layers."""
         widest = int(lengths_LB.max())
         windows_L = torch.tensor([widest if window is None else window for window in windows])
         hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides
@@ -79,16 +86,18 @@ class DecodeRows:
         ]
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the new keys and values of the rows to their memory. The arguments contain all tokens of the step."""
+        """Write the new keys and values of these spans to the spans' KV memory. `k_TGH` and `v_TGH` contain the keys
+        and values of all tokens of the step."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
         native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], self._table)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the attention of the rows, `[B, N, H]`, in the dtype of the queries. `q_TNH` contains the queries of
-        all tokens of the step.
+        """Return the attention output of the rows (new tokens of these spans), `[B, N, H]`, in the dtype of the
+        queries. `q_TNH` contains the queries of all tokens of the step.
 
-        With `picks`, the rows attend to exactly these keys. They must be within the layer's window, which is not
-        applied. Raises RuntimeError if a row would attend to a key that does not exist, or to no key.
+        With `picks`, each row attends to exactly the selected keys. The selected keys must be within the layer's
+        sliding window, because the window is not applied. Raises RuntimeError if a row would attend to a key that does
+        not exist, or to no key.
         """
         keys, chosen = self._seen[layer], None
         if picks is not None:
@@ -104,7 +113,7 @@ class DecodeRows:
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the native kernel is available and supports KV of this dtype and head dim on this device."""
+    """Return True if the native kernel is available and supports KV of this dtype and head dim on this device."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load()
 

@@ -1,18 +1,21 @@
-"""The decoder: one forward over ragged spans of tokens serves every path, and every family.
+"""The decoder: one forward pass over ragged spans of tokens, for all model families.
 
-A span is a run of consecutive new tokens of one sequence, with access to its KV. Whole prefill, a chunk of a prefill
-chain, chunked local prefill, a decode step and a multi-token verify differ only in their spans. The tokens of all spans
-of a batch are concatenated for the linear layers, whereas attention is computed for each span over its own length.
-Linear layers are fused (QKV, gate-up).
+A span is a run of consecutive new tokens of one sequence, with access to the sequence's KV. Whole prefill, a chunk of a
+prefill chain, chunked local prefill, a decode step and a multi-token verification differ only in their spans. The
+tokens of all spans are concatenated for the linear layers. Attention is computed for each span over its own keys. The
+QKV projections are fused into one linear layer, and so are gate and up.
 
-In each layer, `project` writes the new keys (after RoPE) and values in place and returns the queries. `complete` runs
-the rest of the layer on the attention output. A chain (`prefill_workers`) computes its own attention between the two. A
-generation step (`generate_workers.engine.model_runner`) calls `forward`. The weights contain the parts of a layer
-(`baton.modeling.forward.layers`) and the position scheme (`baton.modeling.forward.positions`), on which this module
-does not depend.
+For each layer, `project` writes the new keys (after RoPE) and values to the KV memory and returns the queries.
+`complete` runs the rest of the layer on the attention output. A prefill chain (`prefill_workers`) computes its own
+attention between the two calls. A generation step (`generate_workers.engine.model_runner`) calls `forward` instead.
 
-Legend: T tokens of all spans, D hidden, N heads, G kv heads, H head dim, V vocabulary, R rows of logits. Runs on the
-caller's thread. Its only state is the weights. Not re-entrant on CUDA streams.
+This module does not depend on the parts of a layer (`baton.modeling.forward.layers`) or on the position scheme
+(`baton.modeling.forward.positions`). Both are stored in the weights.
+
+Runs on the caller's thread. The only state is the weights. Not re-entrant on CUDA streams.
+
+Shape letters: T tokens of all spans, D hidden size, N heads, G kv heads, H head dim, V vocabulary size, R rows of
+logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,84 +45,88 @@ from baton.types import KvLayout, TokenRange
 
 
 class Span(Protocol):
-    """Run of consecutive new tokens of one sequence, and the memory for their KV."""
+    """Consecutive new tokens of one sequence, and the memory for their KV."""
 
     @property
     def tokens(self) -> TokenRange:
         """Return the positions of the new tokens."""
 
     def own(self, layer: int) -> Tensor:
-        """Return the memory for K and V of the new tokens in a layer: a view `[len(tokens), 2, G, H]`."""
+        """Return the memory for the keys and values of the new tokens in a layer: a view `[len(tokens), 2, G, H]`."""
 
 
 class SequenceSpan(Span, Protocol):
-    """A span with access to all keys that its tokens attend to."""
+    """Span with access to all keys to which its tokens attend."""
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield all keys that the new tokens attend to, including their own, in pieces that do not overlap."""
+        """Yield all keys and values to which the new tokens attend in `layer`, including their own, in pieces that do
+        not overlap."""
 
     def place(self) -> KvPlace | None:
-        """Return the location of these keys if a kernel can address them: contiguous in the CPU's memory in every
-        layer, or in pages of a device's memory. Else return None."""
+        """Return the location of the span's keys if a kernel can address them. The keys must be contiguous in CPU
+        memory in every layer, or in pages of device memory. None: a kernel cannot address them."""
 
 
 class PassingSpan:
-    """Marks a SequenceSpan whose pieces share one buffer. Each piece is valid only until the next one is requested."""
+    """Base class of a SequenceSpan whose pieces of KV share one buffer. A piece is valid only until the next piece is
+    requested."""
 
 
 class LayerTurns(Protocol):
-    """Callbacks before, in and after each layer of a forward, by which a residency policy fetches or selects keys."""
+    """Callbacks during a forward pass: before each layer, between its queries and its attention, and after it. Policies
+    that store KV in host memory use them to fetch keys, or to select the keys to attend to."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Make the keys of `layer` available to the spans, before the layer runs on `hidden_TD`."""
+        """Called before `layer` runs on `hidden_TD`. Must make the keys of this layer available to the spans."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the keys to which the rows attend in `layer`, in the order of the rows. A row is a span with one new
-        token. None: they attend to all keys.
+        """Select the keys to which rows attend in `layer`. A row is a span with one new token. Return the selected keys
+        in the order of the rows, or None if the rows attend to all keys.
 
-        `q_TNH` contains all queries of the step in the form that attention compares with keys. The new tokens' keys are
-        already written. Called once per layer, if the step has such rows (`baton.modeling.forward.decode_rows`). Other
-        spans attend to all keys.
+        `q_TNH` contains the queries of all tokens of the step, after RoPE. The keys of the new tokens have already been
+        written. Called once per layer if the step has rows (`baton.modeling.forward.decode_rows`). All other spans
+        attend to all keys.
         """
 
     def end(self, layer: int) -> None:
-        """Finish `layer`, which has run. The spans' memory contains its new keys, and the layer does not read the
-        memory any more."""
+        """Called after `layer` has run. The spans' memory contains the layer's new keys, and the layer does not read
+        this memory any more."""
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All parameters of a model, in the dtype of the computation, composed into layers."""
+    """All parameters of a model, in the dtype of the computation, grouped into layers."""
 
     device: torch.device
     dtype: torch.dtype
     embedding: Linear
-    """Layer whose weight's rows are the embeddings of the tokens, `[V, D]`."""
+    """Embedding, as a linear layer with weight `[V, D]`. Row i of the weight is the embedding of token i."""
     positions: PositionTable
     layers: tuple[Layer, ...]
     final_norm: Transform
     head: Linear
-    """Output head. It is the embedding itself if they share the weight."""
+    """Output head. The same object as `embedding` if both share the weight."""
     fingerprint: str
-    """Hash of the tensors from which these weights were loaded, and of the dtype."""
+    """Hash of the tensors from which these weights were loaded, the dtype, and the settings that affect the KV."""
     embedding_scale: float = 1.0
     """Factor by which the embeddings of tokens are multiplied."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """State of one forward that its layers share."""
+    """State of one forward pass. All layers share it."""
 
     positions: Positions
     """Positions of all tokens."""
     spans: tuple[tuple[Span, slice], ...]
-    """Spans with the slice of the step's tokens that each of them has. Spans in `rows` are not included."""
+    """Spans that are not in `rows`, each with the slice of its tokens among the tokens of the step."""
     rows: DecodeRows | TritonRows | None = None
-    """Spans of few tokens that one kernel call per layer serves together."""
+    """Spans with few new tokens. One kernel call per layer computes the attention of all of them. None if the step has
+    no such spans."""
 
 
 class Decoder:
-    """A model, ready to run. Engines call all methods under torch.inference_mode()."""
+    """Model that is ready to run. Engines call all methods under torch.inference_mode()."""
 
     def __init__(
         self,
@@ -129,7 +136,8 @@ class Decoder:
         *,
         device: Device | None = None,
     ) -> None:
-        """`device`: the device of the weights and of all KV that attention reads. None: the CPU."""
+        """Create a decoder. `kernel`: attention kernel, or None for the fastest one. `device`: device of the weights
+        and of all KV that attention reads, or None for the CPU."""
         self.config = config
         self.weights = weights
         self.device = device or CpuDevice()
@@ -138,11 +146,11 @@ class Decoder:
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
         self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
-        """True if Triton kernels compute the attention of rows whose KV is in pages."""
+        """True if Triton kernels compute the attention of spans with few new tokens and KV in pages."""
         default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
-        """All layers in one native call. None if the layers or this machine do not support it."""
+        """All layers in one native call. None if the layers or this machine do not support such a call."""
         self.layout = KvLayout(
             model_fingerprint=weights.fingerprint,
             num_layers=config.num_layers,
@@ -152,27 +160,30 @@ class Decoder:
         )
 
     def begin(self, spans: Sequence[Span]) -> Step:
-        """Prepare a forward over `spans`. The positions of their tokens must be within the model's context."""
+        """Prepare a forward pass over `spans`. The positions of their tokens must be below the length of the model's
+        context."""
         return Step(self._positions(spans), tuple(_slices(spans)))
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
-        """Return hidden states `[T, D]` of token ids in the spans' order, including learned positions."""
+        """Return the input `[T, D]` of the first layer for the tokens of all spans, in the order of the spans."""
         return self.enter(torch.tensor(token_ids, device=self.weights.device), step.positions)
 
     def enter(self, token_ids_T: Tensor, positions: Positions) -> Tensor:
-        """Return hidden states `[T, D]` of token ids on the device, at these positions."""
+        """Return the input `[T, D]` of the first layer: the embeddings of the token ids, plus learned positions if the
+        model has them. `token_ids_T` must be on the device."""
         hidden_TD = self.embeddings(token_ids_T)
         positions.enter(hidden_TD)
         return hidden_TD
 
     def embeddings(self, token_ids_T: Tensor) -> Tensor:
-        """Return the embeddings `[T, D]` of token ids on the device, times the model's `embedding_scale`."""
+        """Return the embeddings `[T, D]` of token ids, multiplied by the model's `embedding_scale`. `token_ids_T` must
+        be on the device."""
         hidden_TD, scale = self.weights.embedding.rows(token_ids_T), self.weights.embedding_scale
         return hidden_TD if scale == 1.0 else hidden_TD * scale
 
     def heads(self, layer: int, hidden_TD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[T, N, H]`, and keys and values `[T, G, H]`, of the tokens, in the form in which attention
-        compares them."""
+        """Return the queries `[T, N, H]`, keys `[T, G, H]` and values `[T, G, H]` of the tokens in a layer. Head norms
+        and RoPE have been applied to queries and keys."""
         config, parts = self.config, self.weights.layers[layer]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
@@ -193,12 +204,13 @@ class Decoder:
         return q_TNH
 
     def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
-        """Return an Attention of one span's queries, with the window of the layer. The caller adds segments of keys to
-        it."""
+        """Return an Attention for the queries of one span, with the sliding window of the layer. The caller must add
+        the segments of keys."""
         return Attention(q_TNH, first_position, self.config.windows[layer], self.kernel)
 
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
-        """Run output projection, residuals and MLP. Return the hidden states of the layer, `[T, D]`."""
+        """Run the rest of a layer after the attention: output projection, residuals and MLP. Return the hidden states
+        after the layer, `[T, D]`."""
         return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
 
     def forward(
@@ -212,11 +224,17 @@ class Decoder:
     ) -> Tensor:
         """Run all layers over all spans, and return the hidden states `[T, D]`.
 
-        `token_ids`: the new tokens of all spans, concatenated. If `turns` does not select keys, the result is bitwise
-        equal to that without `turns`. `most_queries`: spans of at most this number of tokens run as rows of a
-        generation step, which is fast for few tokens. It must be 1 if `turns` selects keys. `picks`: the keys to which
-        the spans attend, if they are known before the step. In this case all spans must be rows with one new token that
-        a native kernel supports (`baton.modeling.forward.decode_rows`), and `turns` must not select keys.
+        `token_ids`: the new tokens of all spans, concatenated.
+
+        `turns`: callbacks before and after each layer. Unless they select keys, they do not change the result, bit for
+        bit.
+
+        `most_queries`: spans of at most this number of tokens run as rows of a generation step, which is fast for few
+        tokens. Must be 1 if `turns` selects keys.
+
+        `picks`: the keys to which the spans attend, if they are known before the step. All spans must then have one new
+        token and be supported by the native kernel (`baton.modeling.forward.decode_rows`), and `turns` must not select
+        keys.
         """
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
@@ -237,7 +255,7 @@ class Decoder:
         return hidden_TD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return next-token logits `[R, V]` in fp32 of the given hidden states."""
+        """Return the next-token logits `[R, V]` in fp32 for the given hidden states."""
         return self.weights.head(hidden_RD, self.weights.final_norm).float()
 
     def _positions(self, spans: Sequence[Span]) -> Positions:

@@ -1,16 +1,20 @@
-"""Draws tokens from adjusted logits: temperature, filters, and noise from the request's seed.
+"""Draws the next tokens from adjusted logits, with temperature, filters, and noise from the request's seed.
 
-`sampling` adjusts logits by a request's history and draws with this module. On a CPU it draws row by row, and examines
-only as many tokens as the row's filters may keep. `choose_tokens` draws for all rows of a batch at once, on the logits'
-device and without a read by the host, so that `step_graphs` captures it with the step. Both use the same filters and
-the same noise.
+`sampling` adjusts logits to a request's history, and then draws with this module. There are two implementations with
+the same filters and the same noise:
 
-The filters are applied in vLLM's order: min-p, then top-k, then top-p, whose mass is measured among the tokens that the
-first two keep. Equally likely tokens are ordered by id, so that top-k keeps exactly k tokens. The token is argmax(log p
-+ g) over the kept candidates, g = Gumbel(hash(seed, output position, token id)). It is distributed as p (Gumbel, 1954),
-and does not depend on the batch, the attempt or the other candidates.
+- On a CPU, tokens are drawn one sequence after another. Only as many tokens are examined as the filters may keep.
+- `choose_tokens` draws for a whole batch on the logits' device. The host reads nothing, so `step_graphs` can
+  capture the drawing in a CUDA graph together with the step.
 
-B rows, R rows, C candidates of a row, V vocabulary.
+Filters are applied in the order of vLLM: min-p, top-k, top-p. The probabilities for top-p are normalised over the
+tokens that min-p and top-k keep. Equally likely tokens are ordered by id, so top-k keeps exactly k tokens.
+
+The drawn token is argmax(log p + g) over the kept candidates, where p is the probability of a candidate and g =
+Gumbel(hash(seed, output position, token id)). The token is then distributed as p (Gumbel, 1954). It does not depend on
+the batch, the attempt or the other candidates.
+
+Shape letters: B or R rows (sequences), C candidates of a row, V vocabulary size.
 """
 
 import math
@@ -25,49 +29,50 @@ from baton.modeling.kernels import native
 from baton.sampling_params import SamplingParams
 
 NO_TOKEN = -1
-"""Placeholder for the token of a row whose largest logit is NaN or infinity."""
+"""Token id that stands for an invalid result: the row of logits contains NaN or plus infinity."""
 _GREEDY_BELOW = 1e-5
 _ALL = 2**62
-"""Value of top_k with which all tokens are kept."""
+"""Value of top_k that keeps all tokens."""
 _FIRST_GUESS = 256
-"""Number of most likely tokens in which top-p first searches for its mass. If their mass is too small, the number is
+"""Number of most likely tokens that top-p examines first. If their total probability is too small, the number is
 multiplied by eight."""
 
 
 class DrawKind(IntEnum):
-    """Kind of drawing that rows need. Each kind can also draw for rows of all smaller kinds."""
+    """Kind of drawing that a batch needs. Each kind can also handle sequences that need only a smaller kind."""
 
     GREEDY = 0
     """Take the most likely token."""
     DRAWN = 1
     """Draw a token from the whole vocabulary."""
     FILTERED = 2
-    """Draw a token from the tokens that the filters keep."""
+    """Draw a token among those that min-p, top-k and top-p keep."""
 
 
 class RowDraw(NamedTuple):
-    """Parameters with which one row draws its next token, as plain numbers."""
+    """Parameters for drawing the next token of one sequence, as plain numbers."""
 
     key: int
-    """Hash of the request's seed and the output position, stored as the int64 with the same bits. 0 for
-    a greedy row."""
+    """Unsigned 64-bit hash of the request's seed and the output position, reinterpreted as a signed int64. 0 for a
+    greedy sequence."""
     top_k: int
     floor: float
-    """Logarithm of min_p. Candidates whose log-probability relative to the best one is below it are dropped."""
+    """Logarithm of min_p. A candidate is dropped if its log-probability minus that of the most likely token is below
+    this value."""
     top_p: float
     temperature: float
-    """Number by which logits are divided. 0: the row is greedy."""
+    """Divisor of the logits. 0: greedy."""
 
     @classmethod
     def of(cls, params: SamplingParams, position: int) -> "RowDraw":
-        """Return the numbers with which a row draws the token at an output position."""
+        """Return the parameters for drawing the token at an output position, counted from 0."""
         if is_greedy(params):
             return _GREEDY
         key = _signed(noise_key(params.seed, position))
         return cls(key, params.top_k or _ALL, _floor(params), params.top_p, params.temperature)
 
     def kind(self, vocab_size: int) -> DrawKind:
-        """Return the kind of drawing that the row needs, with logits of `vocab_size` tokens."""
+        """Return the kind of drawing that these parameters need for logits of `vocab_size` tokens."""
         if not self.temperature:
             return DrawKind.GREEDY
         is_filtered = self.top_k < vocab_size or self.top_p < 1 or self.floor > -math.inf
@@ -78,8 +83,8 @@ _GREEDY = RowDraw(key=0, top_k=_ALL, floor=-math.inf, top_p=1.0, temperature=0.0
 
 
 class Draws(NamedTuple):
-    """Parameters with which each row of a batch draws: the fields of RowDraw as tensors on the logits' device. Integers
-    are int64, temperatures float32, other numbers float64."""
+    """Drawing parameters of a batch of sequences: the fields of RowDraw as tensors on the logits' device. Integers are
+    int64, temperatures float32, other numbers float64."""
 
     key_B: Tensor
     top_k_B: Tensor
@@ -89,25 +94,27 @@ class Draws(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[RowDraw], device: torch.device) -> Self:
-        """Copy the numbers of the rows to a device."""
+        """Copy the drawing parameters of several sequences to tensors on a device."""
         dtypes = (torch.int64, torch.int64, torch.float64, torch.float64, torch.float32)
         columns = zip(zip(*rows, strict=True), dtypes, strict=True)
         return cls(*(torch.tensor(column, dtype=dtype, device=device) for column, dtype in columns))
 
     def first(self, num_rows: int) -> Self:
-        """Return views of the first rows."""
+        """Return views of the first `num_rows` entries of each tensor."""
         return type(self)(*(column_B[:num_rows] for column_B in self))
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether a row always takes the most likely token, regardless of its seed and filters."""
+    """Return True if the most likely token is always chosen (temperature below 1e-5). Seed and filters then have no
+    effect."""
     return params.temperature < _GREEDY_BELOW
 
 
 def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
-    """Return each row's next token `[B]`, int64, without waiting for the device. `kind`: the largest kind of all rows.
+    """Choose the next token of each row of logits, `[B]`, int64, without waiting for the device. `kind` is the largest
+    DrawKind of all rows.
 
-    Rows whose largest logit is not finite have no distribution. They are treated as greedy rows.
+    A row whose largest logit is not finite has no distribution. Its result is that of `largest_tokens`.
     """
     greedy_B = largest_tokens(logits_BV)
     if kind is DrawKind.GREEDY:
@@ -124,8 +131,9 @@ def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
 
 
 def largest_tokens(logits_BV: Tensor) -> Tensor:
-    """Return each row's first token with the largest logit, `[B]`, int64, even if all tokens are forbidden. NO_TOKEN
-    for a row that has a logit that is NaN or infinity. Does not wait for the device."""
+    """Return the index of the largest logit of each row, `[B]`, int64. For equal logits, the lower index is returned.
+    The result is NO_TOKEN for a row that contains NaN or plus infinity. If all logits of a row are minus infinity, the
+    result is 0. Does not wait for the device."""
     found_B = logits_BV.argmax(-1)
     is_token_B = logits_BV.gather(-1, found_B.unsqueeze(-1)).squeeze(-1) < math.inf
     return found_B.masked_fill_(~is_token_B, NO_TOKEN)
@@ -143,11 +151,11 @@ def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
 
 
 def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
-    """Return each row's next token or NO_TOKEN, drawn one row after another. `rows`: parameters and output position of
-    each row.
+    """Return the next token of each row of logits, or NO_TOKEN. Tokens are drawn one row after another. `rows` contains
+    the sampling parameters and the output position of each row.
 
-    A row fits into a CPU's cache, and its result does not depend on the batch. The C++ kernel
-    (baton/modeling/kernels/sampling/draws.cpp) is used if it is available; torch's operations take up to ten times as
+    One row of logits fits into a CPU's cache, and its result does not depend on the batch. The C++ kernel
+    (baton/modeling/kernels/sampling/draws.cpp) is used if it is available. Torch's operations take up to ten times as
     long.
     """
     drawing = [row for row, (params, _) in enumerate(rows) if not is_greedy(params)]
@@ -170,13 +178,14 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
 
 
 def has_native_draws(logits_BV: Tensor) -> bool:
-    """Return whether the C++ kernel is available and supports logits of this kind."""
+    """Return True if the C++ kernel is available and supports the device, dtype and strides of these logits."""
     fits = logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
     return fits and native.load()
 
 
 def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:
-    """Return the next token of a row that is not greedy, or NO_TOKEN, using torch's operations."""
+    """Draw the next token of one sequence with torch's operations. `params` must not be greedy. Return NO_TOKEN if a
+    logit is NaN or plus infinity."""
     largest = logits_V.amax()
     if not math.isfinite(largest):  # every token is forbidden, or the logits are NaN: the row has no distribution
         return int(largest_tokens(logits_V))
@@ -189,15 +198,15 @@ def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:
 
 
 def filters(params: SamplingParams, vocab_size: int) -> bool:
-    """Return whether the filters of `params` may drop some of `vocab_size` tokens."""
+    """Return True if min-p, top-k or top-p of `params` may drop some of `vocab_size` tokens."""
     return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
 
 
 def kept_ids(scaled_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return the ids of the candidates that min-p, top-k and top-p keep. `scaled_V`: logits over temperature, shifted
-    so that the largest is 0.
+    """Return the ids of the candidates that min-p, top-k and top-p keep. `scaled_V` contains the logits divided by the
+    temperature, minus their maximum.
 
-    The vocabulary is sorted only if the mass that top-p needs is spread over an eighth of it.
+    The whole vocabulary is sorted only if top-p needs more than an eighth of it.
     """
     num_tokens, floor = scaled_V.shape[0], _floor(params)
     top_k = params.top_k if 0 < params.top_k < num_tokens else None
@@ -236,7 +245,8 @@ def _reaches(mass_RC: Tensor, top_p: Tensor | float, total: Tensor) -> Tensor:
 
 
 def largest_ids(values_V: Tensor, count: int) -> Tensor:
-    """Return the ids of the `count` largest values, in descending order. Of equal values the lower ids come first."""
+    """Return the indices of the `count` largest values, in descending order of the values. For equal values, lower
+    indices come first."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values_V.device)
     if 8 * count >= values_V.shape[0]:
@@ -250,12 +260,14 @@ _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
-"""Shifts of the finaliser of SplitMix64 (Steele, Lea, Flood, 2014). `_STEP` and `_FACTORS` are its other constants."""
+"""Shift counts of the finaliser of SplitMix64 (Steele, Lea, Flood, 2014), a hash function. `_STEP` and `_FACTORS` are
+its other constants."""
 _NOISE_BITS = 52
 
 
 def noise_key(seed: int, position: int) -> int:
-    """Return the unsigned 64-bit hash from which the noise of all tokens at an output position is derived."""
+    """Return the unsigned 64-bit hash of a seed and an output position. The noise of all tokens at this position is
+    derived from it."""
     return _mix(_mix(seed + _STEP) + (position + 1) * _STEP)
 
 
@@ -267,20 +279,23 @@ def _mix(value: int) -> int:
 
 
 def draw(weights_V: Tensor, key: int) -> int:
-    """Draw a token in proportion to the weights (float64, at least one above 0). The key determines the token."""
+    """Draw a token id with a probability in proportion to its weight. `weights_V` is float64, with at least one weight
+    above 0. The result depends only on the weights and the key."""
     noise_RV = gumbel_noise([key], torch.arange(len(weights_V), device=weights_V.device))
     return int((noise_RV[0] + weights_V.log()).argmax())
 
 
 def uniform(key: int) -> float:
-    """Return a number above 0 and below 1, determined by the key."""
+    """Return a pseudo-random number above 0 and below 1. It depends only on the key."""
     return ((_mix(key + _STEP) >> (64 - _NOISE_BITS)) + 0.5) * 2.0**-_NOISE_BITS
 
 
 def gumbel_noise(keys_R: Sequence[int], ids_C: Tensor) -> Tensor:
-    """Return standard Gumbel noise `[R, C]` in float64, finite, determined by (key, token id).
+    """Return standard Gumbel noise `[R, C]` in float64. All values are finite and depend only on the key and the token
+    id.
 
-    -log(-log u) with u = (52 hash bits + 1/2) / 2^52, which float64 holds exactly and which is never 0 or 1.
+    The noise is -log(-log u) with u = (h + 1/2) / 2^52, where h is an integer of 52 hash bits. float64 represents u
+    exactly, and u is never 0 or 1.
     """
     return _noise(torch.tensor([_signed(key) for key in keys_R], device=ids_C.device).unsqueeze(1), ids_C)
 

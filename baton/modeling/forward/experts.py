@@ -1,11 +1,14 @@
-"""A mixture of experts as the feed-forward part of a layer: a router sends each token through a few of many gated MLPs.
+"""Mixture of experts as the feed-forward part of a layer. A router sends each token through a few of many gated MLPs.
 
-A family makes one for each layer (`baton.modeling.families.qwen3_moe`), and `layers` runs it like any other MLP. Tokens
-are gathered by expert, so that each expert multiplies all of its tokens at once. `LinearExperts`, for CPUs and any
-dtype, has two linear layers for each expert, and the host reads the numbers of tokens. `StackedExperts`, for bf16 on
-CUDA, has grouped products over all experts' weights, and the host reads nothing.
+A family creates one mixture per layer (`baton.modeling.families.qwen3_moe`), and `layers` runs it like any other MLP.
+Tokens are grouped by expert, so each expert processes all of its tokens in one product. There are two implementations:
 
-T tokens, D hidden, E experts, A experts of a token, M = T * A tokens by expert, I width inside an expert.
+- `LinearExperts`, for CPUs and any dtype, has two linear layers per expert. The host reads the number of tokens
+  of each expert.
+- `StackedExperts`, for bf16 on CUDA, runs grouped products over the weights of all experts. The host reads nothing.
+
+Shape letters: T tokens, D hidden size, E experts, A experts of a token, M = T * A pairs of a token and an expert, I
+width inside an expert.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +24,7 @@ from baton.modeling.forward.norms import Transform, unchanged
 
 
 class ExpertProducts(Protocol):
-    """Gated MLPs of all experts of a layer."""
+    """Interface for computing the gated MLPs of all experts of a layer."""
 
     @property
     def num_experts(self) -> int:
@@ -34,10 +37,10 @@ class ExpertProducts(Protocol):
 
 @dataclass(frozen=True)
 class LinearExperts:
-    """Experts as two linear layers each. Only experts to which tokens are routed are computed."""
+    """Weights of the experts as two linear layers per expert. Only experts with at least one token are computed."""
 
     gate_up: tuple[Linear, ...]
-    """Gated projection of each expert: gate rows, then up rows."""
+    """Fused gate and up projection of each expert. The gate rows come first, then the up rows."""
     down: tuple[Linear, ...]
 
     @property
@@ -52,11 +55,12 @@ class LinearExperts:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Experts as two tensors, multiplied with torch's grouped products. The host does not read the numbers of tokens,
-    so that a CUDA graph can capture a call."""
+    """Weights of all experts in two tensors, multiplied with torch's grouped products. The host does not read the
+    number of tokens of each expert, so a CUDA graph can capture a call."""
 
     gate_up_EJD: Tensor
-    """Gate rows, then up rows of each expert: J = 2 I rows."""
+    """Weights of the gate and up projections. For each expert, the gate rows come first, then the up rows: J = 2 I
+    rows."""
     down_EDI: Tensor
 
     @property
@@ -72,15 +76,16 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ExpertsMlp:
-    """Mixture of experts (Shazeer et al., 2017): for each token, the weighted sum of the MLPs with the highest router
-    weights."""
+    """Mixture of experts (Shazeer et al., 2017). The result for a token is a weighted sum of the MLPs that have the
+    highest router weights for the token."""
 
     router: Linear
-    """Linear layer `[E, D]` of scores. Their softmax over all experts gives the weights."""
+    """Linear layer with weight `[E, D]` that computes a score per expert. The softmax of the scores over all experts
+    gives the router weights."""
     products: ExpertProducts
     num_active: int
     normalised: bool
-    """True if the weights of a token's experts are divided by their sum."""
+    """True if the router weights of a token's experts are divided by their sum."""
 
     def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
         hidden_TD = norm(x_TD)
@@ -94,18 +99,19 @@ class ExpertsMlp:
         return out_TD if residual_TD is None else residual_TD + out_TD
 
     def route(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights (fp32) and the numbers of the experts of each token, `[T, A]`."""
+        """Return the router weights (fp32) and the indices of the selected experts of each token, both `[T, A]`."""
         weight_TE = self.router(hidden_TD).float().softmax(-1)
         weight_TA, expert_TA = weight_TE.topk(self.num_active, dim=-1)
         return weight_TA / weight_TA.sum(-1, keepdim=True) if self.normalised else weight_TA, expert_TA
 
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's grouped products run on the device without the host reading the numbers of tokens."""
+    """Return True if torch's grouped products run on this device and dtype without the host reading the number of
+    tokens of each expert."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
 def mixtures(layers: Iterable[object]) -> Sequence[ExpertsMlp]:
-    """Return all mixtures of experts among the feed-forward parts of the layers."""
+    """Return all ExpertsMlp objects among the feed-forward parts of the layers."""
     parts = (getattr(getattr(layer, "tail", None), "mlp", None) for layer in layers)
     return [part for part in parts if isinstance(part, ExpertsMlp)]

@@ -1,10 +1,10 @@
-"""All layers of a generation step in one native call (baton/modeling/kernels/layers/decode_layers.cpp).
+"""Runs all layers of a generation step in one native call (baton/modeling/kernels/layers/decode_layers.cpp).
 
-It supports layers with the structure that most models of the Llama family have. The result is bitwise equal to that of
-running the operations separately. Memory bandwidth limits the speed of a step, and between separate calls from Python
-the memory would be idle. `decoder` calls it, on any thread, and on several threads at a time.
+The call supports the layer structure of most models of the Llama family. Its result is bitwise equal to that of
+separate operations. It is faster because memory bandwidth limits a step, and between separate calls from Python the
+memory would be idle. `decoder` uses it, on any thread, and on several threads at the same time.
 
-T tokens (rows), D hidden, N heads, G kv heads.
+Shape letters: T tokens (rows), D hidden size, N heads, G kv heads.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from baton.modeling.kernels import native
 from baton.modeling.kernels.process_kernels import KERNELS
 
 _MOST_ROWS = 288
-"""Maximum number of rows that the kernel supports: 32 sequences, each with one token and eight drafts."""
+"""Maximum number of rows (new tokens) that the kernel supports: 32 sequences, each with one token and eight drafts."""
 
 _Linears = list[tuple[PanelLinear, Transform]]
 
 
 class FusedLayers:
-    """All layers of a model in one native call. Make it with `fuse`."""
+    """All layers of a model, run by one native call. Create it with `fuse`."""
 
     def __init__(
         self,
@@ -40,10 +40,13 @@ class FusedLayers:
         attention_product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`linears`: four for each layer, each with the norm before it: QKV, output, gate and up, down. All must use
-        the same multiplication method. `most_rows`: maximum number of rows of a step, at most `_MOST_ROWS`.
-        `attention_product`: one of baton.modeling.kernels.products; None: the method that was chosen for this process.
-        The kernels must be loaded."""
+        """Create the call. The kernels must have been loaded.
+
+        `linears`: four linear layers per layer, in the order QKV, output, gate and up, down. Each comes with the norm
+        before it. All must use the same multiplication method. `most_rows`: maximum number of new tokens of a step, at
+        most `_MOST_ROWS`. `attention_product`: multiplication method of attention, one of
+        `baton.modeling.kernels.products`. None: the method that was chosen for this process.
+        """
         self._most_rows = most_rows
         (product,) = {linear.product for linear, _ in linears}
         heads = config.num_heads, config.num_kv_heads, config.head_dim
@@ -53,15 +56,15 @@ class FusedLayers:
             self._native.add(*linear.described(norm))
 
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
-        """Return whether a step of `num_tokens` tokens can run in one call: all tokens must be in `rows`, and there
-        must be at most `most_rows`."""
+        """Return True if a step of `num_tokens` tokens can run in one native call. All tokens of the step must be in
+        `rows`, in order, and there must be at most `most_rows` of them."""
         is_plain = rows.in_order and rows.keys is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None) -> Tensor:
-        """Run all layers on hidden states `[T, D]` and return the result. The input is overwritten if it is contiguous.
-        Writes the new keys and values of the rows. With `picks`, rows attend only to these keys, and each row must have
-        one token."""
+        """Run all layers on hidden states `[T, D]` and return the result. Writes the keys and values of the new tokens
+        to their memory. If `hidden_TD` is contiguous, it is overwritten. With `picks`, tokens attend only to the
+        selected keys, and each sequence must have only one new token."""
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         turns = positions.cos_T1H, positions.sin_T1H
@@ -74,7 +77,7 @@ class FusedLayers:
 
 
 def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig) -> FusedLayers | None:
-    """Return the layers as one call, or None if they or this machine do not support it."""
+    """Return a FusedLayers for the layers. None if the layers or this machine do not support it."""
     has_windows = any(window is not None for window in config.windows)
     if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
         return None

@@ -1,9 +1,10 @@
-"""Components of a layer, as data. A family composes them when its weights are loaded, and `decoder` runs them.
+"""Components of a layer, as dataclasses. A family composes them when its weights are loaded, and `decoder` runs them.
 
-A layer is a norm, a fused projection, and a tail: the output projection, residuals, norms and MLP that follow the
-attention. Families differ in the order of the components. No component depends on a family.
+A layer consists of a norm, a fused QKV projection, and a tail. The tail runs after the attention: output projection,
+residuals, norms and MLP. Families differ in the order of these components. No component depends on a family.
 
-Legend: T tokens, D hidden, I intermediate, N heads, G kv heads, H head dim, W = N * H, K = N + G queries and keys.
+Shape letters: T tokens, D hidden size, I intermediate size, N heads, G kv heads, H head dim, W = N * H, K = N + G heads
+of queries and keys.
 """
 
 from collections.abc import Callable
@@ -17,15 +18,15 @@ from baton.modeling.forward.linear import Linear
 from baton.modeling.forward.norms import Transform, unchanged
 
 Tail = Callable[[Tensor, Tensor], Tensor]
-"""Function (hidden_TD, attended_TW) that returns the hidden states of the layer, `[T, D]`. `attended_TW` is the output
-of the attention."""
+"""Function (hidden_TD, attended_TW) that computes the rest of a layer after the attention. `hidden_TD` is the input of
+the layer, and `attended_TW` the output of the attention. Returns the hidden states after the layer, `[T, D]`."""
 
 ACTIVATIONS: dict[str, Transform] = {"relu": F.relu, "gelu": F.gelu}
-"""Activations between an MLP's two projections, by Hugging Face's names."""
+"""Activation functions of an MLP without a gate, by the names that Hugging Face uses."""
 
 
 class Mlp(Protocol):
-    """The feed-forward part of a layer, which mixes a token's channels."""
+    """Interface of the feed-forward part of a layer."""
 
     def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
         """Return the MLP of `norm(x)`, plus the residual if one is given: `[T, D]`."""
@@ -33,10 +34,10 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """A gated MLP: SwiGLU (Shazeer, 2020)."""
+    """Gated MLP with silu: SwiGLU (Shazeer, 2020)."""
 
     gate_up: Linear
-    """Gated projection: gate rows, then up rows."""
+    """Fused gate and up projection. The gate rows come first, then the up rows. This linear layer applies the gate."""
     down: Linear
 
     def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
@@ -45,10 +46,11 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class ActivatedMlp:
-    """Gated MLP with an activation other than silu, such as GeGLU (Shazeer, 2020)."""
+    """Gated MLP whose activation is not silu, for example GeGLU (Shazeer, 2020)."""
 
     gate_up: Linear
-    """Linear layer for gate rows, then up rows. It does not apply the gate itself."""
+    """Fused gate and up projection. The gate rows come first, then the up rows. This linear layer does not apply the
+    gate."""
     activation: Transform
     down: Linear
 
@@ -59,7 +61,7 @@ class ActivatedMlp:
 
 @dataclass(frozen=True)
 class PlainMlp:
-    """Two projections with an activation between them."""
+    """MLP without a gate: an up projection, an activation and a down projection."""
 
     up: Linear
     activation: Transform
@@ -71,7 +73,7 @@ class PlainMlp:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Attention, then the MLP on the residual sum, each after its norm."""
+    """Tail in which the MLP follows the attention. The MLP reads the residual sum after a norm."""
 
     output: Linear
     norm: Transform
@@ -84,11 +86,11 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Attention and MLP in parallel on the same hidden states (Wang and Komatsuzaki, 2021)."""
+    """Tail in which attention and MLP run in parallel on the same hidden states (Wang and Komatsuzaki, 2021)."""
 
     output: Linear
     norm: Transform
-    """Norm before the MLP: the same as the attention's norm (computed a second time), or another one."""
+    """Norm before the MLP. It may be the same norm as that of the attention. In this case it is computed twice."""
     mlp: Mlp
 
     def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
@@ -97,7 +99,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class PostNorm:
-    """Order of the original Transformer (Vaswani et al., 2017): norms after the residual sums, none before them."""
+    """Tail in the order of the original Transformer (Vaswani et al., 2017). Norms follow the residual sums. There are
+    no norms before attention and MLP."""
 
     output: Linear
     attention_norm: Transform
@@ -111,17 +114,17 @@ class PostNorm:
 
 @dataclass(frozen=True)
 class SandwichNorm:
-    """Attention, then the MLP, each with a norm before it and one after it, before the residual sum (Ding et al.,
-    2021)."""
+    """Tail with norms on both sides (Ding et al., 2021). Attention and MLP each have a norm before them, and a norm
+    after them that precedes the residual sum."""
 
     output: Linear
     attention_norm: Transform
-    """Norm after the attention."""
+    """Norm of the attention's output."""
     norm: Transform
-    """Norm before the MLP."""
+    """Norm of the MLP's input."""
     mlp: Mlp
     mlp_norm: Transform
-    """Norm after the MLP."""
+    """Norm of the MLP's output."""
 
     def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
         hidden_TD = hidden_TD + self.attention_norm(self.output(attended_TW))
@@ -130,11 +133,12 @@ class SandwichNorm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: the components before the attention, and the tail after it."""
+    """Components of one layer: those before the attention, and the tail after it."""
 
     attention_norm: Transform
     qkv: Linear
-    """Fused projection `[(N + 2 G) * H, D]`: query rows, key rows, value rows."""
+    """Fused projection with weight `[(N + 2 G) * H, D]`: the rows of the queries, then of the keys, then of the
+    values."""
     head_norm: Transform
-    """Norm of queries and keys `[T, K, H]`, before RoPE."""
+    """Norm of the queries and keys `[T, K, H]`, applied before RoPE."""
     tail: Tail

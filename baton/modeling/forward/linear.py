@@ -1,12 +1,16 @@
-"""Linear layers, fused with the norm before them and the gate or the residual after them.
+"""Linear layers, fused with the norm before them and with the gate or the residual sum after them.
 
-One interface with three implementations, which `layers` composes. `TorchLinear` uses torch, on any device.
-`PanelLinear` uses the C++ kernel (baton/modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual
-are part of one pass over the weights, and a token's result is bitwise independent of the other tokens of the batch.
-`LinearByRows` uses the C++ kernel for few rows and torch for many rows, if torch is faster for many
-(`baton.modeling.kernels.choosing` measures the number of rows from which it is).
+There is one interface, which `layers` uses, with three implementations:
 
-T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs of a panel.
+- `TorchLinear` uses torch, on any device.
+- `PanelLinear` uses the C++ kernel (baton/modeling/kernels/linear/linear.cpp), for bf16 on CPUs. Norm, gate and
+  residual are part of one pass over the weights. The result of a token does not depend on the other tokens of the
+  batch, bit for bit.
+- `LinearByRows` uses the C++ kernel for few rows (tokens) and torch for many rows.
+  `baton.modeling.kernels.choosing` measures the number of rows from which torch is faster.
+
+Shape letters: T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs
+of a panel.
 """
 
 from dataclasses import dataclass
@@ -28,12 +32,12 @@ from baton.modeling.kernels.triton.pointwise import gate
 
 @runtime_checkable
 class Linear(Protocol):
-    """Linear layer with weight `[N, K]` and an optional bias `[N]`. It may be gated: the result is then silu of the
-    first half of the outputs times the second half (SwiGLU; Shazeer, 2020)."""
+    """Linear layer with weight `[N, K]` and an optional bias `[N]`. If the layer is gated, its result is silu(first
+    half of the outputs) times the second half (SwiGLU; Shazeer, 2020)."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of weight and bias, as they are stored and read."""
+        """Return the number of bytes of weight and bias as they are stored."""
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         """Return `norm(x) W^T + b`, `[T, N]`. If the layer is gated, the gate is applied and the result is `[T, I]`.
@@ -43,19 +47,19 @@ class Linear(Protocol):
         """
 
     def weight(self) -> Tensor:
-        """Return the weight `[N, K]` that is multiplied. It may be a copy, and its dtype may be wider than that of the
-        weight that was loaded."""
+        """Return the weight `[N, K]` with the values that are multiplied. The result may be a copy. Its dtype may be
+        wider than the dtype of the loaded weight."""
 
     def bias(self) -> Tensor | None:
-        """Return the bias `[N]` as it was loaded."""
+        """Return the bias `[N]` as it was loaded. None if the layer has no bias."""
 
     def rows(self, indices_T: Tensor) -> Tensor:
-        """Return the rows of the weight with these indices, `[T, K]`, for an embedding."""
+        """Return rows of the weight by their indices, `[T, K]`. Used if the layer is an embedding."""
 
 
 @dataclass(frozen=True)
 class TorchLinear:
-    """A linear layer by torch's operations."""
+    """Linear layer that is computed with torch's operations."""
 
     weight_NK: Tensor
     bias_N: Tensor | None = None
@@ -84,8 +88,9 @@ class TorchLinear:
 
 
 class PanelLinear:
-    """Linear layer that is computed by the C++ kernel, which must be loaded. Stores the weight in panels only. With
-    `int8` the weight is rounded to int8 with one scale per row, which halves the bytes to read."""
+    """Linear layer that is computed by the C++ kernel. The kernel must have been loaded. The weight is stored in
+    panels only. With `int8`, the weight is rounded to int8 with one scale per row, which halves the number of bytes
+    to read."""
 
     def __init__(
         self,
@@ -97,7 +102,8 @@ class PanelLinear:
         product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`product`: one of baton.modeling.kernels.products; None: the method that was chosen for this process."""
+        """Pack the weight into panels. `product` is the multiplication method, one of
+        `baton.modeling.kernels.products`. None: the method that was chosen for this process."""
         self._operators = native.operators(instruction_set)
         num_rows, self._num_inputs = weight_NK.shape
         self.product = product or KERNELS.choice.panels
@@ -124,8 +130,8 @@ class PanelLinear:
         return self._operators.linear(x_TK, self._bound, gain_K, eps, residual_TN)
 
     def described(self, norm: Transform) -> tuple[BoundPanels, Tensor | None, float]:
-        """Return the weights, gain and epsilon, as arguments of `DecodeLayers.add`. `norm` must be an RmsNorm or
-        `unchanged`."""
+        """Return the weights, the gain and the epsilon as arguments of `DecodeLayers.add`. `norm` must be an RmsNorm,
+        or `unchanged`, for which the gain is None."""
         gain_K, eps = _gain(norm)
         assert gain_K is not None or norm is unchanged, norm
         return self._bound, gain_K, eps
@@ -153,12 +159,13 @@ class PanelLinear:
 
 @dataclass(frozen=True)
 class LinearByRows:
-    """A linear layer whose weight is stored twice: in panels for few rows, and in torch's layout for many."""
+    """Linear layer that stores its weight twice: in panels, for calls with few tokens, and in torch's layout, for calls
+    with many tokens."""
 
     few: PanelLinear
     many: TorchLinear
     many_rows: int
-    """Minimum number of rows for which `many` computes."""
+    """Minimum number of tokens (rows of the input) for which `many` is used. Calls with fewer tokens use `few`."""
 
     @property
     def num_bytes(self) -> int:
@@ -211,7 +218,8 @@ def _gated_order(num_outputs: int) -> Tensor:
 
 
 def has_panel_linear() -> bool:
-    """Return whether `PanelLinear` computes steps of few rows in this process. The first call may measure kernels."""
+    """Return True if `PanelLinear` computes steps with few tokens in this process. The first call may measure
+    kernels."""
     return KERNELS.choice.torch_rows != 1 and native.load()
 
 
@@ -223,8 +231,10 @@ def make_linear(
     int8: bool = False,
     has_many_rows: bool = True,
 ) -> Linear:
-    """Return the fastest linear layer for the weight's device and dtype on this machine. With `int8` the weight is
-    rounded to int8. Without `has_many_rows` the weight is stored only once. Raises ModelError if int8 is not supported.
+    """Return the fastest linear layer on this machine for the weight's device and dtype.
+
+    With `int8`, the weight is rounded to int8. Raises ModelError if int8 is not supported. `has_many_rows` states that
+    the layer will also run on many tokens at once. If it is False, the weight is stored only once.
     """
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:

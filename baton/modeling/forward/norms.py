@@ -1,6 +1,9 @@
-"""Norms, as data: for use before projections, on heads, and at the end of a model.
+"""Norms, as dataclasses. They are applied before projections, to the heads of queries and keys, and at the end of a
+model.
 
-Families choose them when `layers` are composed. T tokens, D hidden, N heads, H head dim, K = N + G queries and keys.
+Families select norms when they compose `layers`.
+
+Shape letters: T tokens, D hidden size, N heads, G kv heads, H head dim, K = N + G heads of queries and keys.
 """
 
 from collections.abc import Callable
@@ -14,11 +17,11 @@ from baton.modeling.kernels.triton.launch import compiles_for
 from baton.modeling.kernels.triton.pointwise import MOST_CHANNELS, rms_norm
 
 Transform = Callable[[Tensor], Tensor]
-"""Function from a tensor to one of the same shape: a norm or an activation."""
+"""Function from a tensor to a tensor of the same shape: a norm or an activation."""
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return the tensor unchanged. Used in place of a norm in layers without one."""
+    """Return the tensor unchanged. Layers without a norm use this function instead of one."""
     return x
 
 
@@ -37,7 +40,8 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class WideRmsNorm:
-    """Root mean square norm that computes and stores its gain in fp32. The result has the dtype of the input."""
+    """Root mean square norm that is computed in fp32 and stores its gain in fp32. The result has the dtype of the
+    input."""
 
     gain_D: Tensor
     eps: float
@@ -48,7 +52,7 @@ class WideRmsNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Layer norm (Ba et al., 2016) over the last dimension. Gain and bias are not applied if they are None."""
+    """Layer norm (Ba et al., 2016) over the last dimension. Gain and bias are optional: None is not applied."""
 
     gain_D: Tensor | None
     bias_D: Tensor | None
@@ -60,7 +64,7 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of each head on `[T, K, H]`, the queries and keys before RoPE (Qwen3, Gemma 3)."""
+    """Norms of the queries and keys `[T, K, H]` before RoPE, computed per head (Qwen3, Gemma 3)."""
 
     q_norm: Transform
     k_norm: Transform

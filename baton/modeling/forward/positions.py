@@ -1,10 +1,11 @@
-"""Position schemes: a table that is made once, and the entries of it that one forward uses.
+"""Position schemes. A scheme has a table for all positions of the context, and looks up the entries that one forward
+pass uses.
 
-`decoder` looks positions up for each forward. Positions enter in one of two places: they rotate queries and keys (RoPE,
-`baton.modeling.forward.rope`), or they are added to the input of the first layer (learned positions). Each scheme
-implements both methods, and one of them does nothing.
+A scheme works in one of two ways: it rotates queries and keys (RoPE, `baton.modeling.forward.rope`), or it adds learned
+positions to the input of the first layer. Each scheme implements both methods of `Positions`, but one of the two does
+nothing. `decoder` looks up the positions of each forward pass.
 
-Legend: T tokens, D hidden, N heads, H head dim, P positions.
+Shape letters: T tokens, D hidden size, N heads, H head dim, P positions.
 """
 
 from dataclasses import dataclass
@@ -14,26 +15,27 @@ from torch import Tensor
 
 
 class Positions(Protocol):
-    """Positions of one forward's tokens, ready to be applied."""
+    """Table entries of the tokens of one forward pass."""
 
     def enter(self, hidden_TD: Tensor) -> None:
-        """Add learned positions to the embeddings, in place. Called once per forward."""
+        """Add learned positions to the embeddings, in place. Called once per forward pass. RoPE does nothing here."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Return queries or keys in the form that attention compares in `layer`. May change `x_TNH` and return it."""
+        """Apply the positions to queries or keys before attention compares them in `layer`. RoPE rotates them here. The
+        result may be `x_TNH` itself, changed in place."""
 
 
 class PositionTable(Protocol):
-    """Table of a model for all positions of its context."""
+    """Table with the entries of all positions of a model's context."""
 
     def lookup(self, positions_T: Tensor) -> Positions:
-        """Return the Positions of tokens at `positions_T`. Each position must be below the length of the model's
+        """Return the entries of the tokens at `positions_T`. Each position must be below the length of the model's
         context."""
 
 
 @dataclass(frozen=True)
 class LearnedPositions:
-    """Rows of a trained position table, for the tokens of one forward."""
+    """Trained position vectors of the tokens of one forward pass."""
 
     rows_TD: Tensor
 
@@ -46,7 +48,7 @@ class LearnedPositions:
 
 @dataclass(frozen=True)
 class LearnedTable:
-    """Table with one trained row for each position."""
+    """Table with one trained vector for each position."""
 
     rows_PD: Tensor
 

@@ -1,7 +1,9 @@
-"""Rotary position embedding (Su et al., 2021), with the scalings of Hugging Face configs: a `PositionTable`.
+"""Rotary position embedding (RoPE; Su et al., 2021), with the scalings of Hugging Face configs. Implements
+`PositionTable`.
 
-Half-split form, as in Hugging Face: dimension i pairs with i + H / 2. Frequencies and angles are computed in fp32, as
-in training and in transformers. Torch rotates in the activations' dtype, the C++ kernel in fp32, rounded once.
+As in Hugging Face, dimension i of a head is paired with dimension i + H / 2, where H is the head dim. Frequencies and
+angles are computed in fp32, as in training and in transformers. Torch's operations rotate in the dtype of the
+activations. The C++ kernel rotates in fp32 and rounds once.
 """
 
 import math
@@ -17,12 +19,13 @@ from baton.modeling.kernels.triton.launch import compiles_for
 from baton.modeling.kernels.triton.pointwise import turn_heads
 
 _HEAD_DIM_STEP = 32
-"""Head dims must be a multiple of this number for the kernel, so that each half fills whole registers."""
+"""The C++ kernel requires a head dim that is a multiple of this number, because each half of a head must fill whole
+registers."""
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return `(inv_freq, factor)` for a model's RoPE and scaling: `inv_freq [R/2]` in fp32 for R rotated dimensions,
-    and the factor by which cosines and sines are multiplied."""
+    """Return `(inv_freq, factor)` for a model's RoPE and its scaling. `inv_freq` contains the inverse frequencies
+    `[R/2]` in fp32, where R is the number of rotated dimensions. Cosines and sines are multiplied by `factor`."""
     assert config.rope_theta is not None, f"{config.model_type} does not rotate"
     rotary_dim = config.rotary_dim or config.head_dim
     half = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
@@ -80,20 +83,21 @@ def _longrope(inv_freq: Tensor, scaling: RopeScaling) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of some tokens, which are broadcast over heads."""
+    """Cosines and sines of the tokens of one forward pass. They are broadcast over the heads."""
 
     cos_T1H: Tensor
     sin_T1H: Tensor
-    """Sines. They are negative in the first half of a head, where the other dimension of the pair is subtracted."""
+    """Sines. In the first half of a head they are negated, because the rotation subtracts the other dimension of the
+    pair there."""
     in_place: bool = False
-    """True if heads are rotated in place by a kernel: on a CPU the C++ kernel
-    (baton/modeling/kernels/layers/rotary.cpp), on a GPU the Triton kernel."""
+    """True if a kernel rotates heads in place: on a CPU the C++ kernel (baton/modeling/kernels/layers/rotary.cpp), on a
+    GPU the Triton kernel. False if torch's operations do."""
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Do nothing: RoPE does not change hidden states."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Rotate all heads, by the same factors in every layer."""
+        """Rotate all heads. The cosines and sines are the same in every layer."""
         if not self.in_place:
             return apply_rotary(x_TNH, self)
         turn = turn_heads if x_TNH.is_cuda else native.operators().turn_heads
@@ -115,50 +119,53 @@ class RotaryTable:
         self._cos_P1H = torch.cat((cos_PF, cos_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self._sin_P1H = torch.cat((-sin_PF, sin_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self.in_place = has_native_turn(device, dtype, config.head_dim) or compiles_for(device, dtype)
-        """True if heads are rotated in place by a kernel."""
+        """True if a C++ or Triton kernel rotates heads in place. False if torch's operations do."""
 
     def lookup(self, positions_T: Tensor) -> Rotation:
-        """Return the factors for these positions, which must be below the length of the model's context."""
+        """Return the cosines and sines of these positions. Each position must be below the length of the model's
+        context."""
         positions_T = positions_T.to(self._cos_P1H.device)
         return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T], self.in_place)
 
 
 @dataclass(frozen=True)
 class LayeredRotation:
-    """Cosines and sines of some tokens, for models in which they differ between layers."""
+    """Cosines and sines of the tokens of one forward pass, for models in which layers have different RoPE settings."""
 
     rotations: tuple[Rotation, ...]
     by_layer: tuple[int, ...]
-    """Index of each layer's rotation."""
+    """Index of the rotation that each layer uses."""
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Do nothing: RoPE does not change hidden states."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Rotate all heads by the layer's factors."""
+        """Rotate all heads with the cosines and sines of `layer`."""
         return self.rotations[self.by_layer[layer]].turn(x_TNH, layer)
 
 
 @dataclass(frozen=True)
 class LayeredRotaryTable:
-    """Several tables of cosines and sines, of which each layer uses one (Gemma 3)."""
+    """Several tables of cosines and sines, for models in which layers have different RoPE settings (Gemma 3). Each
+    layer uses one table."""
 
     tables: tuple[RotaryTable, ...]
     by_layer: tuple[int, ...]
-    """Index of each layer's table."""
+    """Index of the table that each layer uses."""
 
     def lookup(self, positions_T: Tensor) -> LayeredRotation:
-        """Return the factors of these positions from all tables. Positions must be below the model's context."""
+        """Return the cosines and sines of these positions from all tables. Each position must be below the length of
+        the model's context."""
         return LayeredRotation(tuple(table.lookup(positions_T) for table in self.tables), self.by_layer)
 
 
 def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the C++ kernel is available and can rotate such heads."""
+    """Return True if the C++ kernel is available and can rotate heads on this device, with this dtype and head dim."""
     fits = device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
     return fits and native.load()
 
 
 def apply_rotary(x_TNH: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate every head of every token by torch's own operations, in the activations' dtype."""
+    """Rotate every head of every token with torch's operations, in the dtype of the activations."""
     low, high = x_TNH.chunk(2, dim=-1)
     return torch.addcmul(x_TNH * rotation.cos_T1H, torch.cat((high, low), dim=-1), rotation.sin_T1H)

@@ -1,18 +1,20 @@
-"""Sampling of tokens from logits: a pure function of the logits, a request's history and its seed.
+"""Samples tokens from logits. The result depends only on the logits, a request's history and its seed.
 
-Runs on the engine's thread, after `decoder`, for all rows that need a token. `prefill_workers` samples the first token
-with it, and `generate_workers.engine.model_runner` the others.
+Sampling runs on the engine's thread, after `decoder`, for all sequences that need a token. `prefill_workers` samples
+the first token of a request with this module, and `generate_workers.engine.model_runner` samples the others.
 
-The logits of a row are changed in this order:
+The logits of a sequence are changed in this order:
+
  1. Repetition penalty (tokens of prompt and output), then presence and frequency penalty (tokens of the output).
  2. Logit bias.
- 3. min_tokens: end-of-sequence tokens (unless ignore_eos) and stop token ids are forbidden until it is reached. In a
-    constrained request, all tokens are forbidden that its form does not allow. Logprobs are the log-softmax of the
-    logits after this step, before temperature and filters.
- 4. Temperature. Below 1e-5 the row is greedy: argmax of 3, the lower id if two are equal.
+ 3. Forbidden tokens. Until min_tokens is reached, stop token ids and (unless ignore_eos) end-of-sequence tokens
+    are forbidden. In a constrained request, tokens that the grammar does not allow are forbidden. Logprobs are the
+    log-softmax of the logits after this step, before temperature and filters.
+ 4. Temperature. Below 1e-5 the sequence is greedy: the token with the largest logit after step 3 is chosen, and the
+    lower id if two logits are equal.
  5. The filters, and the draw (`drawing`).
 
-B rows, C candidates of a row, V vocabulary.
+Shape letters: B rows (sequences), C candidates of a row, V vocabulary size.
 """
 
 import math
@@ -43,39 +45,40 @@ from baton.types import FinishReason, SampledToken, TokenLogprob
 
 
 class TokenMasks(Protocol):
-    """Masks of the tokens that may come next in a constrained output. Owned by the thread that samples."""
+    """Token masks of a constrained output. They state which tokens the grammar allows next. Used only by the thread
+    that samples."""
 
     def allowed(self) -> NDArray[np.float32]:
-        """Return the upper bound of each token's logit: infinity, or minus infinity for a forbidden token. Tokens
-        beyond the end of the array are forbidden. Waits until the mask is computed. The caller must not change the
-        array. Raises InvalidArgumentError if the grammar does not allow the output."""
+        """Return an upper bound for the logit of each token: infinity for an allowed token, minus infinity for a
+        forbidden token. Tokens beyond the end of the array are forbidden. The caller must not change the array. Waits
+        until the mask is computed. Raises InvalidArgumentError if the grammar does not allow the output."""
         ...
 
     def append(self, token_id: int) -> None:
-        """Append the output's next token. Does not wait."""
+        """Append the next token of the output. Does not wait."""
         ...
 
     def drop(self, num_tokens: int) -> None:
-        """Drop the latest tokens, which must be drafts that were appended since the last `settle`."""
+        """Remove the latest `num_tokens` tokens. They must be drafts that were appended since the last `settle`."""
         ...
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading drafts that may come next, one after the other. Waits for the result. The masks
-        of these drafts are computed in advance."""
+        """Return the number of leading drafts that the grammar allows as the next tokens, one after another. Waits for
+        the result. Starts to compute the masks after these drafts."""
         ...
 
     def settle(self, num_drafts: int) -> None:
-        """Wait for the mask of the next token and for the masks after each of the next `num_drafts` drafts. These
-        drafts must have been foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no
-        longer be dropped."""
+        """Wait for the mask of the next token, and for the masks after each of the next `num_drafts` drafts. These
+        drafts must have been passed to `foresee`, or appended and dropped. Afterwards, earlier tokens can no longer be
+        dropped. Raises the errors of `allowed`."""
         ...
 
 
 class SamplerState:
-    """State from which a request's next token is sampled. A state that is rebuilt from the request's history equals the
-    original.
+    """State from which a request's next token is sampled. It depends only on the request's history: after a retry, a
+    state that is rebuilt from the history equals the original.
 
-    Owned by the row. Only `append` and `drop` change it; `drop` undoes `append`.
+    Used by one sequence. Only `append` and `drop` change the state, and `drop` undoes `append`.
     """
 
     def __init__(
@@ -87,9 +90,12 @@ class SamplerState:
         *,
         masks: TokenMasks | None = None,
     ) -> None:
-        """All ids must be in the model's vocabulary, except those of `stop_token_ids` and `logit_bias`. `masks`: masks
-        of a constrained output. They must already include `output_ids`. Later calls of `append` and `drop` are passed
-        on to them."""
+        """Create the state of a request with these prompt and output tokens. All ids must be in the vocabulary, except
+        those of `stop_token_ids` and `logit_bias`.
+
+        `masks`: masks of a constrained output, or None. The masks must already include `output_ids`. Later calls of
+        `append` and `drop` are passed on to the masks.
+        """
         self.params = params
         self.output_ids: list[int] = []
         self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
@@ -108,7 +114,7 @@ class SamplerState:
         return len(self.output_ids)
 
     def append(self, token_id: int) -> None:
-        """Add the token that was chosen for `position`."""
+        """Append the token that was chosen for output position `position`."""
         self.output_ids.append(token_id)
         if self._seen is not None:
             self._seen.count(token_id)
@@ -116,7 +122,7 @@ class SamplerState:
             self._masks.append(token_id)
 
     def drop(self, num_tokens: int) -> None:
-        """Drop the latest tokens, as if they had never been appended."""
+        """Remove the latest `num_tokens` tokens, as if they had never been appended."""
         for _ in range(num_tokens):
             token_id = self.output_ids.pop()
             if self._seen is not None:
@@ -125,12 +131,13 @@ class SamplerState:
             self._masks.drop(num_tokens)
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading drafts that could be the next tokens: all, unless the output is constrained."""
+        """Return the number of leading drafts that the grammar allows as the next tokens. Without a grammar, all drafts
+        are allowed."""
         return len(token_ids) if self._masks is None else self._masks.foresee(token_ids)
 
     def follow(self) -> bool:
-        """Wait until the next token can be sampled. Return False if the grammar does not allow the constrained output;
-        `settle` then raises the reason."""
+        """Wait until the grammar's mask for the next token is ready. Return False if the grammar does not allow the
+        output. `settle` then raises the reason. Without a grammar, return True immediately."""
         if self._masks is not None:
             try:
                 self._masks.allowed()
@@ -139,20 +146,21 @@ class SamplerState:
         return True
 
     def settle(self, num_drafts: int) -> None:
-        """Wait until the next token can be sampled, and the tokens after the next `num_drafts` drafts, which were
-        foreseen or dropped. Raises InvalidArgumentError if the grammar does not allow the constrained output."""
+        """Wait until the grammar's masks are ready for the next token and for the tokens after each of the next
+        `num_drafts` drafts. These drafts must have been passed to `foresee`, or appended and dropped. Raises
+        InvalidArgumentError if the grammar does not allow the output."""
         if self._masks is not None:
             self._masks.settle(num_drafts)
 
     def finish_after_last(self) -> FinishReason | None:
-        """Return the reason why the stream ends with the last token. None: the stream continues. Stop strings are not
+        """Return the reason why the latest token ends the stream. None: the stream continues. Stop strings are not
         checked here."""
         if self.position > self.params.min_tokens and self.output_ids[-1] in self._stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.position >= self.params.max_tokens else None
 
     def row_draw(self) -> RowDraw | None:
-        """Return the numbers for drawing the next token from the unchanged logits. None: the host must adjust the
+        """Return the parameters for drawing the next token from unadjusted logits. None: the host must adjust the
         logits before the draw, or report logprobs after it."""
         forbids = self.position < self.params.min_tokens and self._stop_ids
         is_adjusted = self._seen is not None or self._masks is not None or self.params.logit_bias or forbids
@@ -161,8 +169,8 @@ class SamplerState:
         return RowDraw.of(self.params, self.position)
 
     def adjust(self, logits_V: Tensor) -> None:
-        """Apply steps 1 to 3 of the module's list in place. Ids of `stop_token_ids` and `logit_bias` that are beyond
-        the logits are ignored."""
+        """Apply steps 1 to 3 of the module's docstring in place: penalties, logit bias and forbidden tokens. Ids in
+        `stop_token_ids` and `logit_bias` that are outside the vocabulary are ignored."""
         if self._seen:
             self._penalize(logits_V, *self._seen.tensors(logits_V.device))
         num_tokens = logits_V.shape[0]
@@ -198,8 +206,8 @@ def _penalizes(params: SamplingParams) -> bool:
 
 
 class _SeenTokens:
-    """Distinct tokens of prompt and output, with the number of times that each occurs in the output,
-    stored in arrays."""
+    """Distinct tokens of prompt and output, and the number of times that each occurs in the output. Used for
+    penalties."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
@@ -211,7 +219,7 @@ class _SeenTokens:
         return len(self._ids)
 
     def count(self, token_id: int) -> None:
-        """Count one more output token."""
+        """Add one occurrence of a token in the output."""
         place = self._places.setdefault(token_id, len(self._ids))
         if place == len(self._ids):
             self._ids.append(token_id)
@@ -219,7 +227,7 @@ class _SeenTokens:
         self._counts[place] += 1
 
     def uncount(self, token_id: int) -> None:
-        """Undo the latest `count`, which must have been for this token."""
+        """Undo the latest call of `count`, which must have been for this token."""
         place = self._places[token_id]
         self._counts[place] -= 1
         if not self._counts[place] and place >= self._num_prompt:  # only the output had it
@@ -227,17 +235,19 @@ class _SeenTokens:
             del self._places[token_id], self._ids[place], self._counts[place]
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return copies `(ids_C, counts_C)`. At least one token must have been seen."""
+        """Return copies of the token ids and of their counts in the output, `(ids_C, counts_C)`. At least one token
+        must have been seen."""
         ids_C = torch.frombuffer(self._ids, dtype=torch.int64)
         counts_C = torch.frombuffer(self._counts, dtype=torch.float32)
         return ids_C.to(device, copy=True), counts_C.to(device, copy=True)
 
 
 def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:
-    """Choose each row's next token. Changes `logits_BV` (fp32), but not `states`. The token is NO_TOKEN, without
-    logprobs, if one of the row's logits is NaN or infinity.
+    """Choose the next token of each sequence. `logits_BV` (fp32) is adjusted in place. `states` is not changed. If a
+    logit of a sequence is NaN or plus infinity, its token is NO_TOKEN without logprobs.
 
-    A row's token and logprobs do not depend on the other rows. A batch of greedy rows costs one argmax.
+    The token and logprobs of a sequence do not depend on the other sequences. A batch of greedy sequences costs one
+    argmax.
     """
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(states), (logits_BV.dtype, logits_BV.shape)
     with torch.inference_mode():
@@ -246,8 +256,8 @@ def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledTok
 
 
 def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
-    """Choose each row's next token, as `sample` does, and return its id or NO_TOKEN. `logits_BV` (fp32) are adjusted in
-    place."""
+    """Choose the next token of each sequence, as `sample` does, but without logprobs. Return the token ids, or
+    NO_TOKEN. `logits_BV` (fp32) is adjusted in place."""
     for logits_V, state in zip(logits_BV, states, strict=True):
         state.adjust(logits_V)
     if not logits_BV.is_cuda:
@@ -259,8 +269,8 @@ def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
 
 
 def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-    """Return each row's given token and its `num_top` most likely tokens, with logprobs that do not include penalties
-    and bias. Raises NotFiniteError if a logit is NaN or infinity."""
+    """Return the logprobs of given tokens, one for each row of logits, and of the `num_top` most likely tokens of the
+    row. Penalties and bias are not applied. Raises NotFiniteError if a logit is NaN or plus infinity."""
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(token_ids)
     if NO_TOKEN in largest_tokens(logits_BV).tolist():
         raise NotFiniteError("the logits of a prompt are not finite: see whether the model is damaged, or try again")
@@ -268,12 +278,13 @@ def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Sam
 
 
 def report(logits_V: Tensor, token_id: int, state: SamplerState) -> SampledToken:
-    """Return a chosen token with the logprobs that its request needs. `logits_V` must be adjusted already."""
+    """Return a chosen token, with the logprobs that its request asks for. `logits_V` must have been adjusted."""
     return _report(logits_V, token_id, state.params.logprobs)
 
 
 def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return the distribution `[V]` in float64 from which a row with these adjusted logits is sampled."""
+    """Return the probabilities `[V]` in float64 with which the next token is sampled. `logits_V` must have been
+    adjusted."""
     found_V = torch.zeros(len(logits_V), dtype=torch.float64, device=logits_V.device)
     largest = float(logits_V.amax())
     if is_greedy(params) or not math.isfinite(largest):

@@ -1,25 +1,30 @@
-"""Selection of the keys that a step's sequences attend to, by partial keys, as in InfiniGen.
+"""Selects the keys to which the sequences of a step attend, by partial keys, as in InfiniGen (Lee et al., OSDI 2024,
+section 4.3).
 
-A partial key is a key in R columns instead of a head's whole width. Its product with a partial query approximates the
-key's score, and less memory is read (InfiniGen; Lee et al., OSDI 2024, section 4.3). The basis of the columns comes
-from `baton.modeling.sparse.bases`. In a sequence of S keys, with partial queries q_h and partial keys k_g[j], for a kv
-head g of J query heads:
+A partial key has R columns instead of the whole width of a head. The product of a partial query and a partial key
+approximates the key's score, and needs less memory to be read. The columns are defined by a basis from
+`baton.modeling.sparse.bases`.
 
-    s_h[j] = q_h . k_g[j]
-    S_g[j] = max over the heads h of g of (s_h[j] - max over keys of s_h)
-    c_g    = number of keys with S_g[j] > -alpha: they are close enough to the best key of some head
+For a sequence of S keys, let q_h be the partial query of head h, and k_g[j] the partial key j of kv head g. J query
+heads share a kv head. Then:
+
+    s_h[j] = q_h . k_g[j]                                       score of key j for head h
+    S_g[j] = max over the heads h of g of (s_h[j] - max over keys of s_h)        at most 0
+    c_g    = number of keys with S_g[j] > -alpha: close enough to the best key of some head
     n      = ceil(mean of c_g over all g), at most max(floor(most_share * tokens), free_keys), and at least 1
 
-Each kv head selects its n largest S_g, and of equal ones the earlier keys. In addition, all kv heads select the first
-and the latest keys. A sequence has more tokens than keys if some keys were evicted: the bound on n depends on its
-tokens, not on the keys kept. Each sequence has its own n, whereas the paper uses one for a whole batch. So the keys
-that a sequence attends to do not depend on other sequences.
+Each kv head selects the n keys with the largest S_g. If two are equal, the earlier key is selected. In addition, all kv
+heads select the first and the latest keys.
+
+If some keys were evicted, a sequence has more tokens than keys. The bound on n depends on the number of tokens. Each
+sequence has its own n, whereas the paper uses one n for a whole batch. The keys of a sequence therefore do not depend
+on other sequences.
 
 `generate_workers.residency.sparse.infinigen` calls `PartialRows.select` on the engine's thread. Partial keys are
-written on the thread that writes their KV. Only for the CPU's memory.
+written on the thread that writes the KV. Supports CPU memory only.
 
-B sequences (rows) of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, S keys,
-P keys that have partial keys, at most K selected keys, C blocks of I = 16 keys, X lists of selected keys.
+Shape letters: B sequences of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers,
+S keys, P keys that have partial keys, at most K selected keys, C blocks of I = 16 keys, X lists of selected keys.
 """
 
 import math
@@ -35,31 +40,32 @@ from baton.modeling.kv.row_memory import PagedMemory, RowMemory
 from baton.types import KvLayout, TokenRange
 
 _BLOCK = 16
-"""Number of keys of a block, which stores them column by column."""
+"""Number of keys of a block. Within a block, partial keys are stored column by column."""
 _DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Picks:
-    """Selected keys, to which sequences attend in one layer. Keys are numbered within their sequence, from 0."""
+    """Selected keys of the sequences of a step, in one layer. Keys are numbered from 0 within their sequence."""
 
     keys_BGK: Tensor
-    """Keys of each kv head, ascending, int32, contiguous. Entries beyond the length of a head's list are
-    meaningless."""
+    """Selected keys of each sequence and kv head, in ascending order, int32, contiguous. Entries beyond the end of a
+    list are undefined."""
     num_BG: Tensor
-    """Number of keys in each list, at least one, int32, contiguous."""
+    """Number of selected keys of each sequence and kv head, at least one, int32, contiguous."""
 
 
 @dataclass(frozen=True)
 class StepPicks:
-    """Selected keys, to which a step's sequences attend in all layers, known before the step. Keys are numbered within
-    their sequence, from 0."""
+    """Selected keys of the sequences of a step, in all layers. They are known before the step. Keys are numbered from 0
+    within their sequence."""
 
     keys_LBGK: Tensor
-    """Keys of each kv head, ascending, int32, contiguous. Entries beyond the length of a head's list are
-    meaningless."""
+    """Selected keys of each layer, sequence and kv head, in ascending order, int32, contiguous. Entries beyond the end
+    of a list are undefined."""
     num_BG: Tensor
-    """Number of keys in each list, at least one, int32, contiguous. It is the same in all layers."""
+    """Number of selected keys of each sequence and kv head, at least one, int32, contiguous. It is the same in all
+    layers."""
 
     def of_layer(self, layer: int) -> Picks:
         """Return the selected keys of one layer."""
@@ -68,20 +74,22 @@ class StepPicks:
 
 @dataclass(frozen=True)
 class Selection:
-    """Parameters of the number of selected keys. Raises ConfigError when a field is out of its limits."""
+    """Parameters that determine how many keys are selected. Raises ConfigError if a field is outside its limits."""
 
     alpha: float
-    """Maximum distance, in scaled scores, from a head's best key within which a key is counted. Infinity: all keys are
-    counted."""
+    """Maximum difference between a key's score and the best score of the same head, in scaled scores. Keys within this
+    distance count as close. Above 0; infinity: all keys count."""
     most_share: float
-    """Maximum number of keys selected by score, as a fraction of the sequence's tokens. 1: no limit."""
+    """Limit on the number of keys selected by score, as a fraction of the sequence's tokens. Above 0, up to 1. 1: no
+    limit."""
     num_first: int
-    """Number of first keys that are always selected, because models concentrate attention on them."""
+    """Number of the sequence's first keys that are always selected (>= 0), because models concentrate attention on
+    them."""
     num_last: int
-    """Number of latest keys that are always selected, including the new token's own."""
+    """Number of the sequence's latest keys that are always selected (>= 1), including the key of the new token."""
     free_keys: int = 1
-    """Number of keys that any sequence may select by score, even if `most_share` allows fewer because the sequence is
-    short."""
+    """Number of keys that every sequence may select by score (>= 1), even if `most_share` allows fewer because the
+    sequence is short."""
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -102,29 +110,31 @@ class Selection:
 
 @dataclass(frozen=True)
 class KeyProjection:
-    """Projection from keys to partial keys, in one layer."""
+    """Projection from keys to partial keys in one layer. A partial key is a key that is reduced to fewer columns, for
+    estimating scores."""
 
     basis_GHR: Tensor
-    """Basis of each kv head, fp32."""
+    """Basis of each kv head, fp32. Partial keys are the products of keys and this matrix."""
     columns_GR: Tensor | None
-    """Indices of the selected columns of the head, int64, if the basis only selects columns; else None."""
+    """Indices of the head's columns that the basis selects, int64. None if the basis does more than select columns."""
 
     @classmethod
     def of(cls, basis_GHR: Tensor) -> "KeyProjection":
-        """Return the projection of a basis, after checking whether the basis only selects columns."""
+        """Return the projection for a basis. Detects whether the basis only selects columns."""
         selects = bool((basis_GHR.count_nonzero(1) == 1).all() and (basis_GHR.sum(1) == 1).all())
         return cls(basis_GHR, basis_GHR.argmax(1) if selects else None)
 
     def apply(self, k_TGH: Tensor) -> Tensor:
-        """Return the partial keys `[T, G, R]` in fp32, by torch."""
+        """Compute the partial keys of tokens with torch's operations. Return them as `[T, G, R]` in fp32."""
         if self.columns_GR is not None:
             return k_TGH.gather(2, self.columns_GR.expand(len(k_TGH), -1, -1)).float()
         return (k_TGH.float().transpose(0, 1) @ self.basis_GHR).transpose(0, 1).contiguous()
 
 
 class PartialKeys:
-    """Partial keys of one slot's sequences, in some layers: bf16, in pages that are committed as they are written. A
-    layer is stored as `[C, G, R, I]`: for I keys column by column. Not thread-safe."""
+    """Partial keys (keys reduced to fewer columns) of the sequence in a slot, for some layers, in bf16. Memory pages
+    are committed when they are written. Each layer is stored as `[C, G, R, I]`: C blocks of I keys, G kv heads, R
+    columns. Within a block, the keys are stored column by column. Not thread-safe."""
 
     def __init__(
         self,
@@ -134,8 +144,12 @@ class PartialKeys:
         max_tokens: int,
         make_memory: Callable[[KvLayout, int], RowMemory] = PagedMemory,
     ) -> None:
-        """`layers`: the model's layers with partial keys. `make_memory`: allocates the CPU's memory that compute reads.
-        Raises OSError when the address space cannot be reserved."""
+        """Reserve address space for the partial keys (keys reduced to `num_columns` columns) of up to `max_tokens`
+        tokens. Raises OSError if it cannot be reserved.
+
+        `layers`: layers of the model that have partial keys. `make_memory(layout, max_tokens)`: allocates CPU memory
+        that the computation reads.
+        """
         self.layers = layers
         # In the layout of KV, a block stands for a token: K and V together hold G heads of 16 R numbers.
         layout = KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
@@ -145,42 +159,45 @@ class PartialKeys:
         shape = (len(layers), data_LS2GH.shape[1], num_kv_heads, num_columns, _BLOCK)
         strides = (layer_stride, block_stride, num_columns * _BLOCK, _BLOCK, 1)
         self.data_LCGRI = data_LS2GH.as_strided(shape, strides)
-        """All partial keys. The model's layer l is at l - layers.start. Only committed memory may be accessed."""
+        """Memory of all partial keys. The model's layer l has index l - layers.start. Only committed memory may be
+        accessed."""
         self._unchanged = KeyProjection.of(torch.eye(num_columns).repeat(num_kv_heads, 1, 1))
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are committed now, a whole number of pages."""
+        """Return the number of bytes that are committed now. It is a multiple of the page size."""
         return self._memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of the partial keys of `num_tokens` tokens, once all are written."""
+        """Return the number of bytes that the partial keys of `num_tokens` tokens take after all have been written."""
         return self._memory.bytes_for(_num_blocks(num_tokens))
 
     def address(self, layer: int) -> int:
-        """Return the address of the layer's first block."""
+        """Return the memory address of the layer's first block."""
         return self.data_LCGRI.data_ptr() + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that the partial keys of `num_tokens` tokens will certainly be written. May be called once between
-        two releases."""
+        """Announce that the partial keys of `num_tokens` tokens will certainly be written. Call it at most once between
+        two calls of `release`."""
         self._memory.expect(num_tokens // _BLOCK)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for the partial keys of `tokens`, before they are written, in `layer` or in all layers. Calls
-        for all layers must have ascending tokens, without a gap after the tokens that were committed for single layers.
-        """
+        """Commit memory for the partial keys of `tokens` before they are written. `layer` None: in all layers. The
+        tokens of calls for all layers must ascend, without a gap after the tokens that were committed for single
+        layers."""
         blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
         self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection | None = None) -> None:
-        """Compute the partial keys of the tokens from number `first` on, and store them, rounded to bf16. Without a
-        projection `k_TGH` are partial keys already. Keys are bf16 or fp32, and each head must be contiguous. Raises
-        RuntimeError when the keys, or the projection, have another shape.
+        """Compute the partial keys (keys reduced to fewer columns) of consecutive tokens and store them, rounded to
+        bf16. `first` is the index of the first of these tokens in the sequence.
 
-        The native kernel runs on the calling thread only, without the GIL. Its selected columns equal torch's. Its
-        products are also summed in fp32, but in another order. They may differ by one step of bf16, and by the
-        rounding error of fp32 if a sum nearly cancels.
+        `k_TGH` contains the tokens' keys in bf16 or fp32. Each head must be contiguous. `projection` None: `k_TGH`
+        contains partial keys already. Raises RuntimeError if the shape of the keys or of the projection is wrong.
+
+        The native kernel runs on the calling thread only, without the GIL. A projection that only selects columns gives
+        the same result as with torch. For other projections, the order of the fp32 sums differs from torch's. The
+        results may then differ by one step of bf16, and by the rounding error of fp32 if a sum nearly cancels.
         """
         projection = self.fitting(projection)
         self.commit(TokenRange(first, first + len(k_TGH)), layer)
@@ -192,8 +209,8 @@ class PartialKeys:
             data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = projection.apply(k_TGH).to(_DTYPE)
 
     def fitting(self, projection: KeyProjection | None) -> KeyProjection:
-        """Return the projection, or the identity if it is None. Raises RuntimeError if its number of kv heads or
-        columns does not fit."""
+        """Return `projection` after checking its shape, or the identity if it is None. Raises RuntimeError if its
+        number of kv heads or columns differs from that of the partial keys."""
         found = projection or self._unchanged
         num_kv_heads, _, num_columns = found.basis_GHR.shape
         kept_heads, kept_columns = self.data_LCGRI.shape[2:4]
@@ -203,12 +220,12 @@ class PartialKeys:
         return found
 
     def read(self, layer: int, num_keys: int) -> Tensor:
-        """Return a copy of the first `num_keys` partial keys, `[S, G, R]` in bf16."""
+        """Return a copy of the first `num_keys` partial keys of a layer, `[S, G, R]` in bf16."""
         data_CGRI = self.data_LCGRI[self.layers.index(layer), : _num_blocks(num_keys)]
         return data_CGRI.permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
 
     def copy_from(self, other: "PartialKeys", num_tokens: int) -> None:
-        """Copy the partial keys of another sequence's first `num_tokens` tokens."""
+        """Copy the partial keys of the first `num_tokens` tokens of another sequence."""
         self.commit(TokenRange(0, num_tokens))
         blocks = slice(0, _num_blocks(num_tokens))
         self.data_LCGRI[:, blocks] = other.data_LCGRI[:, blocks]
@@ -219,14 +236,19 @@ class PartialKeys:
 
 
 class PartialRows:
-    """Partial keys of a step's sequences of one new token. Holds addresses: the PartialKeys must outlive it."""
+    """Partial keys (keys reduced to fewer columns) of the sequences of a step. Each sequence has one new token. The
+    object stores memory addresses, so it must not be used after the PartialKeys are freed."""
 
     def __init__(
         self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int] | None = None
     ) -> None:
-        """Commit memory for the new tokens' partial keys in all layers. `lengths`: number of keys of each sequence,
-        including the new token's key. `num_tokens`: number of tokens of each sequence; needed if some sequences do not
-        keep all keys. All `keys` must have the same layers."""
+        """Collect the addresses of the partial keys, and commit memory for the partial keys of the new tokens in all
+        layers.
+
+        `keys`: partial keys of each sequence. All must have the same layers. `lengths`: number of keys of each
+        sequence, including the key of the new token. `num_tokens`: number of tokens of each sequence. None: equal to
+        `lengths`. It is required if keys of some sequences were evicted.
+        """
         for each, length in zip(keys, lengths, strict=True):
             each.commit(TokenRange(length - 1, length))
         self.keys = keys
@@ -238,11 +260,12 @@ class PartialRows:
         self._addresses = (first_B + step_B * torch.arange(len(self.layers)).unsqueeze(1)).unbind()
 
     def addresses_B(self, layer: int) -> Tensor:
-        """Return the addresses of the sequences' first blocks in a layer."""
+        """Return the address of the first block of each sequence in a layer."""
         return self._addresses[self.layers.index(layer)]
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection | None = None) -> None:
-        """Compute the new tokens' partial keys, and store them, as PartialKeys.write does."""
+        """Compute the partial keys (keys reduced to fewer columns) of the new tokens and store them, rounded to bf16.
+        `projection` None: `k_BGH` contains partial keys already."""
         if native.load():
             fitting = self.keys[0].fitting(projection)
             _project(k_BGH, fitting, self.addresses_B(layer), self.lengths_B - 1)
@@ -259,12 +282,16 @@ class PartialRows:
         has_new: bool = True,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the sequences attend to in `layer`. Raises RuntimeError for queries of a wrong shape.
+        """Select the keys to which the sequences attend in `layer`. Raises RuntimeError for queries of a wrong shape.
 
-        `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are those of a softmax. `has_new`: whether
-        the new tokens' partial keys are written. The new tokens' keys are selected in either case. A score that is NaN
-        counts as less than all numbers. `closeness_BGS`: receives S_g of every key that has a partial key, in fp32.
-        Other entries are not changed.
+        `q_BNR`: partial queries in fp32, multiplied by 1 / sqrt(H), so that the scores are those of the softmax. A
+        score that is NaN counts as smaller than any number.
+
+        `has_new`: True if the partial keys of the new tokens have been written. The new tokens' keys are selected in
+        either case.
+
+        `closeness_BGS`: optional output in fp32. It receives S_g (see the module's docstring) of every key that has a
+        partial key. Its other entries are not changed.
         """
         num_kv_heads, num_columns = self.keys[0].data_LCGRI.shape[2:4]
         if q_BNR.shape[2] != num_columns:
@@ -289,8 +316,8 @@ class PartialRows:
         has_new: bool = True,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Select keys as `select` does, with torch and one sequence after another. It is slow, and is the fallback if
-        no native kernels are loaded."""
+        """Select keys as `select` does, but with torch's operations and one sequence after another. This slow method is
+        the fallback if no native kernels are loaded."""
         lists = []
         for row, (keys, length, q_NR) in enumerate(zip(self.keys, self.lengths_B.tolist(), q_BNR, strict=True)):
             num_scored = length - int(not has_new)

@@ -1,11 +1,14 @@
-"""Speculative sampling: a drafted token is accepted, or another one is drawn, so that the token is distributed as p.
+"""Speculative sampling: a drafted token is accepted or replaced, so that the resulting token has the distribution p of
+the model.
 
-A draft x from q is accepted with probability min(1, p(x) / q(x)). Otherwise the token is drawn in proportion to
-max(p - q, 0) (Leviathan, Kalman and Matias, 2023; Chen et al., 2023). p and q are after temperature, filters,
-penalties and bias. No rule accepts more drafts. But the token depends on the draft, so that a request's text depends on
-the drafts even with a fixed seed.
+Let q be the distribution from which the draft x was drawn. Both p and q are taken after temperature, filters, penalties
+and bias. The draft is accepted with probability min(1, p(x) / q(x)). Otherwise a token is drawn in proportion to max(p
+- q, 0) (Leviathan, Kalman and Matias, 2023; Chen et al., 2023).
 
-V vocabulary.
+No other rule accepts more drafts. However, the token depends on the draft. The text of a request therefore depends on
+the drafts, even with a fixed seed.
+
+Shape letter: V vocabulary size.
 """
 
 from torch import Tensor
@@ -16,15 +19,18 @@ from baton.types import SampledToken
 
 _ACCEPT = 0xACCE97
 _REDRAW = 0x5EC02D
-"""Constants that make the noise of the two decisions about a draft differ from each other and from sampling."""
+"""Constant that is mixed into the noise key for drawing a replacement of a rejected draft. The noise then differs from
+that of sampling and of accepting (`_ACCEPT`)."""
 
 
 def verify_draft(
     logits_V: Tensor, state: SamplerState, draft_id: int, drafted_V: Tensor | None
 ) -> tuple[SampledToken, bool]:
-    """Return a row's next token, and whether it is the accepted draft. `drafted_V`: the distribution that the draft was
-    drawn from. None: the draft had probability 1. `logits_V` (fp32) are adjusted in place. The token is NO_TOKEN if one
-    of them is NaN or infinity."""
+    """Return the next token of a sequence, and True if it is the accepted draft.
+
+    `drafted_V`: distribution from which the draft was drawn. None: the draft had probability 1. `logits_V` (fp32) is
+    adjusted in place. If a logit is NaN or plus infinity, the token is NO_TOKEN.
+    """
     state.adjust(logits_V)
     if int(largest_tokens(logits_V)) == NO_TOKEN:
         return SampledToken(NO_TOKEN), False

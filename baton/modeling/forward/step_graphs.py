@@ -1,13 +1,15 @@
-"""Generation steps that run entirely on a device: KV is in pages, and tokens are drawn there without the host.
+"""Generation steps that run entirely on a device. KV is in pages, and tokens are drawn on the device without the host.
 
-`StepGraphs` serves the steps of `generate_workers.engine.model_runner` in which all sequences decode one token. The
-host writes a step's inputs before it, in one copy, and reads the tokens once, after it. A step is captured in a CUDA
-graph for each of several numbers of sequences and for each kind of drawing. A replay launches hundreds of kernels at
-once. Kernels are those of `baton.modeling.kernels.triton` and, for drawing, torch's (`drawing`). Without captures the
-same steps are launched kernel by kernel, as in Triton's interpreter.
+`StepGraphs` serves those steps of `generate_workers.engine.model_runner` in which all sequences decode one token. The
+host writes the inputs in one copy before the step, and reads the tokens once after it.
 
-B sequences (rows), E = B + 1, L layers, P pages, S tokens of a page, C pages of a sequence, V vocabulary, G kv heads, H
-head dim.
+A step is captured in a CUDA graph for each of several batch sizes and for each kind of drawing. Replaying a graph
+launches hundreds of kernels at once. The kernels are those of `baton.modeling.kernels.triton` and, for drawing, those
+of torch (`drawing`). Without capturing, for example in Triton's interpreter, the same steps are launched kernel by
+kernel.
+
+Shape letters: B sequences, E = B + 1, L layers, P pages, S tokens of a page, C pages of a sequence, V vocabulary size,
+G kv heads, H head dim.
 """
 
 import functools
@@ -26,27 +28,30 @@ from baton.modeling.kernels.triton.row_kernels import StepRows
 from baton.modeling.kv.buffers import BlockTable
 
 _WARM_UPS = 2
-"""Number of steps before a capture. They compile kernels and let libraries allocate memory, which captures forbid."""
+"""Number of warm-up steps before a capture. In these steps kernels are compiled and libraries allocate memory, which is
+not allowed during a capture."""
 _LOGIT_BYTES = 100
-"""Device bytes per logit of a step with filters: its copies from bf16 to float64, noise, and sorting."""
+"""Estimated number of device bytes per logit in a step with filters: copies of the logits from bf16 to float64, noise,
+and sorting."""
 
 
 class DecodeRow(NamedTuple):
-    """Sequence of a step. Its latest token has no KV yet."""
+    """One sequence of a step. The KV of its latest token has not been computed yet."""
 
     token_id: int
     """Latest token of the sequence."""
     table: BlockTable
-    """Block table of the sequence's keys, with room for the latest token's key, whose page must not be shared."""
+    """Block table of the sequence. It must include a page for the latest token's key, and this page must not be
+    shared."""
     num_keys: int
-    """Number of keys of the sequence, including the latest token's."""
+    """Number of keys of the sequence, including the key of the latest token."""
     draw: RowDraw
-    """Parameters with which the next token of the sequence is drawn."""
+    """Parameters for drawing the sequence's next token."""
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step, in views of one piece of memory. Sequences without a new token are padding, and come after all
-    others."""
+    """Inputs of a step. All fields are views of one piece of memory. Entries after the last sequence are padding:
+    sequences without a new token."""
 
     key_B: Tensor
     top_k_B: Tensor
@@ -58,13 +63,15 @@ class StepInputs(NamedTuple):
     lengths_B: Tensor
     """Number of tokens of each sequence, including the latest one, int32."""
     starts_E: Tensor
-    """Index of each sequence's token among the tokens of the step, followed by the number of all tokens, int32."""
+    """Index of each sequence's new token among the tokens of the step, int32. The last entry is the total number of
+    tokens."""
     table_BC: Tensor
-    """Block tables: numbers of the sequences' pages, int32."""
+    """Block table of each sequence: the indices of its pages, int32."""
 
     @classmethod
     def over(cls, memory: Tensor, num_rows: int, row_pages: int) -> Self:
-        """Return StepInputs whose fields are views of `memory`, which has `input_bytes` bytes."""
+        """Return StepInputs whose fields are views of `memory`. The memory must have `input_bytes(num_rows, row_pages)`
+        bytes."""
         views, start = [], 0
         for dtype, shape in _fields(num_rows, row_pages):
             num_bytes = dtype.itemsize * math.prod(shape)
@@ -74,12 +81,12 @@ class StepInputs(NamedTuple):
 
     @property
     def draws(self) -> Draws:
-        """Return the parameters with which the next tokens of the sequences are drawn."""
+        """Return the drawing parameters of the sequences."""
         return Draws(self.key_B, self.top_k_B, self.floor_B, self.top_p_B, self.temperature_B)
 
     def write(self, rows: Sequence[DecodeRow], kind: DrawKind) -> None:
-        """Write the inputs of a step with this kind of drawing. All remaining sequences become padding. `draws` is not
-        written for greedy steps, which do not read it."""
+        """Write the inputs of a step for these sequences. All remaining entries become padding. If `kind` is greedy,
+        `draws` is not written, because greedy steps do not read it."""
         num_rows = len(rows)
         torch.stack([row.table.pages_C for row in rows], out=self.table_BC[:num_rows])
         columns: list[tuple[Tensor, Sequence[float]]] = [
@@ -103,13 +110,15 @@ def _fields(num_rows: int, row_pages: int) -> list[tuple[torch.dtype, tuple[int,
 
 
 def input_bytes(num_rows: int, row_pages: int) -> int:
-    """Return the number of input bytes of a step of `num_rows` sequences with at most `row_pages` pages each."""
+    """Return the number of bytes of the inputs of a step with `num_rows` sequences of at most `row_pages` pages
+    each."""
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in _fields(num_rows, row_pages))
 
 
 def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
-    """Return an estimate of the device bytes that steps of at most `num_rows` sequences take in addition to weights and
-    KV: inputs, sampling's memory per logit, and a layer's activations. All captures share them."""
+    """Return an estimate of the device memory in bytes that steps of at most `num_rows` sequences need, in addition to
+    weights and KV. It covers the inputs, the memory of sampling and the activations of a layer. All captured steps
+    share this memory."""
     config = decoder.config
     widest = (
         3 * config.num_active_experts * config.intermediate_size
@@ -121,14 +130,17 @@ def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
 
 
 class StepGraphs:
-    """Steps of sequences whose KV is in pages, for several numbers of sequences. Used by one thread at a time."""
+    """Captured steps for several batch sizes, for sequences whose KV is in pages. Used by one thread at a time."""
 
     def __init__(
         self, decoder: Decoder, pages_LPS2GH: Tensor, row_pages: int, sizes: Sequence[int], *, captures: bool = True
     ) -> None:
-        """Capture steps of `sizes` sequences of at most `row_pages` pages each. The largest step is captured first,
-        because all share its memory. Without `captures`, steps are launched kernel by kernel. Raises an error in
-        OUT_OF_MEMORY. Blocks."""
+        """Capture a step for each batch size in `sizes`. Each sequence has at most `row_pages` pages. The largest step
+        is captured first, because all captures share its memory.
+
+        With `captures` False, nothing is captured, and steps are launched kernel by kernel. If there is too little
+        memory, raises one of the errors in OUT_OF_MEMORY. Blocks.
+        """
         self._decoder, self._pages_LPS2GH = decoder, pages_LPS2GH
         device, most_rows = pages_LPS2GH.device, max(sizes)
         num_bytes = input_bytes(most_rows, row_pages)
@@ -139,7 +151,7 @@ class StepGraphs:
         self._chosen_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._most_keys = row_pages * pages_LPS2GH.shape[2]
         self.sizes = sorted(set(sizes))
-        """Numbers of sequences for which steps exist, ascending."""
+        """Batch sizes for which steps exist, in ascending order."""
         self._run_by_kind = dict[tuple[int, DrawKind], Callable[[], None]]()
         pool = torch.cuda.graph_pool_handle() if captures else None
         for size in reversed(self.sizes):
@@ -148,13 +160,14 @@ class StepGraphs:
                 self._run_by_kind[size, kind] = _captured(run, device, pool) if captures else run
 
     def size_for(self, num_rows: int) -> int:
-        """Return the smallest entry of `sizes` that is at least `num_rows`."""
+        """Return the smallest entry of `sizes` that is at least `num_rows`, the number of sequences."""
         return min(size for size in self.sizes if size >= num_rows)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Write the KV of the sequences' latest tokens to their pages, and return the next tokens. The number of
-        sequences must not exceed the largest of `sizes`. Waits for the device once, for the tokens."""
+        """Run one step. Writes the KV of each sequence's latest token to its pages, and returns the next tokens. There
+        must be at most as many sequences as the largest entry of `sizes`. Waits for the device once, to read the
+        tokens."""
         kind = max(row.draw.kind(self._decoder.config.vocab_size) for row in rows)
         self._written.write(rows, kind)
         self._there.copy_(self._home, non_blocking=True)  # the host writes it again only after the step's end

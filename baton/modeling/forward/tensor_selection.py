@@ -1,12 +1,14 @@
-"""Selection of keys by partial keys on a GPU: that of `selection`, by operations on tensors that the host never reads.
+"""Selection of keys by partial keys on a GPU. It implements `selection` with tensor operations whose results the host
+never reads.
 
-`selection` defines partial keys, scores and selected keys. Its kernels take addresses of the CPU's memory, and return
-lists of any length. In this module all shapes follow from the sequences' lengths, which the host knows, and entries
-beyond a sequence's keys are masked. So no call waits for the device. Products are summed in another order than on the
-CPU: two keys with nearly equal scores may be ranked differently.
+`selection` defines partial keys, scores and selected keys. Its own kernels take addresses in CPU memory and return
+lists of any length. In this module, all shapes follow from the lengths of the sequences, which the host knows. Entries
+beyond the keys of a sequence are masked. No call therefore waits for the device.
 
-B sequences (rows) of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, P pages
-of a pool, each for a whole sequence, S keys, at most K selected keys, X entries.
+The order of sums differs from that on a CPU, so two keys with nearly equal scores may be ranked differently.
+
+Shape letters: B sequences of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers,
+P pages of a pool, each for a whole sequence, S keys, at most K selected keys, X entries.
 """
 
 import math
@@ -21,76 +23,82 @@ from baton.modeling.kv.pool_rows import PoolRow
 from baton.types import KvLayout
 
 _BLOCK = 16
-"""Number of keys that together fill a head of the pool's layout, so that any number of columns fits."""
+"""Number of keys of a block. In the pool's KV layout, a block counts as one token: its K and V together hold the
+partial keys of 16 keys."""
 _LIST_BYTES = 64
-"""Bytes per key of the lists that one selection sorts, masks and packs."""
+"""Number of temporary bytes per key and kv head for the lists that a selection sorts, masks and packs."""
 _LEAST = torch.finfo(torch.float32).min
 
 
 def partial_layout(layers: range, num_kv_heads: int, num_columns: int) -> KvLayout:
-    """Return the layout of a pool for partial keys. A token of the layout is a block: its K and V together hold 16 keys
-    of each kv head. A sequence takes `partial_blocks` of them."""
+    """Return the layout of a pool for partial keys (keys reduced to `num_columns` columns). A token of this layout
+    stands for a block: its K and V together hold 16 partial keys of each kv head. A sequence needs `partial_blocks`
+    blocks."""
     return KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
 
 
 def partial_blocks(num_tokens: int) -> int:
-    """Return the number of blocks that the partial keys of `num_tokens` tokens take."""
+    """Return the number of blocks that the partial keys of `num_tokens` tokens need."""
     return -(-num_tokens // _BLOCK)
 
 
 def selecting_bytes(num_heads: int, num_kv_heads: int, num_columns: int) -> int:
-    """Return the maximum number of temporary bytes that selection needs in one layer for each key of a sequence: copies
-    of the partial key in bf16 and fp32, scores, and integer lists as long as the sequence."""
+    """Return the maximum number of temporary bytes that selection needs in one layer, per key of a sequence. They are
+    used for copies of the partial key in bf16 and fp32, scores, and integer lists."""
     return num_kv_heads * (6 * num_columns + _LIST_BYTES) + 8 * num_heads
 
 
 class TensorPartialKeys:
-    """Partial keys of one slot's sequences, in some layers: bf16, in one page of a pool. Not thread-safe."""
+    """Partial keys (keys reduced to fewer columns) of the sequence in a slot, for some layers, in bf16. They are stored
+    in one page of a pool on the GPU. Not thread-safe."""
 
     def __init__(self, layers: range, num_kv_heads: int, num_columns: int, pool: PagePool) -> None:
-        """`pool`: a pool of layout `partial_layout`, with pages of `partial_blocks` blocks for the longest sequence."""
+        """Create the partial keys of a slot without allocating a page. The layout of `pool` must be `partial_layout`.
+        Each page of the pool must have `partial_blocks` blocks for the longest sequence."""
         self.layers = layers
         self.memory = PoolRow(pool)
         data = pool.memory.data_LPS2GH
         num_keys = data.shape[2] * _BLOCK
         self.pool_LPGSR = data.view(len(layers), data.shape[1], num_kv_heads, num_keys, num_columns)
-        """Partial keys of all pages of the pool. The model's layer l is at l - layers.start."""
+        """Partial keys in all pages of the pool. The model's layer l has index l - layers.start."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the sequence takes now."""
+        """Return the number of bytes that the sequence's partial keys take now."""
         return self.memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of a page, or 0 for no tokens."""
+        """Return the number of bytes of a page, or 0 if `num_tokens` is 0. A sequence takes a whole page."""
         return self.memory.bytes_for(num_tokens)
 
     def expect(self, num_tokens: int) -> None:
-        """Allocate a page of the pool. Raises MemoryError when no page is free."""
+        """Allocate the sequence's page of the pool. Raises MemoryError if no page is free."""
         self.memory.expect(num_tokens)
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:
-        """Compute the partial keys of the tokens from number `first` on, and store them, rounded to bf16."""
+        """Compute the partial keys (keys reduced to fewer columns) of consecutive tokens and store them, rounded to
+        bf16. `first` is the index of the first of these tokens in the sequence."""
         row_GSR = self.pool_LPGSR[self.layers.index(layer), self.memory.number]
         row_GSR[:, first : first + len(k_TGH)] = projection.apply(k_TGH).transpose(0, 1)
 
     def copy_from(self, other: "TensorPartialKeys", num_tokens: int) -> None:
-        """Copy the partial keys of another sequence's first `num_tokens` tokens."""
+        """Copy the partial keys of the first `num_tokens` tokens of another sequence."""
         source_LGSR = self.pool_LPGSR[:, other.memory.number, :, :num_tokens]
         self.pool_LPGSR[:, self.memory.number, :, :num_tokens] = source_LGSR
 
     def release(self) -> None:
-        """Release the page. Idempotent."""
+        """Release the sequence's page of the pool. Idempotent."""
         self.memory.release()
 
 
 class TensorPartialRows:
-    """Partial keys of a step's sequences of one new token. Page numbers and lengths are copied to the device when it is
-    made."""
+    """Partial keys (keys reduced to fewer columns) of the sequences of a step, on a GPU. Each sequence has one new
+    token. Page indices and lengths are copied to the device when the object is created."""
 
     def __init__(self, keys: Sequence[TensorPartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """`lengths`: number of keys of each sequence, including the new token's key. `num_tokens`: number of tokens of
-        each sequence, which limits the number of its selected keys."""
+        """Create the object for sequences with these partial keys. `lengths`: number of keys of each sequence,
+        including the key of the new token. `num_tokens`: number of tokens of each sequence. It limits the number of
+        selected keys."""
         self._keys = keys[0]
         where = self._keys.pool_LPGSR.device
         self._lengths, self._num_tokens = lengths, num_tokens
@@ -100,7 +108,8 @@ class TensorPartialRows:
         self._selection: Selection | None = None
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection) -> None:
-        """Compute the new tokens' partial keys, and store them, rounded to bf16."""
+        """Compute the partial keys (keys reduced to fewer columns) of the new tokens and store them, rounded to
+        bf16."""
         pool_PGSR = self._keys.pool_LPGSR[self._keys.layers.index(layer)]
         pool_PGSR[self._rows_B, :, self._lengths_B - 1] = projection.apply(k_BGH).to(pool_PGSR.dtype)
 
@@ -113,7 +122,8 @@ class TensorPartialRows:
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the sequences attend to in `layer`, as `PartialRows.select` does."""
+        """Return the keys that the sequences attend to in `layer`. Arguments are those of `PartialRows.select`, but
+        `closeness_BGS` must be None."""
         assert closeness_BGS is None, "pools are the CPU's"
         most = self._bounds(selection)
         num_keys = max(self._lengths)
@@ -165,9 +175,12 @@ def _closeness(q_BNR: Tensor, k_BGSR: Tensor, is_scored_B1S: Tensor) -> Tensor:
 
 
 def packed(is_entry_BGX: Tensor, most: int, *values: Tensor) -> tuple[Tensor, ...]:
-    """Move the entries of each list to its front, in order. Return `[B, G, most]` for each of `values`, which are int32
-    and broadcast to the lists, and last the numbers of entries, `[B, G]`, int32. No list may have more than `most`
-    entries. Values after a list's last entry are 0."""
+    """Compact lists: move the entries for which `is_entry_BGX` is True to the front of each list, in order.
+
+    `values` are int32 tensors that are broadcast to the lists. Return a tensor `[B, G, most]` for each of them, and
+    finally the number of entries of each list, `[B, G]`, int32. No list may have more than `most` entries. Values after
+    the last entry of a list are 0.
+    """
     count_BGX = is_entry_BGX.cumsum(2)
     at_BGX = torch.where(is_entry_BGX, count_BGX - 1, most)  # other elements go to the end, and are cut off
     shape = (*is_entry_BGX.shape[:2], most + 1)

@@ -1,4 +1,4 @@
-"""Number of bytes of a model's weights, and of the weights that a step reads."""
+"""Computes the number of bytes of a model's weights, and of the weights that one step reads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
@@ -12,25 +12,25 @@ from baton.modeling.forward.linear import Linear, LinearByRows
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Number of bytes of the parameters that a step of few rows reads. In a mixture of experts it depends on the number
-    of tokens."""
+    """Number of bytes of parameters that a step with few tokens reads. In a mixture of experts, this depends on the
+    number of tokens."""
 
     always: int
-    """Bytes that every step reads."""
+    """Number of bytes that every step reads."""
     experts: int = 0
-    """Bytes of all experts of all layers."""
+    """Number of bytes of all experts of all layers. 0: the model is not a mixture of experts."""
     active_share: float = 1.0
-    """Fraction of a layer's experts that one token passes through."""
+    """Fraction of a layer's experts that process one token."""
 
     def of(self, num_tokens: int) -> int:
-        """Return the number of bytes that a step of `num_tokens` tokens reads. For experts it is the mean for tokens
-        whose experts are drawn uniformly and independently."""
+        """Return the number of bytes that a step of `num_tokens` tokens reads. For experts it is the expected number if
+        the experts of each token are drawn uniformly and independently."""
         return self.always + round(self.experts * (1 - (1 - self.active_share) ** num_tokens))
 
 
 def step_reads(weights: DecoderWeights) -> StepBytes:
-    """Return the bytes of the parameters that steps of few rows read. Positions, and an embedding that is not the head,
-    are not counted: such a step reads only some of their rows."""
+    """Return the number of bytes of parameters that steps with few tokens read. Position tables are not counted, nor is
+    an embedding that is not also the output head: a step reads only some of their rows."""
     read = (weights.layers, weights.final_norm, weights.head)
     num_bytes = sum(_bytes_by_part(read, _bytes_read).values())
     found = mixtures(weights.layers)
@@ -41,12 +41,13 @@ def step_reads(weights: DecoderWeights) -> StepBytes:
 
 
 def bytes_per_step(weights: DecoderWeights, num_tokens: int = 1) -> int:
-    """Return the bytes of the parameters that a step of few rows, with `num_tokens` tokens, reads (`StepBytes.of`)."""
+    """Return the number of bytes of parameters that a step with `num_tokens` tokens reads. The number is valid for
+    steps with few tokens, which read each linear layer's weight once."""
     return step_reads(weights).of(num_tokens)
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
-    """Return the bytes of all parameters, as they are stored."""
+    """Return the number of bytes of all parameters as they are stored."""
     return sum(_bytes_by_part(weights, lambda linear: linear.num_bytes).values())
 
 

@@ -1,1 +1,1 @@
-"""Kernels in C++, built when Baton is installed. If they are not built, torch's operators are used instead."""
+"""C++ kernels, which are built when Baton is installed. If they are not built, torch's operators are used instead."""

@@ -1,7 +1,7 @@
-"""`python -m baton.modeling.kernels`: measure which of the built kernels are the fastest on this machine.
+"""Command `python -m baton.modeling.kernels`: measures which of the built kernels are the fastest on this machine.
 
-The first use of a model then does not wait for the measurement. The exit status is 1 when no kernels can be loaded. The
-log gives the reason.
+After the command, the first use of a model does not have to wait for the measurement. The exit status is 1 if no
+kernels can be loaded. The log gives the reason.
 """
 
 import sys

@@ -1,10 +1,11 @@
 """Measures which kernels are the fastest for bfloat16 on this processor.
 
-`kept_choice` runs it once for each combination of processor kind, torch version and kernel build. Linear layers are
-timed with the shapes of a real layer (SmolLM2-135M's), at row counts from those of a generation step to those of a
-prefill chunk. Weights are read from memory, as in a model. A comparison alternates runs of both candidates on one
-thread, measures that thread's processor time, and ends when Wald's sequential test (Wald, 1945) decides. An alternative
-must be better by `MARGIN`.
+`kept_choice` runs the measurement once for each combination of processor type, torch version and kernel build. Linear
+layers are measured with the shapes of a real layer (SmolLM2-135M) and with various numbers of rows (tokens), from a
+generation step to a prefill chunk. Weights are read from memory, as in a model.
+
+A comparison alternates runs of two candidates on one thread and measures the thread's processor time. It ends when a
+sequential test decides (Wald, 1945). To be chosen, an alternative must be faster by the factor `MARGIN`.
 """
 
 import itertools
@@ -28,25 +29,27 @@ from baton.types import KernelChoice
 logger = logging.getLogger(__name__)
 
 MARGIN = 1.05
-"""Factor by which the preferred kernel must be slower than the other one before the other one is chosen."""
+"""Factor by which an alternative kernel must be faster than the preferred kernel to be chosen."""
 ROWS = (1, 16, 32, 64, 128, 512)
-"""Row counts at which linear layers are compared."""
+"""Numbers of rows (tokens) with which linear layers are compared."""
 _BATCH_ROWS = 32
-"""Number of rows at which the C++ kernels' multiplication methods are compared."""
+"""Number of rows (tokens) with which the multiplication methods of the C++ kernels are compared."""
 RATED_ROWS = (1, 8, 32, 128, 512)
-"""Row counts for which `linear_rates` measures: one stream, small and larger batches, verified drafts, a prompt."""
+"""Numbers of rows (tokens) that `linear_rates` measures. They represent one sequence, a small and a large batch, a
+batch with drafts to verify, and a prompt."""
 TORCH = "torch"
 _BARE = 512
-"""Rows and columns of the matrices with which a bare product is measured."""
+"""Number of rows and columns of the square matrices with which torch's matrix product is measured."""
 _REPEATS = 3
 _LEAD = 6
-"""Number of comparisons by which one side must lead. If three of four comparisons are right, the result is wrong once
-in 700 times."""
+"""A comparison ends when one candidate has won this many more runs than the other. If the faster candidate wins three
+of four runs, the decision is wrong once in 700 comparisons."""
 _MOST_COMPARISONS = 61
 _LEAST_ROWS = 64
-"""Minimum number of rows that a timed run computes. If one call has fewer rows, the run makes several calls."""
+"""Minimum number of rows that a timed run computes. If one call has fewer rows, the run consists of several calls."""
 _NUM_LAYERS = 8
-"""Number of layers of weights, 57 MB: more than most processors' caches hold for a core."""
+"""Number of layers of weights that a measurement uses. The weights take 57 MB, which is more than the cache that one
+core of most processors can use."""
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 576, 9, 3, 64, 1536
 _QUERIES, _KEYS = 256, 1024
 
@@ -58,10 +61,11 @@ _Layer = Callable[[Tensor], None]
 
 
 def measure_choice(*, tiles: bool = True) -> KernelChoice:
-    """Measure and return the choice of kernels for this processor. Takes a few seconds.
+    """Measure the kernels on this processor and return the fastest choice. Takes a few seconds.
 
-    Without `tiles`, the C++ kernels are measured as on a processor without AMX. Torch's linear layers ignore AMX only
-    if oneDNN must not use it in this process."""
+    With `tiles` False, the C++ kernels are measured as on a processor without AMX. Torch's linear layers still use AMX,
+    unless oneDNN is configured in this process not to use it.
+    """
     kind = processor_kind()
     if not native.load():
         return KernelChoice(kind, WIDENED, WIDENED, torch_rows=1)
@@ -76,11 +80,15 @@ def measure_choice(*, tiles: bool = True) -> KernelChoice:
 
 
 def linear_rates() -> tuple[dict[str, list[float]], float]:
-    """Return the FLOP/s of one core, in linear layers and in a bare product. Takes a few seconds.
+    """Measure the speed of one core in FLOP/s, for linear layers and for a plain matrix product. Takes a few seconds.
 
-    The first result has a rate for each of RATED_ROWS, by multiplication method: those that this processor supports,
-    and TORCH. It covers a layer's linear layers with norms, gate and residuals. The second is the rate of torch's
-    product of two matrices in bf16 or fp32, whichever is faster: about the most that the core reaches."""
+    The first result maps each multiplication method to a list of rates, one for each entry of RATED_ROWS. The methods
+    are TORCH and those that this processor supports. The rates cover all linear layers of a decoder layer, with norms,
+    gate and residuals.
+
+    The second result is the rate of torch's product of two matrices in bf16 or fp32, whichever is faster. It is close
+    to the maximum rate of the core.
+    """
     ways = dict.fromkeys([TORCH], _by_torch)
     if native.load():
         has = {WIDENED: True, DOT: native.operators().has_dots, TILES: native.operators().has_tiles}

@@ -1,7 +1,7 @@
-"""Memory in huge pages for weights, which every step reads from end to end.
+"""Memory in huge pages for weights that every step reads from start to end.
 
-`linear` keeps its panels here. In pages of 4 KiB, a checkpoint of some hundred megabytes needs far more address
-translations than a processor caches, and the prefetcher stops at the end of each page.
+`linear` stores its panels in this memory. With pages of 4 KiB, a checkpoint of some hundred megabytes needs far more
+address translations than a processor caches, and the hardware prefetcher stops at the end of each page.
 """
 
 import math
@@ -17,7 +17,8 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """Allocator that packs tensors into extents. An extent is freed with its last tensor. Thread-safe."""
+    """Allocator that packs tensors into large memory regions (extents). An extent is freed when its last tensor is
+    freed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +26,7 @@ class HugePages:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy in huge pages, on the CPU. Raises OSError when memory cannot be allocated."""
+        """Return a contiguous copy of a CPU tensor in huge pages. Raises OSError if the memory cannot be allocated."""
         copied = self._take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return copied.copy_(tensor)
 
@@ -47,4 +48,4 @@ def _extent(num_bytes: int) -> Tensor:
 
 
 WEIGHTS = HugePages()
-"""Memory of the weights in panels of this process."""
+"""Allocator of this process for the weights that are stored in panels."""

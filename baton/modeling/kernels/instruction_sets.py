@@ -1,6 +1,6 @@
-"""Instruction sets that kernels are built for: the compiler's flags, and the features that a processor must have.
+"""Instruction sets for which kernels are built: the compiler flags, and the features that a processor must have.
 
-setup.py builds kernels with them, and `native` chooses among them. Needs the standard library only.
+setup.py builds kernels for these sets, and `native` selects one of them. Imports only the standard library.
 """
 
 import platform
@@ -14,7 +14,7 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """Instructions that a library of kernels may use."""
+    """Set of instructions that a library of kernels may use."""
 
     name: str
     flags: tuple[str, ...]
@@ -32,19 +32,19 @@ WHEEL_SETS = (
     InstructionSet("x86-64-v4", ("-march=x86-64-v4",), _V4),
     InstructionSet("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )
-"""Sets that a wheel contains, the best one first."""
+"""Instruction sets for which a wheel contains kernels. The best one is first."""
 GENERIC = InstructionSet("generic", (), frozenset())
-"""Default instruction set of a compiler: SSE2 or NEON."""
+"""Instruction set that a compiler uses without flags: SSE2 or NEON."""
 SETS = {each.name: each for each in (*WHEEL_SETS, GENERIC)}
-"""All sets by name, the best one first."""
+"""All instruction sets by name. The best one is first."""
 
 
 def usable_sets() -> tuple[InstructionSet, ...]:
-    """Return the sets that this processor can run, the best one first."""
+    """Return the instruction sets that this processor supports. The best one is first."""
     has = set(cpu_flags())
     return tuple(each for each in SETS.values() if each is GENERIC or (is_x86() and each.features <= has))
 
 
 def is_x86() -> bool:
-    """Return whether this is an x86-64 processor."""
+    """Return True if this is an x86-64 processor."""
     return platform.machine() in ("x86_64", "AMD64")

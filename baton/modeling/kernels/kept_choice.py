@@ -1,7 +1,7 @@
-"""Keeps the choice of kernels in the user's cache folder, where all processes of this machine find it.
+"""Stores the choice of kernels in the user's cache folder, so that all processes on this machine use the same choice.
 
-`process_kernels` requests the choice. `choosing` measures it if none is kept for this processor, torch version and
-build of the kernels. A kept choice is read without torch.
+`process_kernels` requests the choice. If none is stored for this processor, torch version and kernel build, `choosing`
+measures one. Reading a stored choice does not need torch.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_choice() -> KernelChoice | None:
-    """Return the choice that is kept for this processor. None: no readable choice is kept."""
+    """Return the stored choice for this processor. None: no choice is stored, or it cannot be read."""
     path = native.choice_path()
     try:
         choice = KernelChoice(**json.loads(path.read_text()))
@@ -31,8 +31,8 @@ def load_choice() -> KernelChoice | None:
 
 
 def load_or_measure() -> KernelChoice:
-    """Return the kept choice for this processor. If none is kept, measure it and keep it, which blocks for some
-    seconds. Processes that call this at the same time wait for the one that measures."""
+    """Return the stored choice for this processor. If none is stored, measure a choice and store it. This blocks for
+    some seconds. If several processes call this function at the same time, one measures and the others wait."""
     from baton.modeling.kernels.choosing import measure_choice  # imports torch
 
     path = native.choice_path()

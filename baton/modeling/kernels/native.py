@@ -1,8 +1,8 @@
-"""Loads the kernels in C++, which setup.py builds when Baton is installed.
+"""Loads the C++ kernels, which setup.py builds when Baton is installed.
 
-A build consists of a library for each folder of sources and each instruction set. Of the sets that are built, a process
-uses the best one that its processor supports. If none is supported, torch's own operators are used instead. Torch is
-imported only when it is needed: a launcher works without it and does not wait for its import.
+A build contains one library for each source folder and instruction set. A process uses the best built instruction set
+that its processor supports. If none is supported, torch's own operators are used instead. Torch is imported only when
+it is needed, so launchers work without it.
 """
 
 import functools
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDERS = ("attention", "layers", "linear", "sampling", "sparse")
-"""Folders of sources, which are also the names of the libraries built from them."""
+"""Folders with the sources of the kernels. Each folder is built into a library of the same name."""
 NATIVE = "native"
-"""Name for the best instruction set that is built and that this processor supports."""
+"""Alias for the best instruction set that is built and that this processor supports."""
 BUILD = "python setup.py build_ext --inplace"
-"""Command that builds the kernels in a checkout."""
+"""Command that builds the kernels in a source checkout."""
 _BUILT = Path(__file__).parent / "built"
 
 
 def load(instruction_set: str = NATIVE) -> bool:
-    """Return whether `operators` can be called: whether kernels are built for that set, one of SETS or NATIVE, and this
-    processor supports it. If not, the log gives the reason. A process tries each set once."""
+    """Load the kernels of an instruction set, which is a name in SETS or NATIVE. Return True if they are loaded. Return
+    False if they are not built or this processor does not support them; the log then gives the reason. A process tries
+    each set only once."""
     try:
         operators(instruction_set)
     except OSError as error:
@@ -42,7 +43,8 @@ def load(instruction_set: str = NATIVE) -> bool:
 
 
 def operators(instruction_set: str = NATIVE) -> "Operators":
-    """Return the kernels of an instruction set. Raises OSError if `load` would return False."""
+    """Return the kernels of an instruction set, which is a name in SETS or NATIVE. Raises OSError if they cannot be
+    loaded."""
     kernels = _operators(instruction_set)
     if isinstance(kernels, OSError):
         raise kernels
@@ -72,36 +74,37 @@ def _warn(text: str) -> None:
 
 
 def chosen_set() -> str | None:
-    """Return the best instruction set that is built and that this processor supports. None: no such set is built."""
+    """Return the name of the best instruction set that is built and that this processor supports. None: no such set is
+    built."""
     return next((each.name for each in usable_sets() if is_built(each.name)), None)
 
 
 def is_built(instruction_set: str) -> bool:
-    """Return whether kernels are built for that set."""
+    """Return True if all kernels are built for this instruction set."""
     return all(library_path(folder, instruction_set).exists() for folder in FOLDERS)
 
 
 def library_path(folder: str, instruction_set: str) -> Path:
-    """Return the file of a folder's kernels for an instruction set."""
+    """Return the library file with the kernels of a source folder for an instruction set."""
     return _BUILT / f"{folder}.{instruction_set}.so"
 
 
 def lacking(instruction_set: str) -> set[str]:
-    """Return the features that kernels built for that set use and this processor lacks."""
+    """Return the processor features that kernels for this instruction set require and this processor does not have."""
     usable = {each.name for each in usable_sets()}
     return set() if instruction_set in (NATIVE, *usable) else set(SETS[instruction_set].features)
 
 
 def may_need_measuring() -> bool:
-    """Return whether the first use on this machine would measure kernels: they are built, torch is installed, and no
-    measurement is kept."""
+    """Return True if the first use of kernels on this machine would measure them. This is the case if kernels are
+    built, torch is installed, and no choice is stored."""
     has_torch = any(importlib.metadata.distributions(name="torch"))
     return has_torch and chosen_set() is not None and not choice_path().exists()
 
 
 def choice_path() -> Path:
-    """Return the file of the choice of kernels. Its name depends on the processor, torch's version and the build of
-    every kernel."""
+    """Return the file in which the choice of kernels is stored. The file name depends on the processor, the version of
+    torch and the build of every kernel."""
     name = chosen_set()
     libraries = () if name is None else tuple(library_path(folder, name) for folder in FOLDERS)
     parts = (*(each.read_bytes() for each in libraries), importlib.metadata.version("torch").encode())

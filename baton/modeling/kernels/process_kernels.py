@@ -1,8 +1,10 @@
-"""Choice of the methods by which this process's C++ kernels multiply bf16 numbers (`baton.modeling.kernels.products`).
+"""Selects the methods with which the C++ kernels of this process multiply bf16 numbers
+(`baton.modeling.kernels.products`).
 
-All methods give the same products, but sum them in different orders. So all processes of a cluster that run on one kind
-of processor use the same choice. A worker gets the cluster's choice by `ProcessKernels.use`. Otherwise the choice that
-is kept for this processor is used, which is measured if none is kept (`baton.modeling.kernels.kept_choice`).
+All methods give the same products, but sum them in different orders. All processes of a cluster that run on the same
+type of processor should therefore use the same choice. A worker receives the cluster's choice and passes it to
+`ProcessKernels.use`. Otherwise the choice stored for this processor is used. If none is stored, it is measured
+(`baton.modeling.kernels.kept_choice`).
 """
 
 import threading
@@ -15,7 +17,7 @@ from baton.types import KernelChoice
 
 
 class ProcessKernels:
-    """Choice of kernels in one process, made at its first use. Thread-safe."""
+    """Choice of kernels in one process. It is made when it is first used. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,15 +25,15 @@ class ProcessKernels:
 
     @property
     def choice(self) -> KernelChoice:
-        """Return the kernels of this process. Blocks for some seconds if they have to be measured."""
+        """Return the choice of kernels in this process. Blocks for some seconds if the kernels have to be measured."""
         return self._choice or self.use(())
 
     def use(self, choices: Iterable[KernelChoice]) -> KernelChoice:
-        """Use the entry of `choices` that was made for this kind of processor, and return it. If there is none, use the
-        choice that is stored or measured on this machine.
+        """Select the entry of `choices` for this type of processor, and return it. If there is none, select the choice
+        that is stored or measured on this machine.
 
-        Call before the model is loaded, which binds linear layers to their kernels. `choices` are ignored if no kernels
-        can be loaded; the handshake then shows the difference.
+        Call it before the model is loaded, because loading binds linear layers to their kernels. `choices` is ignored
+        if no kernels can be loaded. The handshake with the cluster then reports the difference.
         """
         kind = processor_kind()
         given = next((each for each in choices if each.processor == kind), None)
@@ -43,4 +45,4 @@ class ProcessKernels:
 
 
 KERNELS = ProcessKernels()
-"""Choice of kernels of this process."""
+"""Choice of kernels in this process."""

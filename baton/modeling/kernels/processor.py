@@ -1,4 +1,4 @@
-"""Identifies the kind of this processor from /proc/cpuinfo. Needs the standard library only."""
+"""Identifies the type of this processor from /proc/cpuinfo. Imports only the standard library."""
 
 import functools
 import hashlib
@@ -8,18 +8,19 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 _IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 _FLAGS = ("flags", "Features")
-"""Names of the list of features, on x86 and on ARM."""
+"""Names of the line with processor features in /proc/cpuinfo: "flags" on x86, "Features" on ARM."""
 
 
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """Return the features of the first core, named as in /proc/cpuinfo. Empty if the file does not exist."""
+    """Return the features of the first core, named as in /proc/cpuinfo. Empty if /proc/cpuinfo does not exist."""
     return tuple(next((value for name, value in _fields() if name in _FLAGS), "").split())
 
 
 @functools.cache
 def processor_kind() -> str:
-    """Return the processor's name and a hash of its family, model and features, on which kernels depend."""
+    """Return a string that identifies the type of this processor: its name, and a hash of its family, model and
+    features. The choice of kernels depends on it."""
     fields = dict(_fields())
     name = fields.get("model name") or platform.processor() or platform.machine()
     identity = [fields.get(each, "") for each in _IDENTITY] + sorted(cpu_flags())

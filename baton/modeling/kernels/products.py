@@ -1,9 +1,9 @@
-"""Names of the methods by which the C++ kernels multiply bf16 numbers. All of them sum in fp32."""
+"""Names of the methods with which the C++ kernels multiply bf16 numbers. All methods accumulate sums in fp32."""
 
 WIDENED = "widened"
-"""Products of vectors whose operands are widened to fp32."""
+"""Vector method: operands are converted to fp32 before they are multiplied."""
 DOT = "dot"
-"""Products of vectors by the processor's dot product of bf16 pairs. Linear layers emulate it, slowly, on a processor
-without it."""
+"""Vector method: uses the processor's instruction for dot products of bf16 pairs. On a processor without it, linear
+layers emulate the instruction, which is slow."""
 TILES = "tiles"
-"""Products of matrices by the processor's AMX."""
+"""Matrix method: uses the processor's AMX tiles."""

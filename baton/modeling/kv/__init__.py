@@ -1,1 +1,1 @@
-"""Memory for keys and values, and views of it."""
+"""Memory for keys and values (KV), and views of this memory."""

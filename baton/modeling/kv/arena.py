@@ -1,8 +1,8 @@
-"""Memory of an emulated device: regions of this process's memory that represent the device's own memory.
+"""Memory of an emulated device: regions of this process's memory that represent device memory.
 
-`baton.modeling.device.emulated` makes an arena for each device, and `baton.modeling.kv.row_memory` allocates sequences'
-KV in it. Bytes in an arena are counted, and their addresses distinguish them from host memory. So an access that
-bypasses the link is detected (`require_home`, `Arena.require`).
+`baton.modeling.device.emulated` creates an arena for each device, and `baton.modeling.kv.row_memory` allocates the KV
+of sequences in it. An arena counts its bytes. Its addresses distinguish device memory from host memory, so
+`require_home` and `Arena.require` can detect an access that bypasses the link.
 """
 
 import threading
@@ -11,50 +11,51 @@ from collections import deque
 
 _lock = threading.Lock()
 _regions: list[tuple[int, int]] = []
-"""Start and end of all regions of all arenas in this process, in ascending order and without overlaps."""
+"""Start and end address of each region of all arenas in this process, in ascending order and without overlaps."""
 _gone: "deque[tuple[Arena, tuple[int, int]]]" = deque()
-"""Regions that were removed from their arenas, but not from the lists yet."""
+"""Regions that `remove_region` has removed from an arena, but that have not been deleted from `_regions` yet."""
 
 
 class WrongMemoryError(AssertionError):
-    """Memory of a device was accessed as host memory, or the reverse. This is a bug in the program."""
+    """Device memory was accessed as host memory, or host memory as device memory. This is a bug in the program."""
 
 
 class Arena:
-    """The memory of one emulated device. Thread-safe."""
+    """Memory of one emulated device. Thread-safe."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """`limit_bytes`: maximum number of bytes in use at a time. None: no limit."""
+        """Create an arena. `limit_bytes` is the maximum number of bytes in use at the same time. None: no limit."""
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
-        """Maximum number of bytes that were in use at a time."""
+        """Maximum number of bytes that have been in use at the same time."""
         self._num_bytes = 0
         self._given: deque[int] = deque()
-        """Sizes that are free again but still counted in `_num_bytes`."""
+        """Sizes in bytes that `give` has freed, but that have not been subtracted from `_num_bytes` yet."""
         self._own: list[tuple[int, int]] = []
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes in use now."""
+        """Return the number of bytes that are in use now."""
         with _lock:
             self._forget_given()
             return self._num_bytes
 
     def add_region(self, start: int, num_bytes: int) -> None:
-        """Make these addresses part of the device's memory until `remove_region`. At first, none of these bytes counts
-        as in use."""
+        """Make a region part of the device's memory until `remove_region` is called. Its bytes do not count as in use
+        until `take` counts them."""
         with _lock:
             _forget_gone()
             insort(_regions, (start, start + num_bytes))
             insort(self._own, (start, start + num_bytes))
 
     def remove_region(self, start: int, num_bytes: int) -> None:
-        """Make these addresses host memory again. Takes no lock, because Python's garbage collector may call this
-        method on any thread and at any statement."""
+        """Make a region host memory again. This method takes no lock, because Python's garbage collector may call it on
+        any thread and at any statement."""
         _gone.append((self, (start, start + num_bytes)))
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes as in use. If this would exceed the limit, raises MemoryError and does not count them."""
+        """Count `num_bytes` bytes as in use. If they would exceed the limit, raises MemoryError and does not count
+        them."""
         with _lock:
             self._forget_given()
             if self.limit_bytes is not None and self._num_bytes + num_bytes > self.limit_bytes:
@@ -65,12 +66,12 @@ class Arena:
             self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
     def give(self, num_bytes: int) -> None:
-        """Count bytes as free again. Takes no lock, because Python's garbage collector may call this method on any
-        thread and at any statement."""
+        """Count `num_bytes` bytes as free again. This method takes no lock, because Python's garbage collector may call
+        it on any thread and at any statement."""
         self._given.append(num_bytes)
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Raise WrongMemoryError unless all of these bytes are in the device's memory."""
+        """Raise WrongMemoryError unless all `num_bytes` bytes from `address` on are in this arena."""
         with _lock:
             _forget_gone()
             is_there = _holds(self._own, address, num_bytes)
@@ -84,7 +85,7 @@ class Arena:
 
 
 def require_home(address: int) -> None:
-    """Raise WrongMemoryError if the address is in the memory of an emulated device."""
+    """Raise WrongMemoryError if the address belongs to an emulated device instead of host memory."""
     if not _regions:
         return
     with _lock:

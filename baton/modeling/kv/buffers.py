@@ -1,8 +1,10 @@
 """KV memory: token-major buffers, views for attention, and raw bytes for the transport.
 
-Both worker roles keep KV in these buffers. `baton.modeling.forward.attention` reads their views, and `transport` moves
-their bytes. A buffer is in host memory, whose bytes the host reads and writes in place, or in a device's memory, which
-the host reaches over a link (`baton.modeling.device`). S cached tokens, G kv heads, H head dim, L layers.
+Both worker roles store KV in these buffers. `baton.modeling.forward.attention` reads their views, and `transport` moves
+their bytes. A buffer is either in host memory, which the host reads and writes in place, or in a device's memory, which
+the host accesses over a link (`baton.modeling.device`).
+
+Shape letters: S cached tokens, G kv heads, H head dim, L layers.
 """
 
 import dataclasses
@@ -21,45 +23,48 @@ from baton.modeling.kv.transfers import DoneTransfer, Transfer
 from baton.types import KvLayout, TokenRange
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""torch's dtype for each dtype name of KvLayout."""
+"""torch dtype for each dtype name of KvLayout."""
 
 OUT_OF_MEMORY = (MemoryError, RuntimeError)
-"""Errors that numpy and torch raise when a buffer's memory cannot be allocated."""
+"""Errors that numpy and torch raise if the memory of a buffer cannot be allocated."""
 
 
 Writes = Sequence[tuple[Tensor, memoryview]]
-"""Pairs `(to, data)`: a contiguous tensor, and the bytes in host memory with which it is overwritten, of equal size."""
+"""Pairs `(target, data)`: a contiguous tensor, and the bytes in host memory that overwrite it. Both have the same
+number of bytes."""
 
 
 class HostAccess(Protocol):
-    """The host's access to the bytes of a buffer's memory. Any thread may use it."""
+    """Interface through which the host reads and writes the bytes of a buffer. Thread-safe."""
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the staging frames from which `write` copies directly. None: `write` copies directly
-        from any memory."""
+        """Return the staging frames (preallocated buffers in host memory), from which `write` copies directly. None:
+        `write` copies directly from any memory."""
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return the bytes of contiguous tensors, one after the other. For a single tensor in host memory the result is
-        a view of it; otherwise it is one copy of all tensors. Blocks."""
+        """Return the bytes of contiguous tensors, concatenated. The result is a view for a single tensor in host
+        memory. Otherwise it is a copy. Blocks."""
 
     def write(self, writes: Writes) -> Transfer:
-        """Copy into host memory without holding the GIL, or start to copy to a device's memory. Bytes in staging frames
-        must not change before the transfer is done. All other bytes have been read when this returns."""
+        """Copy bytes to host memory without holding the GIL, or start to copy them to a device's memory. Bytes in
+        staging frames (preallocated buffers in host memory) must not change until the transfer is done. All other bytes
+        may change as soon as this method returns."""
 
 
 class HomeAccess:
-    """HostAccess to host memory."""
+    """HostAccess for buffers in host memory."""
 
     frames = None
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return a view of the memory for one tensor, or one copy of several tensors."""
+        """Return the bytes of the tensors: a view for a single tensor, or one copy of several tensors."""
         views = [byte_view(source) for source in sources]
         return views[0] if len(views) == 1 else memoryview(b"".join(views))
 
     def write(self, writes: Writes) -> Transfer:
-        """Copy with numpy before returning: gRPC's memory is read-only, which torch does not accept."""
+        """Copy the bytes with numpy, and return when the copy is done. Torch is not used, because it does not accept
+        the read-only memory of gRPC messages."""
         for to, data in writes:
             np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8))
         return DoneTransfer()
@@ -70,19 +75,21 @@ HOME = HomeAccess()
 
 @dataclass(frozen=True)
 class KvRows:
-    """Keys and values of consecutive tokens in one layer, as attention reads them. Views, never copies."""
+    """Keys and values of consecutive tokens in one layer, in the form that attention reads. `k_SGH` and `v_SGH` are
+    views of KV memory, never copies."""
 
     k_SGH: Tensor
     v_SGH: Tensor
     first_position: int
-    """Absolute position of the first row."""
+    """Position of the first token in its sequence."""
 
     @property
     def end_position(self) -> int:
         return self.first_position + self.k_SGH.shape[0]
 
     def slice(self, start: int, end: int) -> "KvRows":
-        """Return the rows at absolute positions [start, end), limited to the rows that exist."""
+        """Return views of the keys and values at the sequence's positions [start, end). Positions outside this object
+        are ignored."""
         low = max(start - self.first_position, 0)
         high = max(min(end, self.end_position) - self.first_position, low)
         if low == 0 and high == self.k_SGH.shape[0]:
@@ -93,31 +100,34 @@ class KvRows:
 class KvBuffer:
     """KV of the tokens `tokens` of one sequence in all layers: one tensor `[L, S, 2, G, H]`.
 
-    Memory is allocated when the buffer is made, unless it is made `over` existing memory, and freed with its last view.
-    On the CPU a large buffer's pages are committed only when written. Not thread-safe by itself: concurrent writers
-    must write different token ranges, and a range may be read only after it was written.
+    Memory is allocated when the buffer is created, unless `over` uses existing memory. It is freed with its last view.
+    On the CPU, memory pages of a large buffer are committed when they are first written.
+
+    Not thread-safe by itself. Threads that write at the same time must write different token ranges. A range may be
+    read only after it has been written.
     """
 
     access: HostAccess = HOME
 
     def __init__(self, layout: KvLayout, tokens: TokenRange) -> None:
-        """Allocate the buffer in host memory. Raises an error in OUT_OF_MEMORY."""
+        """Allocate a buffer in host memory. If there is too little memory, raises one of the errors in
+        OUT_OF_MEMORY."""
         self.layout = layout
         self.tokens = tokens
         self.data = _empty(_shape(layout, tokens), TORCH_DTYPES[layout.dtype])
 
     @classmethod
     def over(cls, layout: KvLayout, tokens: TokenRange, memory: memoryview) -> Self:
-        """Return a buffer whose data is in `memory`, which must be writable and have the buffer's size. The memory is
-        kept until the last view is freed."""
+        """Create a buffer over existing host memory. The memory must be writable and have exactly the size of the
+        buffer. It stays allocated until the last view is freed."""
         assert memory.nbytes == len(tokens) * layout.token_bytes, f"{memory.nbytes} bytes for {tokens}"
         data = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(_shape(layout, tokens))
         return cls.of(layout, tokens, data)
 
     @classmethod
     def of(cls, layout: KvLayout, tokens: TokenRange, data: Tensor, access: HostAccess = HOME) -> Self:
-        """Return a buffer whose data is the tensor `data`, `[L, S, 2, G, H]`, which `access` can read and write. Each
-        layer must be contiguous."""
+        """Create a buffer over the tensor `data` with shape `[L, S, 2, G, H]`. Each layer must be contiguous. `access`
+        reads and writes its memory for the host."""
         assert data.shape == _shape(layout, tokens), f"{tuple(data.shape)} for {tokens}"
         self = cls.__new__(cls)
         self.layout = layout
@@ -131,32 +141,36 @@ class KvBuffer:
         return self.data.numel() * self.data.element_size()
 
     def span(self, layer: int, tokens: TokenRange) -> Tensor:
-        """Return a contiguous view `[len(tokens), 2, G, H]` of `tokens` in `layer`."""
+        """Return a contiguous view `[len(tokens), 2, G, H]` of the KV of `tokens` in `layer`. The tokens must be within
+        the buffer."""
         assert self.tokens.start <= tokens.start, f"{tokens} outside {self.tokens}"
         assert tokens.end <= self.tokens.end, f"{tokens} outside {self.tokens}"
         return self.data[layer, tokens.start - self.tokens.start : tokens.end - self.tokens.start]
 
     def rows(self, layer: int, tokens: TokenRange) -> KvRows:
-        """Return views of K and V of `tokens` in `layer`, as attention reads them."""
+        """Return views of the keys and values of `tokens` in `layer`, in the form that attention reads."""
         span = self.span(layer, tokens)
         return KvRows(span[:, 0], span[:, 1], tokens.start)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens` in `layer`: a view of host memory, or a copy of a device's memory. Blocks."""
+        """Return the bytes of the KV of `tokens` in `layer`. The result is a view for host memory, and a copy for
+        device memory. Blocks."""
         return self.access.read([self.span(layer, tokens)])
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy `data`, which must have exactly the size of the range, into the buffer. Return when the copy is done."""
+        """Copy `data` into the KV of `tokens` in `layer`, and return when the copy is done. The number of bytes must
+        match exactly."""
         self.begin_write(layer, tokens, data).result()
 
     def begin_write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Start to copy `data`, which must have exactly the size of the range, into the buffer, with
-        HostAccess.write."""
+        """Start to copy `data` into the KV of `tokens` in `layer`. The number of bytes must match exactly. If `data` is
+        in staging frames (preallocated buffers in host memory), it must not change until the transfer is done."""
         assert data.nbytes == len(tokens) * self.layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
         return self.access.write([(self.span(layer, tokens), data)])
 
     def copy_from(self, other: "KvBuffer", tokens: TokenRange) -> None:
-        """Copy `tokens` of all layers from another buffer of the same layout and memory."""
+        """Copy the KV of `tokens` in all layers from another buffer. Both buffers must have the same layout and be in
+        the same memory."""
         for layer in range(self.layout.num_layers):
             self.span(layer, tokens).copy_(other.span(layer, tokens))
 
@@ -165,10 +179,11 @@ MakeBuffer = Callable[[KvLayout, TokenRange], KvBuffer]
 
 
 class LayerBuffers:
-    """KV of the tokens `tokens` of one sequence, in the layers that are in use.
+    """KV of the tokens `tokens` of one sequence, with memory only for the layers that are in use.
 
-    A layer has memory from the first call for it until it is released. Released memory is reused for the next layer. So
-    the total memory is that of the maximum number of layers that were in use at the same time. Not thread-safe.
+    Memory for a layer is allocated at the first call for this layer, and kept until the layer is released. Released
+    memory is reused for other layers. The total memory therefore depends on the maximum number of layers that are in
+    use at the same time. Not thread-safe.
     """
 
     def __init__(self, layout: KvLayout, tokens: TokenRange, make_buffer: MakeBuffer = KvBuffer) -> None:
@@ -179,20 +194,21 @@ class LayerBuffers:
         self._free: list[KvBuffer] = []
 
     def span(self, layer: int, tokens: TokenRange) -> Tensor:
-        """Return a contiguous view `[len(tokens), 2, G, H]` of a layer, which is allocated if it has no memory yet.
-        Raises an error in OUT_OF_MEMORY."""
+        """Return a contiguous view `[len(tokens), 2, G, H]` of `tokens` in `layer`. Memory for the layer is allocated
+        if necessary. If there is too little memory, raises one of the errors in OUT_OF_MEMORY."""
         return self._buffer(layer).span(0, tokens)
 
     def rows(self, layer: int, tokens: TokenRange) -> KvRows:
-        """Return views of K and V of `tokens` in `layer`, as attention reads them."""
+        """Return views of the keys and values of `tokens` in `layer`, in the form that attention reads."""
         return self._buffer(layer).rows(0, tokens)
 
     def release(self, layer: int) -> None:
-        """Free a layer's memory for other layers. The layer must have memory, and its views must be out of use."""
+        """Release the memory of a layer, so that other layers can use it. The layer must have memory. No view of it may
+        be used any more."""
         self._free.append(self._held.pop(layer))
 
     def drop(self) -> None:
-        """Free all memory. All views of it must be out of use."""
+        """Free the memory of all layers. No view of it may be used any more."""
         self._held.clear()
         self._free.clear()
 
@@ -204,12 +220,14 @@ class LayerBuffers:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """Block table of one sequence: the numbers of its pages, in order. It is read when a step begins."""
+    """Block table of one sequence: the indices of its pages, in order. It is read when a step begins."""
 
     data_LPS2GH: Tensor
-    """All pages of the device: P pages of S tokens in every layer. A page is contiguous within a layer."""
+    """Memory of all pages of the device: P pages of S tokens in each of L layers. A page is contiguous within a
+    layer."""
     pages_C: Tensor
-    """Numbers of the sequence's pages, int32, in host memory. Entries after the sequence's last page are unused."""
+    """Indices of the sequence's pages, int32, in host memory. Entries after the last page of the sequence are
+    unused."""
 
     @property
     def page_tokens(self) -> int:
@@ -218,36 +236,38 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class KvPlace:
-    """Location of one sequence's keys and values: contiguous in the CPU's memory, or in pages of a device's."""
+    """Location of the keys and values of one sequence: contiguous in CPU memory, or in pages of device memory."""
 
     address: int
-    """Address of K of the first position in layer 0; 0 with pages. The V of a token follows its K, and the K of the
-    next token follows."""
+    """Address of the first token's K in layer 0, or 0 if KV is in pages. Each token's K is followed by its V, and then
+    by the K of the next token."""
     layer_bytes: int
-    """Number of bytes from the beginning of one layer to the beginning of the next."""
+    """Number of bytes from the start of one layer to the start of the next layer."""
     num_layers: int
-    """Number of layers that have memory at this location. The model's layer l is stored as layer l modulo this number,
-    unless `others` is given."""
+    """Number of layers that have memory at this location. Unless `others` is given, layers share this memory: the
+    model's layer l uses layer l modulo `num_layers`."""
     num_keys: int
-    """Number of keys of the sequence, including those of new tokens."""
+    """Number of keys of the sequence, including the keys of its new tokens."""
     num_new: int = 1
-    """Number of keys of new tokens, which are the last keys. Each new token attends to the keys up to its own."""
+    """Number of new tokens. Their keys are the last keys of the sequence. Each new token attends to the keys up to its
+    own key."""
     unseen: TokenRange | None = None
-    """Keys, numbered from the first position, that no new token attends to. It must not contain keys of new tokens."""
+    """Range of keys, numbered from 0 within the sequence, to which no new token attends. It must not contain keys of
+    new tokens. None: no keys are excluded."""
     own: int | None = None
-    """Number of the new token's key, if the sequence has one new token. None: the keys of new tokens are
-    the last ones."""
+    """Index of the new token's key, for a sequence with one new token whose key is not the last one. None: the keys of
+    new tokens are the last keys."""
     others: "KvPlace | None" = None
-    """Location of the layers from number `num_layers` on. None: they share the memory of the first layers."""
+    """Location of the layers from `num_layers` on. None: these layers share the memory of the first layers."""
     table: BlockTable | None = None
-    """Block table of the keys. None: the keys are contiguous in each layer."""
+    """Block table of the sequence's pages. None: the keys of each layer are contiguous."""
 
 
 @dataclass(frozen=True)
 class BufferSpan:
-    """New tokens `tokens` of a sequence whose old and new KV is in one buffer, such as that of a generation slot. If
-    the buffer has fewer layers than the model, layers share its memory: the model's layer l is stored as layer l modulo
-    the buffer's number of layers."""
+    """New tokens `tokens` of a sequence whose old and new KV is in one buffer, such as the buffer of a generation slot.
+    The buffer may have fewer layers than the model. In this case several layers share its memory: the model's layer l
+    uses layer l modulo the number of layers of the buffer."""
 
     buffer: KvBuffer
     tokens: TokenRange
@@ -280,7 +300,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def byte_view(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor of any dtype as writable bytes. The view keeps the memory allocated.
-    Raises WrongMemoryError for memory of a device."""
+    Raises WrongMemoryError if the tensor is in device memory."""
     if tensor.device.type != "cpu":
         raise WrongMemoryError(f"a tensor on {tensor.device} has no bytes of the host: copy it over the link first")
     require_home(tensor.data_ptr())
@@ -288,7 +308,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor as writable bytes, including memory of an emulated device. Only for
-    links, which access both memories."""
+    """Return the memory of a contiguous tensor as writable bytes. The memory may belong to an emulated device. Only
+    links may call this function, because only they access both host and device memory."""
     assert tensor.is_contiguous()
     return tensor.view(torch.uint8).view(-1).numpy().data

@@ -1,9 +1,11 @@
-"""The prefix cache's tier in device memory: pages with the KV of named blocks, shared by sequences of equal prefix.
+"""Prefix cache in device memory: named blocks of KV in pages, which sequences with the same prefix share.
 
-`generate_workers.residency.paged` stores sequences' blocks here, under the names of `baton.prefix_blocks`, and uses
-them as prefixes of new sequences. The tier is an owner of its pages, like a sequence, so that the pages remain when the
-sequence that filled them has ended. It uses pages that sequences do not need. When a sequence needs a page and none is
-free, the least recently used block is evicted, among the blocks that have a page that no sequence owns.
+`generate_workers.residency.paged` stores the blocks of sequences here, under the names of `baton.prefix_blocks`, and
+reuses them as prefixes of new sequences.
+
+The cache is an owner of its pages, like a sequence. The pages therefore remain after the sequence that filled them has
+ended. The cache uses only pages that sequences do not need. If a sequence needs a page and none is free, the least
+recently used block is evicted, among the blocks that have a page without another owner.
 """
 
 import threading
@@ -14,23 +16,25 @@ from baton.modeling.kv.pages import PagePool
 
 
 class PagePrefixes:
-    """Named blocks, each with its pages, in one pool. Thread-safe."""
+    """Prefix cache in one page pool: named blocks, each with its pages. Thread-safe."""
 
     def __init__(self, pool: PagePool) -> None:
-        """Store blocks in `pool`, and set the pool's `reclaim` to `evict`."""
+        """Create an empty prefix cache in `pool`, and register `evict` as the function with which the pool reclaims
+        pages."""
         self.num_shared_blocks = 0
-        """Number of blocks that sequences have reused so far."""
+        """Number of blocks that sequences have reused from the cache so far."""
         self._pool = pool
         self._lock = threading.Lock()
-        """Guards `_blocks` and `_is_closed`. It is acquired before the pool's lock."""
+        """Lock that protects `_blocks` and `_is_closed`. It must be acquired before the lock of the pool."""
         self._blocks: OrderedDict[str, list[int]] = OrderedDict()
-        """Pages of each block; the most recently used block is last."""
+        """Pages of each block, by block name. The most recently used block is last."""
         self._is_closed = False
         pool.reclaim = self.evict
 
     def keep(self, names: Sequence[str], pages: Sequence[int]) -> None:
-        """Become an owner of the pages of consecutive blocks, whose KV is final. Blocks that are already stored are not
-        changed. Does nothing after `close`."""
+        """Store consecutive blocks: `names` contains their names, and `pages` their pages, the same number for each
+        block. The KV in these pages must not change any more. The cache becomes an additional owner of the pages.
+        Blocks that are already stored are not changed. Does nothing after `close`."""
         size = len(pages) // len(names) if names else 0
         with self._lock:
             if self._is_closed:
@@ -43,8 +47,8 @@ class PagePrefixes:
                 self._blocks.move_to_end(names[index])
 
     def begin(self, names: Sequence[str]) -> list[int]:
-        """Return the pages of the leading blocks that are stored, up to the first gap. The caller becomes an additional
-        owner of these pages."""
+        """Look up the leading blocks of a sequence. Return the pages of the blocks that are stored, up to the first
+        missing block. The caller becomes an additional owner of these pages, and must release them."""
         pages: list[int] = []
         with self._lock:
             found = []
@@ -61,8 +65,8 @@ class PagePrefixes:
         return pages
 
     def evict(self, num_pages: int) -> bool:
-        """Drop blocks that have pages that no sequence owns, least recently used first, until `num_pages` pages are
-        free. Return whether a block was dropped."""
+        """Evict blocks, the least recently used first, until `num_pages` pages are free. Only blocks that have pages
+        without another owner are evicted. Return True if at least one block was evicted."""
         dropped, num_spared = list[str](), 0
         with self._lock:
             for name, pages in self._blocks.items():
@@ -76,7 +80,7 @@ class PagePrefixes:
         return bool(dropped)
 
     def close(self) -> None:
-        """Drop all blocks, including those whose pages are shared with sequences. Later calls of `keep` do nothing.
+        """Remove all blocks, including blocks whose pages are shared with sequences. Later calls of `keep` do nothing.
         Idempotent."""
         with self._lock:
             self._is_closed = True

@@ -1,12 +1,13 @@
-"""KV in pages: a device's memory that all sequences share, and each sequence's block table.
+"""Paged KV: a pool of pages in device memory that all sequences share, and the block table of each sequence.
 
-A page holds a fixed number of tokens in all layers. So one block table serves all layers of a sequence, and prefixes
-are shared, copied and counted as whole tokens. Within a layer pages are adjacent in memory, so that a sequence with
-adjacent pages is in few pieces. Residency `device` keeps sequences in pages on devices with memory of their own
-(`generate_workers.residency.paged`). The decoder's kernels read the block tables
-(`baton.modeling.forward.decode_rows`).
+A page holds a fixed number of tokens, with their KV in all layers. One block table therefore serves all layers of a
+sequence. Prefixes are shared, copied and counted in tokens, never layer by layer. Within a layer, pages are adjacent in
+memory, so consecutive page numbers are contiguous memory.
 
-L layers, P pages, S tokens of a page, G kv heads, H head dim, T tokens of a run.
+Residency `device` stores sequences in pages on devices with separate memory (`generate_workers.residency.paged`). The
+decoder's kernels read the block tables (`baton.modeling.forward.decode_rows`).
+
+Shape letters: L layers, P pages, S tokens of a page, G kv heads, H head dim, T tokens of a contiguous run.
 """
 
 import threading
@@ -22,42 +23,42 @@ from baton.modeling.kv.pool_memory import PoolMemory
 from baton.types import TokenRange
 
 PAGE_TOKENS = 64
-"""Number of tokens of a page. It equals the tile size of the decode kernel for CPUs, so that the keys of a tile are in
-at most two pages."""
+"""Number of tokens of a page. It equals the tile size of the CPU's decode kernel, so the keys of a tile are in at most
+two pages."""
 
 
 class PagePool:
-    """Pages of a device, with the number of owners of each page. Thread-safe."""
+    """Pool of pages in device memory. It counts the owners of each page. Thread-safe."""
 
     def __init__(self, memory: PoolMemory) -> None:
         self.memory = memory
         num_layers, self.num_pages, self.page_tokens = memory.data_LPS2GH.shape[:3]
         self.page_bytes = num_layers * memory.data_LPS2GH[0, 0].nbytes
         self.most_taken = self.num_pages
-        """Maximum number of pages that have an owner at a time."""
+        """Maximum number of pages that may be allocated at the same time. At most `num_pages`."""
         self.reclaim: Callable[[int], bool] = lambda num_pages: False
-        """Function that is called, without the lock, when `num_pages` more pages are needed than are free. It releases
-        that number of pages, or as many as it can, and returns whether it released any. It must be set before the pool
-        is used."""
+        """Function that releases pages if too few are free. Its argument `num_pages` is the number of missing pages. It
+        releases that many pages, or as many as it can, and returns True if it released any. It is called without the
+        pool's lock. It must be set before the pool is used."""
         self._lock = threading.Lock()
         self._num_owners_P = np.zeros(self.num_pages, np.int32)
         self._num_gifts = 0
-        """Number of calls of `give`."""
+        """Number of calls of `give`. `take` uses it to detect that pages were released while it reclaimed pages."""
 
     @property
     def num_taken(self) -> int:
-        """Return the number of pages that have an owner."""
+        """Return the number of pages that have at least one owner."""
         return int(np.count_nonzero(self._num_owners_P))
 
     @property
     def num_free(self) -> int:
-        """Return the number of pages that can still be allocated."""
+        """Return the number of pages that can be allocated without reclaiming pages."""
         return self.most_taken - self.num_taken
 
     def take(self, num_pages: int) -> list[int]:
-        """Allocate free pages and return their numbers. Each page then has one owner. The lowest numbers are used, so
-        that pages are mostly adjacent. If too few pages are free even after `reclaim`, raises MemoryError and allocates
-        none."""
+        """Allocate pages, each with one owner, and return their numbers. The lowest free numbers are used, so that
+        pages are mostly adjacent. If too few pages are free, `reclaim` is called. If there are still too few, raises
+        MemoryError and allocates nothing."""
         while True:
             num_gifts = self._num_gifts
             try:
@@ -68,13 +69,13 @@ class PagePool:
                     raise
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add an owner to each of these pages, which must already have an owner."""
+        """Add one owner to each of these pages. Each page must already have an owner."""
         with self._lock:
             assert (self._num_owners_P[pages] > 0).all(), "a page without an owner cannot be shared"
             self._num_owners_P[pages] += 1
 
     def give(self, pages: Sequence[int]) -> None:
-        """Remove an owner from each of these pages. A page without an owner is free."""
+        """Remove one owner from each of these pages. Pages without an owner become free."""
         with self._lock:
             assert (self._num_owners_P[pages] > 0).all(), "a released page has no owner"
             self._num_gifts += 1
@@ -82,7 +83,7 @@ class PagePool:
             self.memory.give([page for page in pages if not self._num_owners_P[page]])
 
     def is_shared(self, page: int) -> bool:
-        """Return whether a page has several owners."""
+        """Return True if a page has more than one owner."""
         return bool(self._num_owners_P[page] > 1)
 
     def _take(self, num_pages: int) -> list[int]:
@@ -96,8 +97,8 @@ class PagePool:
 
 
 class RowPages:
-    """Pages of the sequence in a slot. It is reused by one sequence after another. Only one thread at a time may use
-    it; several instances share a pool."""
+    """Pages of the sequence in a slot. The object is reused for one sequence after another. Only one thread at a time
+    may use it. The objects of several slots share one pool."""
 
     def __init__(self, pool: PagePool, max_tokens: int) -> None:
         self._pool = pool
@@ -108,17 +109,17 @@ class RowPages:
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of the sequence's pages. Shared pages count completely."""
+        """Return the number of bytes of the sequence's pages. Shared pages are counted in full."""
         return len(self._pages) * self._pool.page_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes that the pages of `num_tokens` tokens have."""
+        """Return the number of bytes of the pages that `num_tokens` tokens need."""
         return self._num_for(num_tokens) * self._pool.page_bytes
 
     def prepare(self, tokens: TokenRange, num_tokens: int) -> None:
-        """Allocate pages for `tokens`, which are about to be written, and for the first `num_tokens` tokens of the
-        sequence. Shared pages that contain some of `tokens` are copied first. Raises MemoryError when too few pages are
-        free."""
+        """Prepare for writing `tokens`. Allocates pages for these tokens and for the first `num_tokens` tokens of the
+        sequence. Shared pages that contain some of `tokens` are replaced by copies. Raises MemoryError if too few pages
+        are free."""
         num_new = self._num_for(max(tokens.end, num_tokens)) - len(self._pages)
         if num_new > 0:
             self._set(len(self._pages), self._pool.take(num_new))
@@ -130,20 +131,20 @@ class RowPages:
         return self._pages[tokens.start // self._pool.page_tokens : self._num_for(tokens.end)]
 
     def share(self, pages: Sequence[int]) -> None:
-        """Use pages that another owner has filled as the beginning of the sequence, which must not have pages yet. An
-        owner that writes to a shared page copies it first."""
+        """Use pages of another owner, which contain KV, as the start of the sequence. The sequence must not have pages
+        yet, and it becomes an additional owner of `pages`. An owner that writes to a shared page must copy it first."""
         self._pool.share(pages)
         self.adopt(pages)
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Use filled pages as the beginning of the sequence, which must not have pages yet. The caller must have
-        allocated or shared them for this sequence."""
+        """Use pages that already contain KV as the start of the sequence. The sequence must not have pages yet, and it
+        must already be an owner of `pages`."""
         assert not self._pages, "pages are adopted by rows that have none"
         self._set(0, pages)
 
     def runs(self, tokens: TokenRange) -> Iterator[tuple[TokenRange, int]]:
-        """Yield `tokens` in parts that are contiguous in each layer. Each part comes with the index of its first token
-        among the tokens of all pages of the layer."""
+        """Split `tokens` into runs that are contiguous in memory in each layer. Yield each run with the index of its
+        first token in the layer's memory, counted in tokens over all pages of the pool."""
         size, start = self._pool.page_tokens, tokens.start
         while start < tokens.end:
             first = last = start // size
@@ -154,13 +155,14 @@ class RowPages:
             start = end
 
     def spans(self, layer: int, tokens: TokenRange) -> Iterator[tuple[TokenRange, Tensor]]:
-        """Yield views `[T, 2, G, H]` of `tokens` in a layer. Each view comes with the token range that it contains."""
+        """Yield views `[T, 2, G, H]` of the KV of `tokens` in a layer, one for each contiguous run. Each view comes
+        with the range of tokens that it contains."""
         data_S2GH = self.table.data_LPS2GH[layer].flatten(0, 1)
         for part, place in self.runs(tokens):
             yield part, data_S2GH[place : place + len(part)]
 
     def release(self) -> None:
-        """Release all pages. Idempotent."""
+        """Release all pages of the sequence. Idempotent."""
         pages, self._pages = self._pages, []
         self._pool.give(pages)
 
@@ -192,7 +194,8 @@ class PageSpan:
         return own_T2GH
 
     def owns(self, layer: int) -> Iterator[tuple[TokenRange, Tensor]]:
-        """Yield views of the new tokens' KV. Each view comes with the token range that it contains."""
+        """Yield views of the KV of the new tokens in a layer. Each view comes with the range of tokens that it
+        contains."""
         return self.pages.spans(layer, self.tokens)
 
     def segments(self, layer: int) -> Iterator[KvRows]:

@@ -1,6 +1,6 @@
-"""Device memory for the pages of KV that all sequences share (`baton.modeling.kv.pages`).
+"""Device memory for a pool of KV pages that all sequences share (`baton.modeling.kv.pages`).
 
-L layers, P pages, S tokens of a page, G kv heads, H head dim.
+Shape letters: L layers, P pages, S tokens of a page, G kv heads, H head dim.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from baton.types import KvLayout
 
 
 class PoolMemory(Protocol):
-    """Memory of all pages of a pool."""
+    """Interface of the memory for all pages of a pool."""
 
     data_LPS2GH: Tensor
-    """All of the memory. Only allocated pages may be accessed."""
+    """Memory of all pages. Only pages that are in use may be accessed."""
     access: HostAccess
-    """Host's access to the memory."""
+    """Access of the host to the memory of the pages."""
 
     def take(self, pages: Sequence[int]) -> None:
-        """Count these pages as in use. If this would exceed the device's limit, raises MemoryError and does not count
+        """Count these pages as in use. If they would exceed the device's limit, raises MemoryError and does not count
         them."""
 
     def give(self, pages: Sequence[int]) -> None:
@@ -32,8 +32,8 @@ class PoolMemory(Protocol):
 
 
 class MappedPool:
-    """PoolMemory in the CPU's memory: host memory or an emulated device's. The operating system commits a page at its
-    first write. The page stays committed until the pool is freed, as a GPU's memory would."""
+    """PoolMemory in host memory, or in the arena of an emulated device. The operating system commits memory when it is
+    first written. The memory stays committed until the pool is freed, like memory of a GPU."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class MappedPool:
         arena: Arena | None = None,
         access: HostAccess = HOME,
     ) -> None:
-        """`arena`: the emulated device's arena that the memory is part of; None: host memory. `access`: the host's
-        access to it. Raises OSError when the address space cannot be reserved."""
+        """Reserve address space for all pages. Raises OSError if it cannot be reserved. `arena`: the emulated device's
+        arena in which the memory is counted. None: host memory. `access`: the host's access to the memory."""
         self.access = access
         self._arena = arena
         self._page_bytes = page_tokens * layout.token_bytes
@@ -53,33 +53,34 @@ class MappedPool:
         self.data_LPS2GH = self._memory.data_LS2GH.view(_shape(layout, num_pages, page_tokens))
 
     def take(self, pages: Sequence[int]) -> None:
-        """Count the pages as in use in the arena. If this would exceed its limit, raises MemoryError and does not count
+        """Count the pages as in use in the arena. If they would exceed its limit, raises MemoryError and does not count
         them."""
         if self._arena is not None:
             self._arena.take(len(pages) * self._page_bytes)
 
     def give(self, pages: Sequence[int]) -> None:
-        """Count the pages as free."""
+        """Count the pages as free in the arena. Their memory stays committed."""
         if self._arena is not None:
             self._arena.give(len(pages) * self._page_bytes)
 
 
 class TensorPool:
-    """PoolMemory of a CUDA device: one tensor, allocated when the pool is made."""
+    """PoolMemory on a CUDA device: one tensor, which is allocated when the pool is created."""
 
     def __init__(
         self, layout: KvLayout, num_pages: int, page_tokens: int, device: torch.device, access: HostAccess
     ) -> None:
-        """`access`: the host's access to the device's memory. Raises RuntimeError when the device has too little."""
+        """Allocate the memory of all pages on `device`. `access` is the host's access to this memory. Raises
+        RuntimeError if the device has too little memory."""
         self.access = access
         shape, dtype = _shape(layout, num_pages, page_tokens), TORCH_DTYPES[layout.dtype]
         self.data_LPS2GH = torch.empty(shape, dtype=dtype, device=device)
 
     def take(self, pages: Sequence[int]) -> None:
-        """Do nothing: the memory is already allocated."""
+        """Do nothing. The memory of all pages is already allocated."""
 
     def give(self, pages: Sequence[int]) -> None:
-        """Do nothing: the memory stays allocated."""
+        """Do nothing. The memory of free pages stays allocated."""
 
 
 def _shape(layout: KvLayout, num_pages: int, page_tokens: int) -> tuple[int, ...]:

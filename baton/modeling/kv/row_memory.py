@@ -1,9 +1,11 @@
-"""Memory for one sequence's KV: address space is reserved once, and pages are committed as they are written.
+"""Memory for the KV of one sequence. Address space is reserved once, and memory pages are committed when they are
+written.
 
-Residency policies (`generate_workers.residency`) keep a slot's KV in it. The KV grows without ever being copied, its
-committed bytes are counted exactly, and `release` returns them to the operating system at once.
+Residency policies (`generate_workers.residency`) decide where KV is stored, and use this memory for the KV of a slot.
+The KV can grow without being copied. The committed bytes are counted exactly, and `release` returns them to the
+operating system immediately.
 
-L layers, S tokens, G kv heads, H head dim.
+Shape letters: L layers, S tokens, G kv heads, H head dim.
 """
 
 import contextlib
@@ -22,50 +24,54 @@ from baton.types import KvLayout, TokenRange
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000
-"""Value of MAP_NORESERVE on Linux. Python defines the name from version 3.12 on."""
+"""Value of MAP_NORESERVE on Linux. Python defines this constant only from version 3.12 on."""
 _MADV_POPULATE_WRITE = 23
-"""Value of MADV_POPULATE_WRITE on Linux, from 5.14 on. Python does not define the name."""
+"""Value of MADV_POPULATE_WRITE on Linux 5.14 and later. Python does not define this constant."""
 _LEAST_POPULATED_PAGES = 4
-"""Minimum number of new pages that one call commits. Fewer pages are committed by the page faults of their first
-writes."""
+"""Minimum number of new memory pages for which one system call commits all of them. Fewer pages are committed by page
+faults when they are first written."""
 
 
 class RowMemory(Protocol):
-    """Memory for the KV of up to `max_tokens` tokens, used by one sequence after another. Not thread-safe."""
+    """Interface of the memory for the KV of one sequence, of up to `max_tokens` tokens. It is used by one sequence
+    after another. Not thread-safe."""
 
     data_LS2GH: Tensor
-    """All of the memory. Only committed bytes may be accessed."""
+    """Memory of all layers and tokens. Only committed bytes may be accessed."""
     num_bytes: int
     """Number of bytes that are committed now."""
     access: HostAccess
-    """Host's access to the memory."""
+    """Access of the host to this memory."""
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of the first `num_tokens` tokens, once committed in all layers."""
+        """Return the number of bytes that the first `num_tokens` tokens take after they have been committed in all
+        layers."""
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that `num_tokens` tokens will certainly be written. May be called once between two releases."""
+        """Announce that `num_tokens` tokens will certainly be written. Call it at most once between two calls of
+        `release`."""
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for `tokens`, before they are written, in `layer` or in all layers. Calls for all layers must
-        have ascending tokens, without a gap after the tokens that were committed for single layers."""
+        """Commit memory for `tokens` before they are written. `layer` None: in all layers. The tokens of calls for all
+        layers must ascend, without a gap after the tokens that were committed for single layers."""
 
     def release(self) -> None:
-        """Free all memory. No thread may read or write it any more. Idempotent."""
+        """Free all memory. No thread may read or write the memory any more. Idempotent."""
 
 
 class PagedMemory:
-    """RowMemory in the CPU's memory: host memory or an emulated device's.
+    """RowMemory in host memory, or in the arena of an emulated device.
 
-    Each layer begins at a huge page, so that a long prompt's layers can consist of huge pages. Huge pages are requested
-    only where every byte will be written. So the count of committed bytes is exact, except for up to one huge page per
-    layer while a prompt is being written."""
+    Each layer starts at the boundary of a huge page, so the layers of a long prompt can use huge pages. Huge pages are
+    requested only for memory that will be written completely. The count of committed bytes is therefore exact, except
+    for up to one huge page per layer while a prompt is being written.
+    """
 
     def __init__(
         self, layout: KvLayout, max_tokens: int, arena: Arena | None = None, access: HostAccess = HOME
     ) -> None:
-        """`arena`: the emulated device's arena that the memory is part of; None: host memory. `access`: the host's
-        access to it. Raises OSError when the address space cannot be reserved."""
+        """Reserve address space for `max_tokens` tokens. Raises OSError if it cannot be reserved. `arena`: the emulated
+        device's arena in which the memory is counted. None: host memory. `access`: the host's access to the memory."""
         self.num_bytes = 0
         self.access = access
         self._arena = arena
@@ -79,7 +85,7 @@ class PagedMemory:
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._offset = -whole.data_ptr() % _HUGE_BYTES
         self.address = whole.data_ptr() + self._offset
-        """Address of layer 0 in the mapping."""
+        """Address at which layer 0 starts."""
         self.data_LS2GH = _strided(whole[self._offset :], layout, max_tokens, self._layer_bytes)
         if arena is not None:
             arena.add_region(self.address, self._size)
@@ -88,15 +94,15 @@ class PagedMemory:
             (self._num_layers, _ceil(max_tokens * self._row_bytes, PAGE_BYTES) // PAGE_BYTES), bool
         )
         self._num_whole = 0
-        """Number of leading tokens that have all their pages in every layer."""
+        """Number of leading tokens for which memory is committed in all layers."""
         self._is_advised = False
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of the pages that these tokens take in all layers."""
+        """Return the number of bytes of the memory pages that the first `num_tokens` tokens need in all layers."""
         return self._num_layers * _ceil(num_tokens * self._row_bytes, PAGE_BYTES)
 
     def expect(self, num_tokens: int) -> None:
-        """Request huge pages for the memory that these tokens will fill completely."""
+        """Request huge pages for the part of the memory that `num_tokens` tokens will fill completely."""
         num_huge_bytes = num_tokens * self._row_bytes // _HUGE_BYTES * _HUGE_BYTES
         if num_huge_bytes:
             self._is_advised = True
@@ -104,9 +110,10 @@ class PagedMemory:
                 self._advise(mmap.MADV_HUGEPAGE, self._offset + layer * self._layer_bytes, num_huge_bytes)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Count the pages that were not committed before. The operating system commits them at the first write. Many
-        pages of one layer are committed here by one call, which takes a third of the time of their page faults. Raises
-        MemoryError when an emulated device's limit is exceeded."""
+        """Count the memory pages of `tokens` that have not been counted before. `layer` None: in all layers. The
+        operating system commits a page when it is first written. If one layer needs many new pages, they are committed
+        immediately by one system call, which takes a third of the time of the page faults. Raises MemoryError if the
+        limit of an emulated device is exceeded."""
         if tokens.end <= self._num_whole:
             return
         end = _ceil(tokens.end * self._row_bytes, PAGE_BYTES) // PAGE_BYTES
@@ -125,7 +132,7 @@ class PagedMemory:
             self._num_whole = end * PAGE_BYTES // self._row_bytes
 
     def release(self) -> None:
-        """Return the pages to the operating system. A later read of the memory would find zeros."""
+        """Return all memory pages to the operating system. If the memory is read later, it contains zeros."""
         if not self.num_bytes and not self._is_advised:
             return
         self._mapping.madvise(mmap.MADV_DONTNEED)
@@ -142,8 +149,8 @@ class PagedMemory:
 
 
 class TensorMemory:
-    """RowMemory of a CUDA device, or in pinned host memory: one tensor of `max_tokens` tokens, which counts as in use
-    from `expect` to `release`."""
+    """RowMemory on a CUDA device or in pinned host memory: one tensor for `max_tokens` tokens. The whole tensor counts
+    as in use from `expect` until `release`."""
 
     def __init__(
         self,
@@ -154,7 +161,8 @@ class TensorMemory:
         pinned: bool = False,
         access: HostAccess = HOME,
     ) -> None:
-        """`access`: the host's access to the device's memory."""
+        """Describe the memory without allocating it. `pinned`: host memory is pinned. `access`: the host's access to
+        the memory."""
         self.num_bytes = 0
         self.access = access
         self._shape = (layout.num_layers, max_tokens, 2, layout.num_kv_heads, layout.head_dim)
@@ -165,11 +173,12 @@ class TensorMemory:
         self.data_LS2GH = torch.empty(0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of `max_tokens` tokens, or 0 for no tokens."""
+        """Return the number of bytes of `max_tokens` tokens, or 0 if `num_tokens` is 0. The memory is always allocated
+        as a whole."""
         return self._whole_bytes if num_tokens else 0
 
     def expect(self, num_tokens: int) -> None:
-        """Allocate the memory. Raises RuntimeError when the device has too little."""
+        """Allocate the tensor for `max_tokens` tokens. Raises RuntimeError if there is too little memory."""
         if not self.num_bytes:
             self.data_LS2GH = torch.empty(self._shape, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
             self.num_bytes = self._whole_bytes
@@ -178,7 +187,7 @@ class TensorMemory:
         assert self.num_bytes
 
     def release(self) -> None:
-        """Drop the tensor. Its memory is freed with its last view."""
+        """Drop the tensor. Its memory is freed when its last view is freed."""
         self.data_LS2GH = torch.empty(0)
         self.num_bytes = 0
 

@@ -1,10 +1,11 @@
-"""Staging frames: bounded host memory through which pushed KV reaches a device with memory of its own.
+"""Staging frames: a fixed amount of host memory through which KV from other workers reaches the memory of a device.
 
-A link copies fast only from memory that it can read directly, which is pinned memory on CUDA, and pinning takes longer
-than copying. So a device has a fixed number of frames, which are allocated once. A writer of pushed KV claims a frame
-and fills it. The frame is released when the link has read it. While all frames are in use, writers wait. This limits
-the KV that has arrived but is not on the device yet. `generate_workers.slots` takes and releases frames, and
-`baton.modeling.device.copying.LinkAccess` copies from them.
+A link copies fast only from memory that it can read directly. On CUDA this is pinned memory, and pinning takes longer
+than copying. A device therefore has a fixed number of frames, which are allocated once.
+
+A writer of received KV claims a frame and fills it. The frame is released after the link has read it. While all frames
+are in use, writers wait. This limits the amount of KV that has arrived but is not on the device yet.
+`generate_workers.slots` claims and releases frames, and `baton.modeling.device.copying.LinkAccess` copies from them.
 """
 
 import threading
@@ -17,21 +18,23 @@ from torch import Tensor
 
 NUM_FRAMES = 16
 FRAME_BYTES = 1 << 20
-"""Number of bytes of a frame. A piece of a push fills at most one frame (`baton.transport.kv_routes.MAX_PIECE_BYTES`),
-unless a third-party sender makes larger pieces."""
+"""Number of bytes of a frame. A piece of transferred KV fills at most one frame
+(`baton.transport.kv_routes.MAX_PIECE_BYTES`), unless a third-party sender creates larger pieces."""
 
 Frame = memoryview
-"""All bytes of one frame."""
+"""Writable view of all bytes of one frame."""
 
 
 class StagingFrames:
-    """Frames of equal size in one block of host memory. The frame that was released last is reused first: it is likely
-    to be in a CPU cache, and frames that are never needed are never written. Thread-safe."""
+    """Pool of frames of equal size in one block of host memory. The most recently released frame is reused first,
+    because it is likely to be in a CPU cache. In addition, frames that are never needed are then never written.
+    Thread-safe."""
 
     def __init__(
         self, make_home: Callable[[int], Tensor], num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES
     ) -> None:
-        """`make_home(num_bytes)` allocates host memory (uint8) from which the link copies. Its errors are raised."""
+        """Allocate the frames. `make_home(num_bytes)` allocates host memory (uint8) that the link can read directly.
+        Its errors are raised."""
         self.num_frames, self.frame_bytes = num_frames, frame_bytes
         self._memory_B = make_home(num_frames * frame_bytes)
         data = self._memory_B.numpy().data
@@ -39,8 +42,7 @@ class StagingFrames:
         self._lock = threading.Lock()
         self._free = [data[start : start + frame_bytes] for start in reversed(starts)]
         self._waiting: deque[tuple[int, Future[list[Frame]]]] = deque()
-        """Waiting calls in order: the number of frames and the future of each call. Empty unless the first call needs
-        more frames than are free."""
+        """Calls of `take` that wait, in order: the number of frames and the future of each call."""
 
     @property
     def num_free(self) -> int:
@@ -48,9 +50,9 @@ class StagingFrames:
         return len(self._free)
 
     def take(self, count: int) -> "Future[list[Frame]]":
-        """Return a future of `count` frames, at most `num_frames`. It is done immediately if enough frames are free and
-        no earlier call waits. The caller must release the frames with `give`. A future that is cancelled before it is
-        done does not claim frames."""
+        """Claim `count` frames, at most `num_frames`, and return a future of them. The future is done immediately if
+        enough frames are free and no earlier call is waiting. The caller must release the frames with `give`. A future
+        that is cancelled before it is done claims no frames."""
         assert 0 < count <= self.num_frames, f"{count} of {self.num_frames} frames"
         asked: Future[list[Frame]] = Future()
         with self._lock:
@@ -59,13 +61,13 @@ class StagingFrames:
         return asked
 
     def give(self, frames: Sequence[Frame]) -> None:
-        """Release frames that the link does not read any more."""
+        """Release frames. The link must have finished reading them."""
         with self._lock:
             self._free.extend(frames)
         self._grant()
 
     def tensor_of(self, data: memoryview) -> Tensor | None:
-        """Return `data` as a tensor that is part of the frames' memory, uint8. None: `data` is in other memory."""
+        """Return `data` as a uint8 tensor that shares the memory of the frames. None: `data` is not in a frame."""
         start = np.frombuffer(data, np.uint8).ctypes.data - self._memory_B.data_ptr()
         return self._memory_B[start : start + data.nbytes] if 0 <= start < len(self._memory_B) else None
 

@@ -1,26 +1,27 @@
-"""Transfers: requested copies that may not be done yet, such as those over a link (`baton.modeling.device`)."""
+"""Interface of transfers: copies that have been requested but may not be done yet, such as copies over a link
+(`baton.modeling.device`)."""
 
 from typing import Protocol
 
 
 class Transfer(Protocol):
-    """Copies that were requested together. Source and target memory must not change before they are done."""
+    """Copies that were requested together. The source and target memory must not change before the copies are done."""
 
     def result(self) -> None:
-        """Wait until all bytes are copied. Raises the error of a failed copy."""
+        """Wait until the copies are done. Raises the error of a failed copy."""
 
     def join(self) -> None:
-        """Order all later work of this thread after the copies. Raises the error of a copy that has already failed. On
-        CUDA the device waits, not the thread."""
+        """Make all later work of this thread run after the copies. On CUDA, the device waits for the copies instead of
+        the thread. Raises the error of a copy that has already failed."""
 
     def wait(self) -> None:
-        """Wait until the copies have ended, even if they failed."""
+        """Wait until the copies have ended. Does not raise an error if they failed."""
 
 
 class DoneTransfer:
-    """A Transfer that is already done."""
+    """Transfer whose copies are already done."""
 
     def result(self) -> None:
-        """Return immediately, because the copies are done."""
+        """Return immediately, because the copies are already done."""
 
     join = wait = result

@@ -1,1 +1,1 @@
-"""Stores the KV of earlier prompts in files that all workers of a node share."""
+"""Prefix store: keeps the KV of earlier prompts in files that all workers of a node share."""

@@ -1,4 +1,4 @@
-"""A block's file: its header, its writer, and its removal.
+"""Files of the prefix store: format, writing and removal. Each file contains the KV of one block of tokens.
 
     magic, with the format's version     16 bytes
     layout fingerprint, ASCII            16 bytes       of model, layers, kv heads, head dim, dtype
@@ -7,7 +7,8 @@
     (zeros up to HEADER_BYTES)
     KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
 
-`baton.modeling.prefix_store.store` describes the locks on a file. It counts files under their folder's lock.
+`baton.modeling.prefix_store.store` describes the locks on a file. It also counts the bytes of all files of a folder,
+while it holds the folder's lock.
 """
 
 import errno
@@ -27,28 +28,29 @@ logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 UNSEALED = ".unsealed-"
-"""Prefix of the names of files that are being written."""
+"""Prefix of the names of files that are still being written."""
 _MAGIC = b"Baton prefix v3\n"
 _FORMAT = struct.Struct("<16s16sqq128s")
 NUM_KNOWN_BYTES = _FORMAT.size
-"""Number of bytes at the beginning of a header that `header_of` defines."""
+"""Number of bytes at the start of a file's header that `header_of` returns. The rest of the header is zeros."""
 
 
 def header_of(name: str, layout: KvLayout, num_tokens: int) -> bytes:
-    """Return the first NUM_KNOWN_BYTES bytes of a block's header."""
+    """Return the first NUM_KNOWN_BYTES bytes of the file header of a block with `num_tokens` tokens in this layout."""
     num_bytes = num_tokens * layout.token_bytes
     return _FORMAT.pack(_MAGIC, layout.fingerprint.encode(), num_tokens, num_bytes, name.encode())
 
 
 class BlockWriter:
-    """Writer of one block. Make it under the folder's lock, then call `allocate`, `write` and `seal`. `drop` may be
-    called on any thread, all other methods on one thread at a time."""
+    """Writer of one block file. Create it while holding the folder's lock, then call `allocate`, `write` and `seal`.
+    `drop` may be called on any thread. The other methods may be called on one thread at a time."""
 
     def __init__(
         self, path: Path, layout: KvLayout, tokens: TokenRange, used_ns: int, *, in_memory: bool = True
     ) -> None:
-        """Reserve the block's bytes in a new file, in memory or on disk. Raises ConfigError when the file cannot be
-        created."""
+        """Create a file with the size of the block, so that the store counts the block's bytes. `tokens` is the token
+        range of the block, and `used_ns` the time of its last use in unix nanoseconds. `in_memory` is False if the
+        folder is on disk. Raises ConfigError if the file cannot be created."""
         self.name = path.name
         self.tokens = tokens
         self._path = path
@@ -68,8 +70,8 @@ class BlockWriter:
             raise ConfigError(f"prefix store: no file can be made in {path.parent} ({error.strerror})") from error
 
     def allocate(self) -> bool:
-        """Allocate the block's memory, so that later writes cannot run out of memory. Return whether enough memory was
-        available."""
+        """Allocate the memory of the block's file, so that later writes cannot run out of memory. Return True if enough
+        memory was available."""
         try:
             os.posix_fallocate(self._file, 0, self._num_bytes)
             # a write to a mapped file on disk would hold the GIL for as long as the disk takes
@@ -83,9 +85,12 @@ class BlockWriter:
         return True
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy the KV rows of `tokens`, which must be within the block, to their position in `layer`. Each row must be
-        written exactly once. A block on disk is written to its file with its last row. That call blocks for the
-        duration of the write, and raises OSError if it fails."""
+        """Copy the KV of `tokens` to its position in `layer`. The tokens must be within the block, and each token must
+        be written exactly once per layer.
+
+        A block on disk is buffered in memory. The call that completes the block writes it to the file. This call blocks
+        until the file is written, and raises OSError if writing fails.
+        """
         self._kv.write(layer, tokens, data)
         self._num_missing -= len(tokens)
         if not self._num_missing and not self._in_memory:
@@ -95,8 +100,9 @@ class BlockWriter:
             del self._kv, self._content
 
     def seal(self) -> None:
-        """Rename the file to its block's name. Call it after all rows were written, and under the folder's lock, so
-        that the file is counted exactly once. If a block with that name already exists, it is kept instead."""
+        """Rename the file to the name of its block. Call it after all KV has been written, and while holding the
+        folder's lock, so that the file is counted exactly once. If a file with this name already exists, that file is
+        kept instead."""
         assert not self._num_missing, f"{self._num_missing} rows of block {self.name} were not written"
         os.fchmod(self._file, 0o400)
         os.utime(self._file, ns=(self._used_ns, self._used_ns))
@@ -105,7 +111,7 @@ class BlockWriter:
         self.drop()
 
     def drop(self) -> None:
-        """Close the file, and remove it unless `seal` has renamed it. Idempotent."""
+        """Close the file, and remove it if `seal` has not renamed it. Idempotent."""
         if not self._over:
             self._over = True
             try:
@@ -118,10 +124,10 @@ class BlockWriter:
 
 
 def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
-    """Return the KV of an open block, `num_bytes` bytes, writable.
+    """Return the KV of an open block file as `num_bytes` writable bytes. Raises OSError.
 
-    In memory it is the file, mapped copy-on-write. The mapping keeps the file open, and therefore locked, until the
-    last view is freed. From disk it is a copy, so that its readers do not wait for the disk. Raises OSError.
+    With `in_memory`, the result is a copy-on-write mapping of the file. The mapping keeps the file open, and therefore
+    locked, until its last view is freed. Otherwise the result is a copy, so that later reads do not wait for the disk.
     """
     if in_memory:
         return memoryview(mmap.mmap(file, HEADER_BYTES + num_bytes, access=mmap.ACCESS_COPY))[HEADER_BYTES:]
@@ -136,7 +142,7 @@ def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether the file exists. Returns False if the disk fails."""
+    """Return True if the file exists. Return False if it does not exist or the disk fails."""
     try:
         path.stat(follow_symlinks=False)
     except OSError:
@@ -145,7 +151,7 @@ def has_file(path: Path) -> bool:
 
 
 def remove_unlocked(path: Path) -> bool:
-    """Remove a file unless a process holds a lock on it. Return whether the file no longer exists."""
+    """Remove a file unless a process holds a lock on it. Return True if the file does not exist any more."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -167,7 +173,7 @@ def remove_unlocked(path: Path) -> bool:
 
 
 def is_there(path: Path, num_bytes: int) -> bool:
-    """Return whether a block of `num_bytes` bytes exists. A file of another size is removed."""
+    """Return True if a file of exactly `num_bytes` bytes exists at `path`. A file of another size is removed."""
     try:
         if path.stat(follow_symlinks=False).st_size == num_bytes:
             return True
@@ -178,8 +184,8 @@ def is_there(path: Path, num_bytes: int) -> bool:
 
 
 def free_bytes(folder: Path, *, in_memory: bool) -> int:
-    """Return the number of free bytes of the file system. A file system in memory may report more than the memory that
-    is available; then the available memory is returned."""
+    """Return the number of free bytes in the file system of `folder`. With `in_memory`, the result is at most the
+    available memory, because a file system in memory may report more than that."""
     disk = os.statvfs(folder)
     if not in_memory:
         return disk.f_bavail * disk.f_frsize

@@ -1,10 +1,11 @@
-"""A store on a disk that may never answer, such as an unreachable file server or a failed disk.
+"""A prefix store on a disk that may stop answering, such as an unreachable file server or a failed disk.
 
-A call to such a disk cannot be interrupted, so no start, request or heartbeat may wait for it. Each call, including
-opening, runs on a daemon thread of its own. Its caller waits for at most ANSWER_S after the disk's last answer. After
-that, until the call returns, the tier counts as empty: no other call is made, and `fault` gives the reason.
+A call to such a disk cannot be interrupted, so no start, request or heartbeat may wait for it without a limit. Each
+call, including the call that opens the store, runs on its own daemon thread. The caller waits until the disk has given
+no answer for ANSWER_S seconds. From then until the call returns, the store counts as empty: no other call is made, and
+`fault` gives the reason.
 
-`baton.modeling.prefix_store.store` uses it as the tier below memory. Any thread.
+`baton.modeling.prefix_store.store` uses this store as the tier below its blocks in memory. Thread-safe.
 """
 
 import logging
@@ -22,10 +23,12 @@ from baton.process.clock import Clock
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
-"""Seconds without an answer after which a disk counts as hung. In most cases, computing a block is faster than this."""
+"""Timeout in seconds after which a disk that does not answer counts as hung. Computing a block usually takes less time
+than this."""
 
 FOLDER_S = 30.0
-"""Seconds without an answer while a whole folder is listed, copied or removed. No request waits for these calls."""
+"""Timeout in seconds, without an answer, for calls that list, copy or remove a whole folder. No request waits for these
+calls."""
 
 Store = TypeVar("Store")
 Result = TypeVar("Result")
@@ -37,14 +40,15 @@ class _Call:
     """A call to the disk that has not returned."""
 
     within_s: float
-    """Seconds that the call may take after each answer of the disk."""
+    """Timeout in seconds. The timeout restarts whenever the disk answers."""
     due_s: float
-    """Time at which the disk counts as hung if it does not answer before."""
+    """Time in seconds on the clock at which the disk counts as hung, unless it answers before."""
     num_answers: int = 0
 
 
 class DiskTier(Generic[Store]):
-    """A store in a folder on disk, made by `open_store`. `limit_bytes` is its bound."""
+    """Prefix store in a folder on disk, opened by `open_store`. `limit_bytes` is the maximum size of the store in
+    bytes."""
 
     def __init__(
         self,
@@ -55,20 +59,20 @@ class DiskTier(Generic[Store]):
         clock: Clock,
         answer_s: float = ANSWER_S,
     ) -> None:
-        """Open the store, and return after `answer_s` seconds if that takes longer. A store that cannot be opened
-        raises nothing: `fault` reports it."""
+        """Start to open the store, and wait for at most `answer_s` seconds until it is open. No error is raised if the
+        store cannot be opened: `fault` then gives the reason."""
         self.limit_bytes = limit_bytes
         self._folder, self._clock, self._answer_s = folder, clock, answer_s
         self._store: Store | None = None
         self._error = ""
         self._lock = threading.Lock()
-        """Guards `_calls` and their fields."""
+        """Lock for `_calls` and for the fields of each call in `_calls`."""
         self._calls: dict[threading.Thread, _Call] = {}
         self._ask(partial(self._open, open_store), None, answer_s)
 
     @property
     def fault(self) -> str:
-        """Reason, in one line, why the disk is not used now. Empty while it is used."""
+        """Return the reason why the disk is not used now, in one line. Empty while the disk is used."""
         with self._lock:
             is_hung = any(self._clock.now_s() >= call.due_s for call in self._calls.values())
         if is_hung:
@@ -78,11 +82,11 @@ class DiskTier(Generic[Store]):
         return self._error
 
     def ask(self, work: Callable[[Store], Result], otherwise: Other, within_s: float | None = None) -> Result | Other:
-        """Return the result of `work(store)`, or `otherwise` when the store is not open or does not answer.
+        """Return the result of `work(store)`, or `otherwise` if the store is not open or does not answer.
 
-        `otherwise` is returned immediately if the disk is known to be unusable, else after `within_s` seconds (default:
-        `answer_s`) without an answer. In the second case `work` continues in its thread, and its result is dropped.
-        Errors of `work` are raised.
+        Returns `otherwise` immediately if the disk is known to be unusable. Also returns `otherwise` once the disk has
+        given no answer for `within_s` seconds (None: `answer_s`). `work` then continues on its thread, and its result
+        is dropped. Errors of `work` are raised.
         """
         store = self._store
         if store is None or self.fault:
@@ -90,14 +94,15 @@ class DiskTier(Generic[Store]):
         return self._ask(partial(work, store), otherwise, within_s or self._answer_s)
 
     def begin(self, work: Callable[[Store], None]) -> None:
-        """Start `work`, which must not raise an error, without waiting for it. Does nothing when the store is not open
-        or does not answer."""
+        """Start `work(store)` on a thread and return without waiting for it. Does nothing if the store is not open or
+        does not answer. `work` must not raise an error."""
         store = self._store
         if store is not None and not self.fault:
             self._begin(partial(work, store), self._answer_s)
 
     def answered(self) -> None:
-        """Record that the disk has answered, which restarts the timeout of the call. Called by `work`."""
+        """Record that the disk has answered, and restart the timeout of the current call. Called by `work` when it
+        makes progress."""
         with self._lock:
             call = self._calls[threading.current_thread()]
             call.num_answers += 1

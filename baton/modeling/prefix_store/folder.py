@@ -1,14 +1,16 @@
-"""Folder of a node's cached prefixes. Its first user creates it, its last user removes it, and it is reused after a
-crash.
+"""Folder for a node's cached prefixes. The first process that uses the folder creates it, and the last one removes it.
 
-`node` holds a folder for each worker. A user of the folder holds a shared lock on it until it closes the folder or its
-process ends in any way: the kernel then releases the lock. So a process that gets the exclusive lock knows that the
-folder has no users. The last user removes the folder, and a worker that starts removes the folders that killed clusters
-left on its node. A folder whose name is used again is reused as it is, because each file's name identifies its content.
-In a file system that all users share, another user may have taken a folder's name. Such a folder is never used, and
-workers that have the same key take the same other name.
+Each worker of the node opens the folder through `baton.modeling.prefix_store.node`. A process that uses the folder
+holds a shared lock on it. The kernel releases the lock when the process ends, even after a crash. A process that gets
+the exclusive lock therefore knows that no other process uses the folder.
 
-This module does not know the files in the folder. Any process of the node may use it. It blocks only while another
+A worker that starts removes folders that killed clusters left on its node. If a folder with the same name still exists
+after a crash, it is reused with its files, because the name of each file identifies the file's content.
+
+In a file system that several users share, another user may own a folder with the same name. Such a folder is never
+used. Workers that have the same key then use the same alternative name.
+
+This module does not depend on the files in the folder. Any process of the node may use it. It blocks only while another
 process removes a folder.
 """
 
@@ -30,35 +32,37 @@ from baton.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MAX_FILES = 16_384
-"""Maximum number of open files. A job or a lease holds one file open for each cached block with which it begins."""
+"""Maximum number of open files. A prefill job or a lease on a slot keeps one file open for each cached block that it
+starts with."""
 MEMORY = Path("/dev/shm")
-"""Path of the file system whose files are memory."""
+"""Path of a file system that stores its files in memory."""
 _KIND = "baton-prefixes"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _POLL_S = 0.05
 _MOST_NAMES = 8
-"""Number of names that are tried for a folder."""
+"""Maximum number of folder names that are tried before ConfigError is raised."""
 _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 
 
 def node_folder(cluster: str, parent: Path | None = None) -> Path:
-    """Return the folder in which a cluster's workers keep prefixes on their node, one for each cluster name and user.
+    """Return the path of the folder in which the workers of a cluster cache prefixes on their node. Each cluster name
+    and each user has a separate folder.
 
-    It is in memory, or below `parent`. Below `parent` each boot has its own folder, because a file that a crash
-    truncated may look complete.
+    Without `parent` the folder is in memory (`MEMORY`). Otherwise it is in `parent`, and its name contains the boot id.
+    A folder on disk is not reused after a reboot, because a file that a crash truncated may look complete.
     """
     name = f"{_KIND}-{os.geteuid()}-{cluster}"
     return MEMORY / name if parent is None else parent / f"{name}-{boot_id()}"
 
 
 def boot_id() -> str:
-    """Return the id of this node's current boot."""
+    """Return the kernel's id of the current boot. The id changes whenever the node is restarted."""
     return _BOOT_ID.read_text().strip()
 
 
 def share_bytes(share: float, path: Path = MEMORY) -> int:
-    """Return the fraction `share` of the capacity, in bytes, of the file system of `path`. Raises ConfigError when
-    `path` cannot be used."""
+    """Return the number of bytes that is the fraction `share` (0 to 1) of the size of the file system that contains
+    `path`. Raises ConfigError if `path` cannot be used."""
     try:
         disk = os.statvfs(path)
     except OSError as error:
@@ -67,7 +71,7 @@ def share_bytes(share: float, path: Path = MEMORY) -> int:
 
 
 def allow_files() -> None:
-    """Raise this process's limit on open files to the number that blocks may need, or to the hard limit if that is
+    """Raise this process's soft limit on open files to `_MAX_FILES`, or to the hard limit if the hard limit is
     lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
@@ -76,11 +80,15 @@ def allow_files() -> None:
 
 
 class StoreFolder:
-    """One process's shared lock on a folder of this user, which is made if it does not exist. Not thread-safe."""
+    """Shared lock of this process on a folder. The folder belongs to this user, and is created if it does not exist.
+    Not thread-safe."""
 
     def __init__(self, path: Path, key: str = "") -> None:
-        """Lock the folder `path`. If another user has created a folder with that name, use a name that is derived from
-        `key`, so that only processes with the key can compute it. Raises ConfigError when no folder can be created."""
+        """Lock the folder `path`, and create it if it does not exist.
+
+        If a folder with that name belongs to another user, an alternative name is derived from `key`. Only processes
+        that have the key can compute the alternative name. Raises ConfigError if no folder can be created.
+        """
         first: OSError | None = None
         for self.path in _names(path, key):
             try:
@@ -93,7 +101,7 @@ class StoreFolder:
         raise ConfigError(f"prefix store: {path} cannot be used ({first.strerror}): {_REMEDY}") from first
 
     def close(self) -> None:
-        """Release the folder. The last user also removes it. Call once."""
+        """Release the lock on the folder, and remove the folder if no other process uses it. Call once."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # if several try at once, one succeeds
             shutil.rmtree(self.path)
@@ -106,15 +114,18 @@ class StoreFolder:
 
 
 def sweep(parent: Path = MEMORY) -> None:
-    """Remove this user's folders in `parent` that no process uses. Folders that cannot be removed stay."""
+    """Remove this user's prefix folders in `parent` that no process uses. A folder that cannot be removed is
+    skipped."""
     for path in parent.glob(f"{_KIND}-{os.geteuid()}-*"):
         _remove_unused(path)
 
 
 def remove_left(path: Path, within_s: float = 5.0) -> None:
-    """Remove the folder of processes that have ended or were killed, once they have released it. A process that seems
-    to have ended may still have running threads that hold locks. Blocks. If the folder is still used after `within_s`
-    seconds, it is not removed."""
+    """Remove the folder of processes that have ended, as soon as no process uses it.
+
+    Waits for at most `within_s` seconds, because a process that seems to have ended may still have threads that hold a
+    lock on the folder. If the folder is still in use after that time, it is not removed.
+    """
     deadline_s, pause = time.monotonic() + within_s, threading.Event()
     while not _remove_unused(path) and time.monotonic() < deadline_s:
         pause.wait(_POLL_S)

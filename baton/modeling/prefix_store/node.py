@@ -1,7 +1,8 @@
-"""One worker's access to its node's prefix store: the folder in memory, the optional folder on disk, and their blocks.
+"""Access of one worker to its node's prefix store. The store has a folder in memory and an optional folder on disk.
 
-Both worker roles make a NodeStore when they start and close it when they end. The last user of a folder removes it
-(`folder`). Neither making nor closing waits for a disk that does not answer (`disk_tier`).
+Prefill workers and generation workers create a NodeStore when they start, and close it when they end. The last process
+that uses a folder removes it (`baton.modeling.prefix_store.folder`). Creating and closing a NodeStore do not wait for a
+disk that does not answer (`baton.modeling.prefix_store.disk_tier`).
 """
 
 import threading
@@ -19,16 +20,18 @@ from baton.types import KvLayout
 
 @dataclass(frozen=True)
 class DiskPlace:
-    """Folder on disk for blocks that may not fit in memory, and the bytes that they may take."""
+    """Settings of the store on disk: its folder, its maximum size in bytes, and the timeout of the disk. Blocks that
+    are evicted from memory may still be on disk."""
 
     folder: Path
     limit_bytes: int
     answer_s: float = ANSWER_S
-    """Seconds without an answer after which the disk is not used until it answers again."""
+    """Timeout in seconds. A disk that does not answer within this time is not used until it answers again."""
 
 
 class NodeStore:
-    """Prefix store of a node, and this worker's locks on its folders. Making and closing it block."""
+    """Prefix store of a node, with this worker's locks on the store's folders. Creating and closing it are blocking
+    calls."""
 
     def __init__(
         self,
@@ -40,11 +43,14 @@ class NodeStore:
         disk: DiskPlace | None = None,
         key: str = "",
     ) -> None:
-        """`key`: the secret of the workers that share the store (see StoreFolder). Raises ConfigError when the folder
-        in memory cannot be made."""
+        """Lock the folder in memory, and start to open the folder on disk if `disk` is given.
+
+        `key` is the secret of the workers that share the store (see StoreFolder). Raises ConfigError if the folder in
+        memory cannot be created.
+        """
         self._key = key
         self._lock = threading.Lock()
-        """Guards `_disk_folder` and `_is_closed`."""
+        """Lock for `_disk_folder` and `_is_closed`."""
         self._disk_folder: StoreFolder | None = None
         self._is_closed = False
         self._folder = StoreFolder(folder, key)
@@ -55,7 +61,7 @@ class NodeStore:
         self.blocks = PrefixStore(self._folder.path, layout, limit_bytes=limit_bytes, clock=clock, below=self._below)
 
     def close(self) -> None:
-        """Release the folders. Call once."""
+        """Release the locks on the folders. Call once."""
         self._folder.close()
         with self._lock:
             self._is_closed = True

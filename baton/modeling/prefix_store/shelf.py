@@ -1,4 +1,7 @@
-"""Files of a store's folder, and eviction of the least recently used. Used by `baton.modeling.prefix_store.store`."""
+"""List of the files in a prefix store's folder, from which the least recently used blocks are evicted.
+
+Used by `baton.modeling.prefix_store.store`.
+"""
 
 import contextlib
 import logging
@@ -13,23 +16,25 @@ from baton.modeling.prefix_store.block_files import UNSEALED, remove_unlocked
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-"""Name of the file in a store's folder whose lock is used as the lock of the folder."""
+"""Name of the lock file in a prefix store's folder. A process that holds the lock on this file holds the lock on the
+folder."""
 
 
 @dataclass
 class Shelf:
-    """Files of a folder, listed under the folder's lock, which the caller holds."""
+    """Files of a prefix store's folder. The caller must hold the lock on the folder."""
 
     folder: Path
     blocks: list[tuple[int, str, int]] = field(default_factory=list)
-    """(unix ns of last use, name, bytes) of each block that may be evicted. The least recently used block is last."""
+    """Blocks that may be evicted, each as (time of last use in unix nanoseconds, name, bytes). The least recently used
+    block is the last one."""
     num_bytes: int = 0
-    """Bytes of all files."""
+    """Total size of all files in the folder in bytes, including blocks that may not be evicted."""
 
     @classmethod
     def of(cls, folder: Path, *, spared: Collection[str]) -> Self:
-        """Remove the files of killed writers, and return the other files of the folder. Blocks in `spared` may not be
-        evicted."""
+        """Remove the incomplete files of killed writers, and return a list of the other files in the folder. Blocks
+        whose names are in `spared` are counted, but cannot be evicted."""
         for unsealed in folder.glob(UNSEALED + "*"):
             if remove_unlocked(unsealed):
                 logger.info("removed %s, which a writer had left", unsealed)
@@ -42,8 +47,8 @@ class Shelf:
         return shelf
 
     def clear(self, left_bytes: int) -> list[str]:
-        """Evict blocks that are not being read, until at most `left_bytes` bytes remain or no block can be evicted.
-        Return the names of the evicted blocks."""
+        """Evict the least recently used blocks until the files have at most `left_bytes` bytes in total, or until no
+        block can be evicted. Blocks that are being read are not evicted. Return the names of the evicted blocks."""
         gone = []
         while self.num_bytes > left_bytes and self.blocks:
             _, name, size = self.blocks.pop()
@@ -54,8 +59,8 @@ class Shelf:
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the name and status of each file in a store's folder, except its lock. Yields none if the folder does not
-    exist."""
+    """Yield the name and the status of each file in a store's folder, except the lock file. Yields nothing if the
+    folder does not exist."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:

@@ -1,26 +1,26 @@
-"""Cached prefixes of a node: blocks of KV in files in memory, written once, and read in place by all workers.
+"""Prefix cache of a node: blocks of KV in files in memory. A block is written once, and all workers read it in place.
 
-Prefill ranks and `generate_workers.prefixes` read and fill the store. A prefix is a list of blocks, each of which is
-one segment for attention. A file holds the KV of one block's tokens in all layers, in KvBuffer's layout, after a header
-of HEADER_BYTES (`block_files`). Callers name blocks: equal names must mean equal tokens, and equal tokens before them.
+Prefill ranks and `generate_workers.prefixes` read and fill the store. A prefix is a list of blocks, and attention
+processes each block as one segment. A file has a header of HEADER_BYTES bytes (`block_files`), followed by the KV of
+one block's tokens in all layers. Callers name blocks: equal names must mean equal tokens, and equal tokens before them.
 
 Invariants, which hold even when processes die:
 
-    limit     Files take at most `limit_bytes` in total. Room is taken under the folder's lock, for whole blocks. If
-              room is lacking, the least recently used blocks are evicted.
-    readers   A reader holds a shared lock on the file while it is mapped, that is, until the last view is freed. Mapped
-              files are not evicted. A block that is gone, being removed, or of another layout raises StalePrefixError.
-    writers   A writer holds the exclusive lock on a file whose name no reader can request. Sealing renames the file to
-              its block's name, and it never changes again. The file of a killed writer has no lock, and the next `take`
-              removes it.
+    limit     All files together have at most `limit_bytes` bytes. Space is reserved for whole blocks, under the
+              folder's lock. If space is lacking, the least recently used blocks are evicted.
+    readers   A reader holds a shared lock on a file while the file is mapped, that is, until the last view is freed.
+              Mapped files are not evicted. A block that is missing or has another layout raises StalePrefixError.
+    writers   A writer holds the exclusive lock on a file whose temporary name no reader can request. Sealing the block
+              renames the file to the block's name. The file never changes after that. The file of a killed writer is
+              not locked, and the next `take` removes it.
 
-A store may have another store below it, on disk, with a folder and a bound of its own. Blocks are copied there after
-they are sealed, when no request waits for the copy. They are not copied on eviction, when a request does wait. Readers
-get copies of blocks on disk. A disk that does not answer counts as empty (`disk_tier`).
+A store may have a second store below it, on disk, with its own folder and its own limit. Blocks are copied to the disk
+after they are sealed, when no request waits for the copy. They are not copied when they are evicted, because a request
+then waits. Blocks on disk are copied to memory for readers. A disk that does not answer counts as empty (`disk_tier`).
 
-The kernel releases the locks of a process that dies, so no process keeps a list of readers. Files are mapped
-copy-on-write, so that readers share their pages and cannot change them. The files are the only state that is shared:
-any thread of any process of the node, of either role, may use the store.
+The kernel releases the locks of a process that dies, so no process has to keep a list of readers. Files are mapped
+copy-on-write: readers share the pages and cannot change the files. Processes share no state except the files, so any
+thread of any worker process of the node may use the store.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
 
 @dataclass(frozen=True)
 class Leading:
-    """Leading blocks of a prompt that are stored."""
+    """Opened blocks at the start of a prompt, up to the first block that was not stored."""
 
     blocks: tuple[KvBuffer, ...]
     num_disk_bytes: int
@@ -71,26 +71,26 @@ class Leading:
 
 @dataclass(frozen=True)
 class Filled:
-    """Names of the blocks that a write added to the store, and of those that it evicted."""
+    """Result of a write: the names of the blocks that are stored now, and of the blocks that were evicted."""
 
     stored: tuple[str, ...] = ()
-    """Blocks of the request that are stored now: the prompt's first blocks, without a gap."""
+    """Names of the requested blocks that are stored now, in the order of the prompt."""
     evicted: tuple[str, ...] = ()
     """Blocks that were evicted to make room for the stored ones."""
 
 
 @dataclass
 class BlockRoom:
-    """Room for blocks that are to be written. The caller that allocated the room must call `seal` or `drop`."""
+    """Reserved space for blocks that are to be written. The caller must call `seal` or `drop`."""
 
     locked: Callable[[], AbstractContextManager[None]]
-    """Context manager that holds the folder's lock."""
+    """Function that returns a context manager, which holds the lock on the store's folder."""
     writers: "list[BlockWriter]" = field(default_factory=list)
-    """One writer for each block that is to be written, in their order."""
+    """Writers of the blocks that are to be written, one for each block, in the order of the prompt."""
     present: list[str] = field(default_factory=list)
-    """Blocks that were already stored."""
+    """Names of the requested blocks that were already stored and are not written again."""
     evicted: list[str] = field(default_factory=list)
-    """Blocks that were evicted to make room."""
+    """Names of the blocks that were evicted to reserve the space."""
 
     def allocate(self) -> None:
         """Allocate the memory of the blocks. If a block's memory cannot be allocated, this block and all blocks after
@@ -100,14 +100,13 @@ class BlockRoom:
                 self.give_up(index)
 
     def give_up(self, index: int) -> None:
-        """Drop the block of that index in `writers`, and all blocks after it."""
+        """Release the space of the block at `index` in `writers`, and of all blocks after it."""
         for writer in self.writers[index:]:
             writer.drop()
         del self.writers[index:]
 
     def seal(self) -> None:
-        """Rename all blocks, which must be complete, to their names. If a block with that name is already stored, it is
-        kept instead."""
+        """Publish all blocks, which must be complete. If a block is already stored, the stored one is kept."""
         with self.locked():
             for writer in self.writers:
                 writer.seal()
@@ -118,14 +117,15 @@ class BlockRoom:
         return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
 
     def drop(self) -> None:
-        """Free the room of blocks that were not sealed. Idempotent."""
+        """Release the reserved space of blocks that were not sealed. Idempotent."""
         for writer in self.writers:
             writer.drop()
 
 
 class PrefixStore:
-    """Blocks of one layout in `folder`, of at most `limit_bytes` bytes in total, shared by all workers of a node. The
-    unix time of `clock` orders blocks by last use. Raises ConfigError when the folder does not exist."""
+    """Prefix cache in `folder`, shared by all workers of a node. Its blocks have one layout, and together at most
+    `limit_bytes` bytes. `clock` provides the unix time of a block's last use. Raises ConfigError if the folder does not
+    exist."""
 
     def __init__(
         self,
@@ -136,8 +136,7 @@ class PrefixStore:
         clock: Clock,
         below: "DiskTier[PrefixStore] | None" = None,
     ) -> None:
-        """`below`: a store on disk, with its own limit of bytes. Blocks that are not in `folder` are
-        looked up in it."""
+        """Open the store. Blocks that are not in `folder` are looked up in `below`, a store on disk."""
         if not folder.is_dir():
             raise ConfigError(f"prefix store: {folder} is not a folder: make one in /dev/shm")
         self.limit_bytes = limit_bytes
@@ -148,20 +147,18 @@ class PrefixStore:
         self._clock = clock
         stat = folder.stat()
         self.identity = f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"
-        """Id of the folder. It is equal for all processes that share the folder, and different for every other or later
-        folder."""
+        """Unique id of the folder, equal in all processes. A later folder with the same path has a different id."""
         self._num_disk_bytes = 0
         """Number of bytes of the store on disk at the last count."""
         self._counted_s = -math.inf
-        """Time at which the last count of the bytes on disk was started."""
+        """Time in seconds at which the last count of the bytes on disk was started. Minus infinity: never."""
 
     def holdings(self) -> Holdings:
-        """Return the numbers of blocks and bytes that the store holds now. They are 0 if the folder does not exist any
-        more.
+        """Return the current numbers of blocks and bytes in the store; 0 if the folder no longer exists.
 
-        Files of killed writers count until a process takes room. While other processes write, a block and its successor
-        may both count. Does not wait for the disk: for the store on disk it returns the last count, and starts a new
-        count every COUNTED_S seconds.
+        Incomplete files of killed writers are counted until a process reserves space. While other processes write, a
+        block and its replacement may both be counted. The call does not wait for the disk: it returns the last count of
+        files on disk, and starts a new count every COUNTED_S seconds.
         """
         sizes = [stat.st_size for _, stat in files_in(self._folder)]
         held = Holdings(len(sizes), sum(sizes), self.limit_bytes)
@@ -175,8 +172,8 @@ class PrefixStore:
         return replace(held, num_disk_bytes=self._num_disk_bytes, limit_disk_bytes=limit_bytes, disk_fault=fault)
 
     def names(self) -> list[str]:
-        """Return the names of all sealed (complete) blocks: first those on disk, then those in memory, each group from
-        the least recently used block on."""
+        """Return the names of all sealed (complete) blocks: first those on disk, then those in memory, each part from
+        the least to the most recently used block."""
         below = self.below.ask(self._files_below, []) if self.below is not None else []
         return list(dict.fromkeys([*_sealed(below), *_sealed(files_in(self._folder))]))
 
@@ -187,7 +184,7 @@ class PrefixStore:
         )
 
     def num_leading(self, names: Sequence[str]) -> int:
-        """Return the number of leading blocks of `names` that are stored in memory or on disk, up to the first gap."""
+        """Return the number of blocks of `names` before the first one that is stored neither in memory nor on disk."""
         return sum(1 for _ in takewhile(self.has, names))
 
     def _files_below(self, below: "PrefixStore") -> list[tuple[str, os.stat_result]]:
@@ -205,11 +202,12 @@ class PrefixStore:
             logger.warning("prefix store: the files on disk cannot be counted: %s", error)
 
     def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
-        """Copy consecutive blocks of a prompt, which together hold `tokens`, to the store below, if one exists. Return
-        the names of blocks that were evicted for them.
+        """Copy consecutive blocks of a prompt, which contain `tokens`, to the store on disk, if one exists. Return the
+        names of blocks that were evicted there and do not exist in memory either.
 
-        Copies the blocks that are stored here and not below, as far as they fit, up to the first that is gone by now.
-        Blocks for as long as copying takes, so requests must not wait for it. Raises the errors of `take`, and OSError.
+        Copies blocks that are in memory and not on disk, if they fit into the store on disk. Stops at the first block
+        that has been evicted from memory meanwhile. The call blocks until the copy is complete, so no request should
+        wait for it. Raises the same errors as `take`, and OSError.
         """
         if self.below is None or not names:
             return []
@@ -238,7 +236,7 @@ class PrefixStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock, so that no other process takes room. Hold it for a short time only."""
+        """Return a context manager that holds the folder's lock: no other process reserves space meanwhile."""
         try:
             file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -250,17 +248,17 @@ class PrefixStore:
             os.close(file)
 
     def open(self, names: Sequence[str], block_tokens: int) -> tuple[KvBuffer, ...]:
-        """Return the KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first block on.
+        """Return the KV of consecutive sealed blocks, beginning with the prompt's first block. Each block has
+        `block_tokens` tokens.
 
-        Blocks here are views of the files, which stay until the last view is freed. Blocks below, on disk, are copies.
-        They count as used now, and the prompt's first one as the most recently used. Waits while a disk is read. Raises
-        StalePrefixError when a block is not stored or has another layout or size, and InvalidArgumentError for a bad
-        name.
-        """
+        Buffers of blocks in memory are views of the files, and a file is not evicted until its last view is freed.
+        Buffers of blocks on disk are copies, and the call waits until they are read. The call updates the blocks' times
+        of last use; the prompt's first block becomes the most recently used one. Raises StalePrefixError if a block is
+        not stored or has another layout or size, and InvalidArgumentError for an invalid name."""
         return tuple(block for block, _ in self._opening(names, block_tokens))
 
     def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
-        """Return the KV of one block as that of `tokens`. Raises the same errors as `open`."""
+        """Return the KV of one block as a buffer for the positions `tokens`. Raises the same errors as `open`."""
         return self._open(name, tokens, self._clock.unix_ns())[0]
 
     def put_block(
@@ -270,9 +268,12 @@ class PrefixStore:
         pieces: Sequence[tuple[int, TokenRange, memoryview]],
         spared: Collection[str],
     ) -> tuple[bool, Sequence[str]]:
-        """Store a block whose KV rows are `pieces`, each row once, as (layer, tokens, bytes). A reader finds the block
-        complete or not at all. Blocks in `spared` are not evicted for it. Return whether the block is stored now, and
-        the names of the evicted blocks. Raises the errors of `take`."""
+        """Store one complete block. `pieces` is its KV as (layer, tokens, bytes), each token of a layer once.
+
+
+
+        Readers do not see the block before it is complete. Blocks in `spared` are not evicted for it. Return True if
+        the block is stored now, and the names of the evicted blocks. Raises the same errors as `take`."""
         room = self.take((name,), tokens, len(tokens), spared=spared)
         try:
             for writer in room.writers:
@@ -284,8 +285,8 @@ class PrefixStore:
             room.drop()
 
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
-        """Open the leading blocks that are stored, up to the first gap, as `open` does. Raises InvalidArgumentError for
-        a malformed name."""
+        """Open the blocks before the first one of `names` that is not stored, as `open` does. Raises
+        InvalidArgumentError for an invalid name."""
         found: list[tuple[KvBuffer, int]] = []
         try:
             found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
@@ -303,11 +304,11 @@ class PrefixStore:
     def take(
         self, names: Sequence[str], tokens: TokenRange, block_tokens: int, *, spared: Collection[str] = ()
     ) -> BlockRoom:
-        """Take room for consecutive blocks of a prompt, which together hold `tokens`.
+        """Reserve space to write consecutive blocks of a prompt, which contain `tokens`, `block_tokens` each.
 
-        Evicts blocks that are neither being read nor in `names` or `spared`. If that does not suffice, the last blocks
-        are left out, without an error. May wait for the folder's lock. Raises ConfigError when no file can be made in
-        the folder, and InvalidArgumentError for a bad name.
+        Evicts blocks that are not being read and whose names are neither in `names` nor in `spared`. If there is still
+        not enough space, the last blocks are omitted without an error. May wait for the folder's lock. Raises
+        ConfigError if no file can be created in the folder, and InvalidArgumentError for an invalid name.
         """
         assert len(tokens) == len(names) * block_tokens, f"{len(names)} names for {tokens}"
         paths = [self._path(name) for name in names]

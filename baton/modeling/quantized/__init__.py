@@ -1,1 +1,1 @@
-"""Formats of quantised weights in Hugging Face folders, dequantised as they are loaded."""
+"""Formats of quantised weights in Hugging Face model folders. The weights are dequantised when a model is loaded."""

@@ -1,8 +1,9 @@
-"""AWQ (Lin et al., 2023) as AutoAWQ stores it for its GEMM kernels: 4 bits, packed along the outputs.
+"""AWQ (Lin et al., 2023) in the format that AutoAWQ stores for its GEMM kernels: weights of 4 bits, packed along the
+output dimension.
 
-`reading` makes the format when a model is loaded.
+`baton.modeling.quantized.weight_formats` reads this format when a model is loaded.
 
-N outputs, K inputs, G groups of inputs, W words.
+Legend: N outputs, K inputs, G groups of inputs, W words.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from baton.modeling.quantized.settings import described_groups, read_group_size
 
 _BITS = 4
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Place in a word of each of its eight outputs. Even outputs are in the lower half."""
+"""Position, in units of 4 bits, at which a 32-bit word holds each of its eight outputs. Even outputs are in the lower
+half of the word."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,13 @@ class AwqFormat:
     """Weights of 4 bits with a scale and a zero point for each output and group of inputs."""
 
     group_size: int | None
-    """Number of inputs of a group. None: all inputs are one group."""
+    """Number of inputs in a group that shares one scale. None: all inputs are one group."""
     unused: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, fields: Fields) -> "AwqFormat":
-        """Read the format from `quantization_config`, or from quant_config.json. Raises ModelError for weights that
-        are packed in another way."""
+        """Read the format from the field `quantization_config` of config.json, or from quant_config.json. Raises
+        ModelError if the weights are packed in a way that is not supported."""
         remedy = "choose AWQ weights of 4 bits with zero points, packed by AutoAWQ for gemm"
         bits, group_size = ("w_bit", "q_group_size") if "w_bit" in fields.raw else ("bits", "group_size")
         if fields.count(bits) != _BITS:

@@ -1,6 +1,8 @@
-"""Formats of compressed-tensors: FP8 and int8 with their scales, and int4 and int8 packed into words.
+"""Formats of the compressed-tensors library: FP8 and int8 weights with scales, and int4 and int8 weights packed into
+words.
 
-`reading` makes the format when a model is loaded. Modules of one checkpoint may be stored in several ways.
+`baton.modeling.quantized.weight_formats` reads these formats when a model is loaded. The modules of one checkpoint may
+have different formats.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,19 +15,21 @@ from baton.modeling.quantized.scaled_weight import SCALE_TYPES, ScaledWeight, re
 from baton.modeling.quantized.weight_scheme import LAYOUTS, REMEDY, WeightScheme
 
 _MIXED = "mixed-precision"
-"""Format of a checkpoint whose schemes each name their own format."""
+"""Value of the checkpoint's `format` field if each scheme in `config_groups` specifies its own format."""
 
 
 @dataclass(frozen=True)
 class CompressedTensorsFormat:
-    """Weights that are stored by `schemes`. A module that the checkpoint ignores has a plain weight, without scales."""
+    """Format of a checkpoint whose weights are stored in one or several `schemes`. Modules that the checkpoint lists as
+    ignored have weights that are not quantised."""
 
     schemes: tuple[WeightScheme, ...]
     unused: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, fields: Fields) -> "CompressedTensorsFormat":
-        """Read the format from `quantization_config`. Raises ModelError for sparse weights and for other formats."""
+        """Read the format from the field `quantization_config` of config.json. Raises ModelError for sparse weights and
+        for formats that are not supported."""
         _refuse_sparse(fields)
         layout = fields.raw.get("format")
         if layout not in (*LAYOUTS, _MIXED):

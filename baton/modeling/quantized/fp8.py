@@ -1,8 +1,8 @@
-"""FP8 weights with their scales: one scale for each block of a weight, as DeepSeek stores it, or one for all of it.
+"""FP8 weights with scales. A weight has either one scale for each block, as DeepSeek stores it, or one scale in total.
 
-`reading` makes the format when a model is loaded.
+`baton.modeling.quantized.weight_formats` reads this format when a model is loaded.
 
-N outputs, K inputs of a weight.
+Legend: N outputs, K inputs of a weight.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,23 @@ from baton.modeling.quantized.scaled_weight import SCALE_TYPES, ScaledWeight, Sc
 from baton.modeling.quantized.settings import read_block
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-"""Names of the scales. Codes are multiplied by them, also by those named `weight_scale_inv`."""
+"""Possible name endings of the tensor of scales. Weights are multiplied by the scales in both cases, although
+`weight_scale_inv` suggests the inverse."""
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """Weights in e4m3, multiplied by a scale for each block, or by one for the whole weight."""
+    """Format of weights in e4m3. Each block of a weight, or the whole weight, is multiplied by one scale."""
 
     block: tuple[int, int] | None
-    """Numbers of outputs and inputs of a block. None: the whole weight is one block."""
+    """Size of a block that shares one scale: (number of outputs, number of inputs). None: the whole weight is one
+    block."""
     unused: tuple[str, ...] = (ACTIVATIONS,)
 
     @classmethod
     def read(cls, fields: Fields) -> "Fp8Format":
-        """Read the format from `quantization_config`. Raises ModelError."""
+        """Read the format from the field `quantization_config` of config.json. Raises ModelError for a variant that is
+        not supported."""
         fields.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
         fields.choice("scale_fmt", ("float", "ue8m0"), "float")
         unused = (ACTIVATIONS,) if fields.raw.get("kv_cache_scheme") is None else (ACTIVATIONS, KV_CACHE)

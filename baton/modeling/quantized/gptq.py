@@ -1,8 +1,9 @@
-"""GPTQ (Frantar et al., 2023) as AutoGPTQ and GPTQModel store it: 4 or 8 bits, packed along the inputs.
+"""GPTQ (Frantar et al., 2023) in the format of AutoGPTQ and GPTQModel: weights of 4 or 8 bits, packed along the input
+dimension.
 
-`reading` makes the format when a model is loaded.
+`baton.modeling.quantized.weight_formats` reads this format when a model is loaded.
 
-N outputs, K inputs, G groups of inputs, W words.
+Legend: N outputs, K inputs, G groups of inputs, W words.
 """
 
 import re
@@ -30,23 +31,27 @@ _REMEDY = "choose GPTQ weights of 4 or 8 bits in checkpoint_format gptq or gptq_
 
 @dataclass(frozen=True)
 class GptqFormat:
-    """Weights with a scale and a zero point for each output and group of inputs. Inputs may be grouped in any order."""
+    """Format of weights that have a scale and a zero point for each output and each group of inputs. The inputs of a
+    group are not necessarily consecutive."""
 
     bits: int
     group_size: int | None
-    """Number of inputs of a group. None: all inputs are one group."""
+    """Number of inputs in a group that shares one scale. None: all inputs are one group."""
     act_order: bool
-    """True if inputs were quantised, and grouped, in the order of their activations (desc_act)."""
+    """True if inputs were sorted by the size of their activations before they were quantised and grouped. This is the
+    field `desc_act` of the configuration."""
     symmetric: bool
     less_one: bool
-    """True if zero points are stored minus one, as in version 1 of the format."""
+    """True if the stored zero points are 1 less than the real ones, as in version 1 of the format."""
     of_modules: tuple[tuple[str, "GptqFormat"], ...] = ()
-    """Formats of modules that differ (GPTQModel's `dynamic`), by regular expression. The first that matches is used."""
+    """Formats of modules that differ from the checkpoint's format (GPTQModel's `dynamic`), as (regular expression,
+    format). A module has the format of the first expression that matches its name."""
     unused: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, fields: Fields) -> "GptqFormat":
-        """Read the format from `quantization_config`, or from quantize_config.json. Raises ModelError."""
+        """Read the format from the field `quantization_config` of config.json, or from quantize_config.json. Raises
+        ModelError for a variant that is not supported."""
         if fields.flag("is_marlin_format"):
             raise fields.error("is_marlin_format", "true is not supported", _REMEDY)
         field = "checkpoint_format" if fields.raw.get("checkpoint_format") else "format"

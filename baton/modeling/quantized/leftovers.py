@@ -1,6 +1,7 @@
-"""Tensors of quantised checkpoints that no weight needs: scales of activations and of a quantised KV cache.
+"""Tensors of quantised checkpoints that are not needed to dequantise weights: scales of activations and of a quantised
+KV cache.
 
-Formats recognise them by the endings of their names when a model is loaded. They are not read.
+The formats recognise these tensors by the endings of their names when a model is loaded, and do not read them.
 """
 
 _KINDS = {
@@ -33,6 +34,6 @@ KV_CACHE = "quantisation of the KV cache"
 
 
 def unused_kind(name: str) -> str | None:
-    """Return the kind of scale that the tensor `name` holds, as readable text, if it does not scale a weight. None for
-    any other tensor."""
+    """Return a description of the tensor `name` if it is a scale of activations or of a KV cache, which is not read.
+    Return None for any other tensor."""
     return next((kind for kind, endings in _KINDS.items() if name.endswith(endings)), None)

@@ -1,6 +1,6 @@
-"""Settings that several formats of quantised weights share.
+"""Functions that read configuration fields which several formats of quantised weights have in common.
 
-The formats in this folder read their configuration with it when a model is loaded.
+The formats in this folder use them when a model is loaded.
 """
 
 import re
@@ -9,13 +9,14 @@ from baton.modeling.families.fields import Fields
 
 
 def read_group_size(fields: Fields, name: str) -> int | None:
-    """Return the number of inputs of a group. None for -1, which means that all inputs are one group. Raises
-    ModelError."""
+    """Read the number of inputs of a group from the configuration field `name`. Return None for -1, which means that
+    all inputs are one group. Raises ModelError for an invalid value."""
     return None if fields.raw.get(name) == -1 else fields.count(name)
 
 
 def read_block(fields: Fields, name: str) -> tuple[int, int] | None:
-    """Return the numbers of outputs and inputs of a block. None if the field is absent or null. Raises ModelError."""
+    """Read the size of a block, (outputs, inputs), from the configuration field `name`. Return None if the field is
+    missing or null. Raises ModelError for an invalid value."""
     block = fields.raw.get(name)
     if block is None:
         return None
@@ -27,7 +28,8 @@ def read_block(fields: Fields, name: str) -> tuple[int, int] | None:
 
 
 def check_pattern(fields: Fields, name: str, pattern: str) -> str:
-    """Return `pattern`, a value of the field `name`. Raises ModelError if it is not a regular expression."""
+    """Check that `pattern`, a value of the configuration field `name`, is a valid regular expression, and return it.
+    Raises ModelError otherwise."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -36,5 +38,5 @@ def check_pattern(fields: Fields, name: str, pattern: str) -> str:
 
 
 def described_groups(group_size: int | None) -> str:
-    """Return the grouping of inputs as readable text."""
+    """Return a readable description of the group size, for messages. None: all inputs are one group."""
     return "one group" if group_size is None else f"groups of {group_size}"

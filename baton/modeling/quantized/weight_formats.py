@@ -1,6 +1,7 @@
-"""Reads from config.json how a checkpoint stores quantised weights, and refuses unknown formats.
+"""Reads the format of a checkpoint's quantised weights from config.json. Unknown formats are rejected.
 
-`baton.modeling.checkpoints.stored_format` calls it when a model's configuration is read, before any weight is read.
+`baton.modeling.checkpoints.stored_format` calls this module when it reads a model's configuration, before any weight is
+read.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,12 +20,12 @@ _FORMATS: dict[str, Callable[[Fields], WeightFormat]] = {
     "awq": AwqFormat.read,
     "gptq": GptqFormat.read,
 }
-"""Function that reads the format, by quant_method."""
+"""Functions that read a format from its configuration, by the configuration's `quant_method`."""
 
 
 def read_format(raw: object, source: str) -> WeightFormat:
-    """Return the format that a `quantization_config` describes. `source` names the file and the field in errors.
-    Raises ModelError, one line, for a format that cannot be read."""
+    """Return the format that `raw`, the `quantization_config` of a model, describes. `source` is the file and field
+    that error messages name. Raises ModelError, with a message of one line, for a format that is not supported."""
     if not isinstance(raw, Mapping):
         raise ModelError(f"{source}: is not an object; correct the file, or choose another model")
     fields = Fields(raw, source)

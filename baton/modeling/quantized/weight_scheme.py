@@ -1,8 +1,8 @@
-"""Schemes by which compressed-tensors stores the weights of some modules: the layout of codes and of scales.
+"""Quantisation schemes of compressed-tensors. A scheme specifies how the codes and scales of some modules are stored.
 
-`compressed_tensors` reads the schemes, and weights by them, when a model is loaded.
+`baton.modeling.quantized.compressed_tensors` reads the schemes when a model is loaded, and uses them to read weights.
 
-N outputs, K inputs, R rows and C columns of scales, W words.
+Legend: N outputs, K inputs, R rows and C columns of scales, W words.
 """
 
 import re
@@ -23,24 +23,26 @@ REMEDY = f"choose a model in {', '.join(LAYOUTS)}, or in fp8, awq or gptq"
 
 _PACKED_TYPES = (("int", 4), ("int", 8))
 _CODE_TYPES = {("int", 8): torch.int8, ("float", 8): torch.float8_e4m3fn}
-"""Types of codes that are not packed, by kind and bits."""
+"""Torch dtypes of codes that are not packed into words, by (kind, number of bits)."""
 _EXPRESSION = "re:"
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Set of values that share a scale."""
+    """Description of which values of a weight share one scale."""
 
     strategy: str
-    """One of tensor, channel, group, block."""
+    """Values that share a scale: "tensor" (all), "channel" (one output), "group" (a group of inputs) or "block"."""
     group_size: int | None = None
     block: tuple[int, int] | None = None
     reordered: bool = False
-    """True if inputs were reordered before they were grouped."""
+    """True if inputs were reordered before they were grouped, so that a group's inputs are not necessarily
+    consecutive."""
 
     @classmethod
     def read(cls, fields: Fields) -> "Sharing":
-        """Read the sharing from a scheme's `weights`. Raises ModelError."""
+        """Read the strategy and the sizes of groups or blocks from the field `weights` of a scheme. Raises ModelError
+        for an invalid or missing value."""
         size = None if fields.raw.get("group_size") is None else read_group_size(fields, "group_size")
         implied = "group" if size else "tensor" if fields.raw.get("group_size") is None else "channel"
         strategy = fields.choice("strategy", ("tensor", "channel", "group", "block"), implied)
@@ -53,7 +55,7 @@ class Sharing:
         return cls(strategy, size, block, reordered=order is True or order in ("group", "dynamic"))
 
     def grid(self, shape: tuple[int, ...]) -> ScaleGrid:
-        """Return the mapping from the values of a weight of this shape to scales."""
+        """Return the mapping from the values of a weight with this shape to their scales."""
         if self.strategy == "tensor":
             return ScaleGrid.of_whole(shape)
         if self.strategy == "group":
@@ -63,20 +65,22 @@ class Sharing:
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """Storage of the weights of some modules."""
+    """Description of how the weights of some modules are stored."""
 
     targets: tuple[str, ...]
-    """Names of modules, regular expressions of names after "re:", or the classes Linear and Embedding."""
+    """Modules that the scheme applies to. Each entry is the name of a module, a regular expression for names with the
+    prefix "re:", or a class of modules: Linear or Embedding."""
     layout: str
     kind: str
-    """Kind of the codes: int or float."""
+    """Number type of the codes: "int" or "float"."""
     bits: int
     symmetric: bool
     sharing: Sharing
 
     @classmethod
     def read(cls, fields: Fields, default_layout: str) -> "WeightScheme":
-        """Read a scheme from one of `config_groups`. Raises ModelError for one that is not supported."""
+        """Read a scheme from one entry of `config_groups`. `default_layout` is used if the entry has no `format`.
+        Raises ModelError for a scheme that is not supported."""
         targets, settings = fields.raw.get("targets"), fields.raw.get("weights")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise fields.error("targets", "is not a list of texts")
@@ -94,12 +98,16 @@ class WeightScheme:
 
     @property
     def description(self) -> str:
-        """Return a short description of the scheme."""
+        """Return a short description of the scheme for messages."""
         return f"{self.layout} {self.kind}{self.bits} by {self.sharing.strategy}"
 
     def rank(self, module: str) -> tuple[int, str] | None:
-        """Return a key that orders schemes by how well their targets fit a module, best first: a name, an expression, a
-        class, then by alphabet. None: no target fits."""
+        """Return a sort key for how specifically the scheme's targets match a module. The scheme with the smallest key
+        applies.
+
+        A module's name comes first, then a regular expression, then a class. Equal matches are sorted by the target's
+        text. Returns None if no target matches.
+        """
         kind = "Embedding" if "embed" in module.rpartition(".")[2] else "Linear"
         ranks = []
         for target in self.targets:
@@ -112,7 +120,8 @@ class WeightScheme:
         return min(ranks, default=None)
 
     def codes(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> Callable[[int, int], Tensor]:
-        """Return a function (start, stop) that returns these rows of a weight's codes, in fp32. Raises ModelError."""
+        """Return a function (start, stop) that returns the codes of the rows `start` to `stop` of the weight of
+        `module`, in fp32. Raises ModelError for a tensor of an unexpected shape or type."""
         if self.layout != PACKED:
             codes_NK = tensors.stored(f"{module}.weight", {_CODE_TYPES[self.kind, self.bits]: [shape]})
             if self.kind == "float":
@@ -125,8 +134,9 @@ class WeightScheme:
         return lambda start, stop: self._signed(unpack(words_NW[start:stop], self.bits).flatten(1)[:, :num_inputs])
 
     def zeros(self, module: str, grid: ScaleGrid, tensors: StoredTensors) -> Tensor | None:
-        """Return the zero points `[R, C]`, or None if the weight has none. Those of packed weights may be packed along
-        the rows. Raises ModelError."""
+        """Return the zero points `[R, C]` of the weight of `module`, or None if the weight has none. If the codes are
+        packed, the zero points may be packed along the rows. Raises ModelError for a tensor of an unexpected shape or
+        type."""
         name = f"{module}.weight_zero_point"
         if self.symmetric and not tensors.has(name):
             return None

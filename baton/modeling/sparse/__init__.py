@@ -1,1 +1,1 @@
-"""Fits and stores the bases by which keys are selected."""
+"""Bases for key selection: low-rank projections of queries and keys, which are fitted once and stored in a file."""

@@ -1,21 +1,24 @@
-"""Bases in which queries and keys are compared at a lower cost: R columns instead of a head's whole width.
+"""Bases for key selection. A basis projects queries and keys to R columns, so that they can be compared at a lower cost
+than with all H columns of a head.
 
-InfiniGen (Lee et al., OSDI 2024) predicts from *partial* queries and keys which keys matter. A basis defines these: for
-each layer and kv head two matrices [H, R], so that q_R . k_R approximates q_H . k_H. Both are applied to the queries
-and keys that attention compares, that is, after RoPE. A rotation by the token's position does not commute with a change
-of basis, so that a basis folded into the weights before RoPE would change the scores. Weights and KV are not changed.
+InfiniGen (Lee et al., OSDI 2024) predicts from *partial* queries and keys which keys are important. A basis has two
+matrices [H, R] for each layer and kv head: one for queries and one for keys. The product of a partial query and a
+partial key approximates the product of the whole query and key. The matrices are applied to queries and keys after
+RoPE. They cannot be folded into the weights before RoPE, because RoPE's rotation and a change of basis do not commute.
+The model's weights and KV are not changed.
 
-A kv head has one basis, which its J query heads share, so that a partial key is stored once.
+Each kv head has one basis for all its J query heads, so that a partial key is stored only once.
 
-The distribution of a head's queries and keys after RoPE depends on their positions, because columns that rotate slowly
-have another mean at other positions. A basis that is fitted to the first thousands of positions fails beyond them. So a
-sample is fitted as if it were at several places of the whole context, for which it only has to be rotated.
+The distribution of queries and keys after RoPE depends on the position, because columns that rotate slowly have
+different means at different positions. A basis that is fitted only to the first thousands of positions fails at later
+ones. Therefore the sample text is fitted at several positions of the context. For this, its queries and keys only have
+to be rotated.
 
-`baton prepare` fits bases, in fp64, before any request. `selection_file` stores them, and workers only apply them.
-docs/infinigen.md has the overview.
+`baton prepare` fits bases in fp64, before any request. `selection_file` stores them. Workers only apply them. See
+docs/infinigen.md for an overview.
 
-Legend: T tokens, N query heads, G kv heads, J = N / G, H head dim, R columns kept, L layers, D hidden, P places of a
-sample, M = T * J queries that share a kv head.
+Legend: T tokens, N query heads, G kv heads, J = N / G query heads of a kv head, H head dim, R columns kept, L layers, D
+hidden size, P positions of the sample, M = T * J queries that share a kv head.
 """
 
 import enum
@@ -33,77 +36,84 @@ from baton.modeling.kv.buffers import BufferSpan
 from baton.types import TokenRange
 
 NUM_WHOLE_LAYERS = 2
-"""Number of first layers that attend to all keys, as in the paper: their attention is too spread out to omit many."""
+"""Number of layers at the start of the model that attend to all keys, as in the InfiniGen paper. Attention in these
+layers is spread over too many keys to omit some."""
 NUM_PLACES = 5
-"""Number of places within the context at which a sample is fitted."""
+"""Number of positions in the context at which the sample text is fitted."""
 _DAMPING = 1e-3
-"""Minimum singular value by which is divided, as a fraction of the largest. Smaller values are raised to it."""
+"""Smallest singular value that may be used as a divisor, as a fraction of the largest singular value. Smaller singular
+values are replaced by this minimum."""
 
 
 class BasisKind(enum.Enum):
-    """Method that finds a basis. The value is its name on the command line and in files."""
+    """Method by which a basis is computed. The value is the method's name on the command line and in files."""
 
     COLUMNS = "columns"
-    """Columns of the head itself with the largest sum over tokens of |q| and |k|."""
+    """Columns of the head for which the sum over all tokens of |q| and |k| is largest. Nothing is rotated."""
     COLUMNS_Q = "columns_q"
-    """Columns of the head itself with the largest sum over tokens of |q| only."""
+    """Columns of the head for which the sum over all tokens of |q| is largest. Nothing is rotated."""
     SKEW = "skew"
-    """Paper's method: the queries' right singular vectors, then the columns with the largest sum of |q~| and |k~|."""
+    """Method of the InfiniGen paper. Queries and keys are multiplied by the right singular vectors of the queries. Then
+    the columns are selected for which the sum over all tokens of |q| and |k| is largest."""
     SKEW_Q = "skew_q"
-    """Queries' right singular vectors, then the columns with the largest sum of |q~| only: the first vectors."""
+    """Right singular vectors of the queries. The columns are selected for which the sum over all tokens of |q| is
+    largest; these are the first singular vectors."""
     CENTRED = "centred"
-    """Best approximation of all scores, minus their mean over keys, by a product of rank R (Eckart and Young)."""
+    """Best approximation with rank R (Eckart and Young) of all attention scores, after each query's mean score over all
+    keys is subtracted."""
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Queries and keys that attention compares in one layer, on some text, in the decoder's dtype."""
+    """Queries and keys of one layer for a sample text, after RoPE, in the decoder's dtype."""
 
     layer: int
     q_TNH: Tensor
     early_TNH: Tensor
-    """Queries of the layer, predicted one layer early: computed with its norm and weights from the input of the
-    previous layer."""
+    """Prediction of this layer's queries, made one layer early. It is computed with this layer's norm and weights, but
+    from the input of the previous layer."""
     k_TGH: Tensor
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Basis of one model, in all layers and kv heads. The first NUM_WHOLE_LAYERS layers are zeros, because no keys are
-    selected there. Columns that contribute most to the scores come first, so that the first columns are a basis too."""
+    """Basis of one model: two matrices for each layer and kv head. The matrices of the first NUM_WHOLE_LAYERS layers
+    are zero, because no keys are selected in these layers. Columns are sorted by their contribution to the scores,
+    largest first. The first columns alone are therefore a valid smaller basis."""
 
     kind: BasisKind
     q_LGHR: Tensor
-    """Matrices for queries, in fp32."""
+    """Matrices that project queries, in fp32, `[L, G, H, R]`."""
     k_LGHR: Tensor
-    """Matrices for keys, in fp32."""
+    """Matrices that project keys, in fp32, `[L, G, H, R]`."""
 
     @property
     def num_columns(self) -> int:
-        """Return R, the number of columns."""
+        """Number of columns of the basis (R)."""
         return self.q_LGHR.shape[-1]
 
     def first(self, num_columns: int) -> "Basis":
-        """Return the basis of the first `num_columns` columns."""
+        """Return a smaller basis, which has only the first `num_columns` columns."""
         return Basis(self.kind, self.q_LGHR[..., :num_columns], self.k_LGHR[..., :num_columns])
 
     def to(self, device: torch.device) -> "Basis":
-        """Return the basis with its matrices on a device."""
+        """Return a copy of the basis with its matrices on `device`."""
         return Basis(self.kind, self.q_LGHR.to(device), self.k_LGHR.to(device))
 
     def queries(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """Return partial queries `[T, N, R]` in fp32, times 1 / sqrt(H). Their products are scores for a softmax."""
+        """Return the partial queries `[T, N, R]` of a layer, in fp32, scaled by 1 / sqrt(H). Their products with
+        partial keys approximate the attention scores before softmax."""
         num_tokens, num_heads, head_dim = q_TNH.shape
         partial_GMR = _by_kv_head(q_TNH.float(), self.q_LGHR.shape[1]) @ self.q_LGHR[layer]
         partial_GTJR = partial_GMR.view(len(partial_GMR), num_tokens, -1, self.num_columns).mul_(head_dim**-0.5)
         return partial_GTJR.transpose(0, 1).reshape(num_tokens, num_heads, -1)
 
     def keys(self, layer: int, k_TGH: Tensor) -> Tensor:
-        """Return partial keys `[T, G, R]` in fp32."""
+        """Return the partial keys `[T, G, R]` of a layer, in fp32."""
         return self.key_projection(layer).apply(k_TGH)
 
     def key_projection(self, layer: int) -> KeyProjection:
-        """Return the projection that makes a layer's partial keys."""
+        """Return the projection that computes the partial keys of a layer from its keys."""
         return self._key_projections[layer]
 
     @functools.cached_property
@@ -112,8 +122,8 @@ class Basis:
 
 
 def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerSample]:
-    """Run one sequence, and yield a sample of each layer after the first NUM_WHOLE_LAYERS. To be used in
-    torch.inference_mode()."""
+    """Run the model on one sequence, and yield the queries and keys of each layer after the first NUM_WHOLE_LAYERS.
+    Must be used in torch.inference_mode()."""
     tokens = TokenRange(0, len(token_ids))
     buffer = decoder.device.buffer(decoder.layout, tokens)
     step = decoder.begin([BufferSpan(buffer, tokens)])
@@ -135,7 +145,8 @@ def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerS
 def fit_bases(
     decoder: Decoder, samples: Iterable[LayerSample], kinds: Sequence[BasisKind], *, num_columns: int, context: int
 ) -> dict[BasisKind, Basis]:
-    """Fit a basis of each kind with `num_columns` columns to `samples` of `decoder`, for positions below `context`."""
+    """Fit one basis of each kind to `samples` of `decoder`. Each basis has `num_columns` columns and is fitted for
+    positions below `context`."""
     layout = decoder.layout
     assert 1 <= num_columns <= layout.head_dim, f"{num_columns} of {layout.head_dim} columns"
     shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, num_columns)
@@ -149,8 +160,11 @@ def fit_bases(
 
 
 def spread(positions: PositionTable, x_TNH: Tensor, context: int, layer: int) -> Tensor:
-    """Return queries or keys of a text's T tokens in a layer as if the text were at NUM_PLACES places from the
-    context's start to its end: `[NUM_PLACES * T, N, H]`. If the model does not use RoPE, they are only repeated."""
+    """Rotate the queries or keys of a text to NUM_PLACES start positions, from the start to the end of the context.
+
+    `x_TNH` holds the queries or keys of the text's T tokens in `layer`. Returns `[NUM_PLACES * T, N, H]`. If the model
+    does not use RoPE, the input is only repeated.
+    """
     num_tokens = len(x_TNH)
     assert num_tokens <= context, f"{num_tokens} tokens in a context of {context}"
     first_P = torch.linspace(0, context - num_tokens, NUM_PLACES).long()
@@ -159,7 +173,8 @@ def spread(positions: PositionTable, x_TNH: Tensor, context: int, layer: int) ->
 
 
 def fit_layer(kind: BasisKind, q_TNH: Tensor, k_TGH: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Return `(q_GHR, k_GHR)` in fp64, fitted to one layer's queries and keys after RoPE."""
+    """Fit a basis of one layer to its queries and keys after RoPE. Return the matrices for queries and for keys, `[G,
+    H, R]` each, in fp64."""
     q_GMH = _by_kv_head(q_TNH.double().cpu(), k_TGH.shape[1])
     k_GTH = k_TGH.double().cpu().transpose(0, 1)
     if kind is BasisKind.CENTRED:
@@ -177,8 +192,9 @@ def fit_layer(kind: BasisKind, q_TNH: Tensor, k_TGH: Tensor, num_columns: int) -
 
 
 def skew(q_GMH: Tensor) -> Tensor:
-    """Return the paper's orthogonal matrices `[G, H, H]`: the queries' right singular vectors, the strongest first.
-    Queries and keys, both multiplied by them, have the same products as before."""
+    """Return the orthogonal matrices `[G, H, H]` of the InfiniGen paper: the right singular vectors of the queries,
+    beginning with the largest singular value. If queries and keys are both multiplied by them, their products do not
+    change."""
     return _singular(q_GMH)[1]
 
 

@@ -1,8 +1,9 @@
-"""Results of `baton prepare` for a model, as one safetensors file: the basis, and the parameters of key selection.
+"""Safetensors file with the results of `baton prepare` for one model: the basis and the parameters of key selection.
 
-Residency policies that select keys load it when a generation group starts. The tensors are `q_LGHR` and `k_LGHR`
-(baton.modeling.sparse.bases). All else is text in the file's metadata. A file belongs to the weights that it was made
-from, including their dtype and quantization, and records their fingerprint. Blocks on the disk.
+Residency policies that select keys load the file when a generation group starts. Its tensors are `q_LGHR` and `k_LGHR`
+(see `baton.modeling.sparse.bases`). All other values are text in the file's metadata. A file is valid only for the
+weights from which it was computed, including their dtype and quantization, and stores their fingerprint. Reading and
+writing block on the disk.
 """
 
 import math
@@ -22,7 +23,7 @@ from baton.process.whole_files import whole
 from baton.settings.paths import cache_folder
 
 _FORMAT = "baton-selection 2"
-"""Kind of the file, and the version of its fields."""
+"""Name of the file format, with the version of its fields."""
 _REMEDY = "run `baton prepare` with this model, dtype and quantization"
 _TENSORS = ("q_LGHR", "k_LGHR")
 _MEASURED = ("captured_mass", "picked_share", "perplexity_cost")
@@ -31,33 +32,38 @@ LOOKAHEADS = (0, 1)
 
 @dataclass(frozen=True)
 class PreparedSelection:
-    """Facts of a model for residency policies that select keys."""
+    """Results of `baton prepare` for one model. Residency policies use them to select keys."""
 
     basis: Basis
     selection: Selection
     lookahead: int
-    """Number of layers by which queries are predicted early: 0 (the layer's own queries) or 1."""
+    """Number of layers by which queries are predicted early. 0: the layer's own queries are used. 1: they are predicted
+    from the previous layer's input."""
     fingerprint: str
-    """Fingerprint of the model: KvLayout.model_fingerprint."""
+    """Fingerprint of the model's weights (`KvLayout.model_fingerprint`)."""
     text_hash: str
-    """Hash of the text that the basis was fitted to."""
+    """Hash of the sample text to which the basis was fitted."""
     captured_mass: float | None = None
-    """Fraction of the softmax's weight on selected keys, on text that no basis was fitted to. None: not measured."""
+    """Fraction (0 to 1) of the attention weight that the selected keys have after softmax. It is measured on text to
+    which the basis was not fitted. None: not measured."""
     picked_share: float | None = None
-    """Selected keys as a fraction of the sequence's keys, on text that no basis was fitted to. None: not measured."""
+    """Fraction (0 to 1) of a sequence's keys that are selected. It is measured on text to which the basis was not
+    fitted. None: not measured."""
     perplexity_cost: float | None = None
-    """Relative increase of perplexity caused by key selection, compared with attention to all keys, on text that no
-    basis was fitted to. None: not measured."""
+    """Relative increase of perplexity caused by key selection, compared with attention to all keys. It is measured on
+    text to which the basis was not fitted. None: not measured."""
 
 
 def prepared_path(fingerprint: str, lookahead: int = 0) -> Path:
-    """Return the file of a model's selection, tuned with that lookahead. `baton prepare` writes it, workers read it."""
+    """Return the path of the selection file for the model with this fingerprint. `baton prepare` writes the file and
+    workers read it. The path is different for a nonzero `lookahead` (see PreparedSelection)."""
     early = "-early" if lookahead else ""
     return cache_folder() / "selections" / f"{fingerprint}{early}.safetensors"
 
 
 def save_prepared(prepared: PreparedSelection, path: Path) -> None:
-    """Write the file, atomically replacing an old one. Raises ConfigError when that fails."""
+    """Write `prepared` to the file `path`, which is replaced atomically if it exists. Raises ConfigError if the file
+    cannot be written."""
     selection = prepared.selection
     metadata = {
         "format": _FORMAT,
@@ -85,7 +91,8 @@ def save_prepared(prepared: PreparedSelection, path: Path) -> None:
 
 
 def load_prepared(path: Path, decoder: Decoder) -> PreparedSelection:
-    """Read a file that `save_prepared` wrote. Raises ModelError for a missing or damaged file, or another model's."""
+    """Read a file that `save_prepared` has written. Raises ModelError if the file does not exist, is damaged, or
+    belongs to another model."""
     if not path.is_file():
         raise ModelError(f"{path}: no selection was prepared for this model: {_REMEDY}")
     try:

@@ -1,1 +1,2 @@
-"""Chain of a prefill: how a prompt is divided among ranks, and at which times the ranks finish."""
+"""Planning of prefill chains: the partition of a prompt among ranks, and the predicted times at which the ranks
+finish."""

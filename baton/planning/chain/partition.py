@@ -1,7 +1,8 @@
-"""Division of a prompt among the ranks of a KV-Runahead chain (Cho, Rastegari, Naik, ICML 2024, section 4.2).
+"""Partitions of a prompt among the ranks of a KV-Runahead chain (Cho, Rastegari, Naik, ICML 2024, section 4.2).
 
-A division has one consecutive, non-empty range of tokens for each rank, in rank order. `tokens.start` tokens are
-cached. With fewer tokens than ranks, it has one range for each token. Pure.
+A partition has one consecutive, non-empty range of tokens for each rank, in rank order. If there are fewer tokens than
+ranks, it has one range for each token. Tokens before `tokens.start` are cached and are not computed. All functions are
+pure.
 """
 
 import itertools
@@ -12,14 +13,15 @@ from baton.types import TokenRange
 
 
 def as_ranges(chunks: Sequence[int], start: int) -> tuple[TokenRange, ...]:
-    """Return consecutive ranges, the first of which begins at `start`, with the lengths in `chunks`."""
+    """Return consecutive token ranges. The first range begins at `start`, and `chunks` holds the lengths of the
+    ranges."""
     edges = itertools.pairwise(itertools.accumulate(chunks, initial=start))
     return tuple(TokenRange(*edge) for edge in edges)
 
 
 def check_partition_request(tokens: TokenRange, num_ranks: int) -> None:
-    """Raise InvalidArgumentError for no tokens or no ranks. Used by all functions that divide prompts, so that their
-    messages are equal."""
+    """Raise InvalidArgumentError if there are no tokens or no ranks. All functions that partition prompts call this
+    function, so that they raise the same messages."""
     if not len(tokens):
         raise InvalidArgumentError(f"tokens = [{tokens.start}, {tokens.end}) is empty: at least one is to be computed")
     if num_ranks < 1:

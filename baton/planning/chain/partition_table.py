@@ -1,8 +1,9 @@
-"""KVR-P: partitions predicted from a table of searched ones, fast enough to be used for every request.
+"""Table from which the partition of each prompt is interpolated (KVR-P in KV-Runahead, ICML 2024, section 4.2). A
+lookup is fast enough for every request.
 
-A table is valid for one cost model. For each number of ranks it holds knots. A knot is a context length with the
-fraction of the prompt that each rank computes. Between two knots the fractions are interpolated linearly; outside of
-all knots the nearest one is used (KV-Runahead, ICML 2024, section 4.2). Pure.
+A table is valid for one cost model. For each number of ranks it contains knots. A knot is a context length, and the
+fraction of the prompt that each rank computes at this length. Fractions are interpolated linearly between two knots.
+Below the first and above the last knot, the nearest knot is used. All functions are pure.
 """
 
 import itertools
@@ -18,22 +19,22 @@ from baton.planning.cost_model import CostModel, Protocol
 from baton.types import TokenRange
 
 _KNOT_SLACK = 0.005
-"""Fraction by which a knot's partition may be slower than the best one. The slack makes the partitions of neighbouring
-knots similar (`search`)."""
+"""Fraction by which a knot's partition may be slower than the best partition that was found. With this slack,
+neighbouring knots get similar partitions (see `search`)."""
 
 
 @dataclass(frozen=True)
 class Knot:
-    """Partition that was found for one context length."""
+    """Best partition that was found for one context length."""
 
     num_tokens: int
     fractions: tuple[float, ...]
-    """Fractions of the prompt, one for each rank, in rank order; they sum to 1."""
+    """Fraction of the prompt's tokens that each rank computes, in rank order. The fractions sum to 1."""
 
 
 @dataclass(frozen=True)
 class PartitionTable:
-    """Searched partitions (knots) by number of ranks, each list ascending by context length."""
+    """Table of the best partitions that were found. It maps each number of ranks to knots, sorted by context length."""
 
     knots: Mapping[int, tuple[Knot, ...]]
 
@@ -48,9 +49,12 @@ class PartitionTable:
                 assert math.isclose(sum(knot.fractions), 1, rel_tol=1e-6), f"fractions of {knot} do not sum to 1"
 
     def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """Return consecutive, non-empty ranges that cover `tokens`, one for each rank in rank order. With fewer tokens
-        than ranks, return one range for each token. Raises InvalidArgumentError for no tokens or no ranks, and
-        ConfigError when the table has no knots for this number of ranks."""
+        """Partition `tokens` into consecutive, non-empty ranges, one for each rank in rank order. If there are fewer
+        tokens than ranks, return one range for each token.
+
+        Raises InvalidArgumentError if there are no tokens or no ranks, and ConfigError if the table has no knots for
+        this number of ranks.
+        """
         check_partition_request(tokens, num_ranks)
         if len(tokens) <= num_ranks:
             return as_ranges([1] * len(tokens), tokens.start)
@@ -59,8 +63,8 @@ class PartitionTable:
         return as_ranges(rounded(self.fractions(len(tokens), num_ranks), len(tokens)), tokens.start)
 
     def fractions(self, num_tokens: int, num_ranks: int) -> tuple[float, ...]:
-        """Return the fractions for `num_tokens`, interpolated between knots. Raises ConfigError when the table has no
-        knots for this number of ranks."""
+        """Return the fraction of the prompt for each rank, in rank order, interpolated between knots for `num_tokens`
+        tokens. Raises ConfigError if the table has no knots for this number of ranks."""
         knots = self.knots.get(num_ranks)
         if knots is None:
             known = ", ".join(str(ranks) for ranks in sorted(self.knots)) or "none"
@@ -74,8 +78,8 @@ class PartitionTable:
 
 
 def build_table(cost: CostModel, protocol: Protocol, contexts: Mapping[int, Iterable[int]]) -> PartitionTable:
-    """Search the knots of a table. `contexts` holds context lengths for each number of ranks above 1. Lengths with
-    fewer tokens than ranks are skipped."""
+    """Build a table by searching the best partition for each knot. `contexts` maps each number of ranks (at least 2) to
+    the context lengths of its knots. Lengths with fewer tokens than ranks are skipped."""
 
     def knot(num_tokens: int, num_ranks: int) -> Knot:
         chunks = search(num_tokens, num_ranks, cost, protocol, slack=_KNOT_SLACK)

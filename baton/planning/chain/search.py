@@ -1,10 +1,13 @@
-"""KVR-S: the partition with the least predicted time to first token.
+"""Search for the partition with the shortest predicted time to first token (KVR-S in KV-Runahead, ICML 2024, section
+4.2).
 
-The search starts from an analytic seed (equal work on every rank, no communication) and from seeds for slow links. It
-improves each seed by moving tokens between ranks while this reduces the time. This takes seconds, whereas the paper's
-grid search took hours. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A search takes tens of
-milliseconds. This is too long for each request, so results are kept in a table
-(`baton.planning.chain.partition_table`).
+The search starts from several partitions, called seeds. One seed is computed: it gives all ranks the same compute time,
+and ignores communication. Other seeds are suitable for slow links. Each seed is improved by moving tokens between ranks
+while this reduces the predicted time.
+
+A search takes tens of milliseconds, and a whole table takes seconds; the grid search of the paper took hours. This is
+still too long for each request, so results are stored in a table (`baton.planning.chain.partition_table`). See
+docs/kv_runahead.md. All functions are pure.
 """
 
 import itertools
@@ -18,13 +21,13 @@ from baton.planning.chain.wavefront import chain_ttft
 from baton.planning.cost_model import CostModel, Kernel, Protocol
 
 Partitions = NDArray[np.float64]
-"""Chunks of many partitions, `[N partitions, n ranks]`."""
+"""Array of N partitions, `[N, n]`: the number of tokens of each of n ranks in each partition."""
 Evaluate = Callable[[Partitions], NDArray[np.float64]]
-"""Function that returns the predicted seconds of each partition, `[N]`."""
+"""Function that returns the predicted time in seconds of each of N partitions, `[N]`."""
 
 _COARSE_STEPS = 256
-"""Seeds are first improved in steps of at least 1 / _COARSE_STEPS of the prompt, then the best two in steps of one
-token."""
+"""Resolution of the first pass of the search. All seeds are improved in steps of at least 1 / _COARSE_STEPS of the
+prompt. Then the best two results are improved in steps of one token."""
 _SAME = 1e-9
 
 
@@ -38,12 +41,14 @@ def search(
     resolution: int = 1,
     slack: float = 0.0,
 ) -> tuple[int, ...]:
-    """Return the best chunks found, each of at least one token, in rank order. Deterministic.
+    """Return the number of tokens of each rank in the best partition that was found, in rank order. Each rank has at
+    least one token. The result is deterministic.
 
-    `resolution`: boundaries between chunks are multiples of this number of tokens, or of a smaller number if the prompt
-    is too short. `slack`: among all chunks that take at most this fraction longer than the best, those nearest to
-    balance are chosen. The results for neighbouring lengths are then similar, even if the chunks of some ranks hardly
-    affect the time, as with a slow link.
+    `cached`: number of cached tokens before the prompt's tokens. `resolution`: boundaries between chunks are multiples
+    of this number of tokens. A smaller number is used if the prompt is too short. `slack`: fraction by which the result
+    may be slower than the best partition. Of the partitions within this limit, the one nearest to equal compute times
+    is returned. This makes the results for neighbouring lengths similar, even if the sizes of some chunks hardly affect
+    the time, as with a slow link.
     """
     if num_ranks == 1:
         return (num_tokens,)
@@ -72,9 +77,12 @@ def search(
 def analytic_seed(
     num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
 ) -> tuple[int, ...]:
-    """Return chunks that take all ranks the same time, without communication. This time is found by bisection, and each
-    chunk is the root of a quadratic equation: after s earlier tokens, a chunk of c tokens takes linear_s * c + pair_s *
-    c * (s + w * c), with w = 1 for the dense kernel and 1/2 for the causal one."""
+    """Return the chunks with which all ranks take the same time, if communication takes no time.
+
+    The common time is found by bisection. For a given time, each chunk is the root of a quadratic equation. With s
+    tokens before it, a chunk of c tokens takes linear_s * c + pair_s * c * (s + w * c) seconds. w is 1 for the dense
+    kernel and 1/2 for the causal kernel.
+    """
     weight, a, b = kernel.own_part, cost.linear_s, cost.pair_s
 
     def chunks_within(limit_s: float) -> list[float]:
@@ -95,9 +103,12 @@ def analytic_seed(
 
 
 def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
-    """Move tokens from one rank to another while the time decreases. When no move helps, halve the step. Return the
-    chunks and their seconds. Pairs of moves are tried as well, because the slowest rank can often give tokens only to
-    two other ranks at once."""
+    """Improve a partition by local search. Return the chunks, and the value that `evaluate` returns for them.
+
+    Each step moves tokens from one rank to another, if this decreases the value. If no move does, the number of tokens
+    of a step is halved, down to `least_step`. Pairs of moves are tried as well, because it often helps only if the
+    slowest rank gives tokens to two other ranks at once.
+    """
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])
     moves = _moves(len(best))
@@ -115,8 +126,11 @@ def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tu
 
 
 def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
-    """Round chunks to whole numbers of tokens, each at least 1, with the sum `num_tokens`. Every boundary moves by at
-    most one token, unless a chunk would be empty. `num_tokens` must be at least the number of chunks."""
+    """Round `chunks` to integers of at least 1 whose sum is `num_tokens`. The chunks are scaled if their sum differs.
+
+    Every boundary between chunks moves by at most one token, unless a chunk would be empty. `num_tokens` must be at
+    least the number of chunks.
+    """
     scale = num_tokens / sum(chunks)
     num_chunks = len(chunks)
     ends: list[int] = []
@@ -129,8 +143,8 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return seeds for slow links: either each rank has 0.5, 2 or 4 times the tokens of the rank before it, or the last
-    rank has nearly all tokens."""
+    """Return seeds for slow links. In three of them, each rank has 0.5, 2 or 4 times the tokens of the previous rank.
+    In the fourth, the last rank has nearly all tokens."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)
     shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]

@@ -1,17 +1,19 @@
-"""Time of a chain's first token: the recursion over ranks and layers, solved exactly and fast.
+"""Predicted time to first token of a prefill chain, computed exactly by a recursion over ranks and layers.
 
-In a layer, a rank needs only that layer of the rank before it, and nothing flows back: so time advances as a wave. For
-rank i with c tokens after P cached and s earlier ones, in layer l that it begins at h[l]:
+For a layer, a rank needs only the KV of the same layer from the previous rank, and nothing is sent back. Let rank i
+compute a chunk of c tokens, after P cached tokens and s tokens of earlier ranks. The rank begins layer l at time h[l]:
 
-  q = h[l] + fixed + project(c)                                     its own KV is projected
-  r = all earlier tokens' KV has come: the link's messages are FIFO, each takes latency + bytes / bandwidth
+  q = h[l] + fixed + project(c)                                     KV of the rank's own chunk is computed
+  r = time at which the KV of all earlier tokens has arrived: messages are sent in order, and each takes
+      latency + bytes / bandwidth
   h[l + 1] = max(q + own, r) + far + rest                           LOCAL_FIRST: own = c c / 2 pairs, far = c (P + s)
   h[l + 1] = max(q, r) + own + far + rest                           OVERLAPPED
-  h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message is sent at the request
+  h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message is sent on request
 
-No layer takes less than issue_s. `chain_ttft` solves each line for all layers at once, and for many partitions at once:
-y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
-ALGORITHMS: KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4; docs/kv_runahead.md. Pure.
+Each layer takes at least issue_s. `chain_ttft` solves each recursion for all layers and for many partitions at once. It
+uses that y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
+
+See KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, and docs/kv_runahead.md. All functions are pure.
 """
 
 from collections.abc import Sequence
@@ -27,30 +29,32 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Computing time of each rank in a layer, in seconds; arrays `[N partitions, n ranks]`."""
+    """Compute times of one layer on each rank, in seconds. Each field is an array `[N, n]` for N partitions among n
+    ranks."""
 
     project: Seconds
-    """Seconds of fixed_s and the projections. After them the chunk's KV can be sent."""
+    """Seconds until the chunk's KV can be sent: the fixed time of a layer, and the query, key and value projections."""
     own: Seconds
     """Seconds of attention to the keys of the rank's own chunk."""
     far: Seconds
-    """Seconds of attention to the keys of cached and earlier tokens, and of the rest of the layer."""
+    """Seconds of attention to the keys of cached tokens and of earlier ranks' tokens, plus the remaining matrices of
+    the layer."""
     copy: Seconds
-    """Seconds of rewriting KV before it is sent; 0 on the first rank."""
+    """Seconds in which KV is copied before it is sent. 0 on the first rank."""
     last_own: Seconds
-    """Seconds of `own` in the last layer on the last rank, where attention may be needed for the last query only.
-    `last_far` holds the seconds of `far` there."""
+    """Value of `own` in the last layer of the chain's last rank. It is smaller than `own` if attention is computed only
+    for the last query. `last_far` is the value of `far` in the same layer."""
     last_far: Seconds
 
     @property
     def layer(self) -> Seconds:
-        """Seconds of any layer except the last one."""
+        """Compute time in seconds of any layer except the last one."""
         return self.project + self.own + self.far + self.copy
 
 
 def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> LayerTimes:
-    """Return the layer times of `[N, n]` chunks. `cached` is the number of cached tokens: one number for all, or `[N,
-    1]`."""
+    """Return the compute times of one layer for N partitions among n ranks. `chunks` holds the tokens of each rank,
+    `[N, n]`. `cached` is the number of cached tokens: one number for all partitions, or an array `[N, 1]`."""
     earlier = np.cumsum(chunks, axis=1) - chunks
     own_keys = chunks * protocol.kernel.own_part
     rest_s = (1 - cost.project_share) * cost.linear_s
@@ -69,9 +73,12 @@ def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, ca
 
 
 def rank_seconds(work: LayerTimes, is_last: NDArray[np.bool_], cost: CostModel, protocol: Protocol) -> Seconds:
-    """Return the seconds that ranks compute in all layers, without waits and logits, in the shape of the arrays of
-    `work`. `is_last` (broadcast to that shape) marks the last rank of each chain. With `protocol.skip_last`, all other
-    ranks end as soon as their last KV can be sent."""
+    """Return the compute time in seconds of each rank for all layers, without waits and without logits. The result has
+    the same shape as the arrays in `work`.
+
+    `is_last` is True for the last rank of each chain, and must be broadcastable to this shape. With
+    `protocol.skip_last`, all other ranks end as soon as the KV of the last layer can be sent.
+    """
     layer = np.maximum(work.layer, cost.issue_s)
     end = np.maximum(work.project + work.last_own + work.last_far + work.copy, cost.issue_s)
     left = work.project + work.copy if protocol.skip_last else layer
@@ -81,8 +88,12 @@ def rank_seconds(work: LayerTimes, is_last: NDArray[np.bool_], cost: CostModel, 
 def chain_ttft(
     chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
 ) -> Seconds:
-    """Return the seconds to the first token, for one partition `[n]` (a 0-d array) or many `[N, n]` (`[N]`). With
-    `cost.push`, the time ends when the token is sampled and all KV has reached the generation group."""
+    """Return the predicted time to first token in seconds. For one partition `[n]` the result is a 0-d array; for N
+    partitions `[N, n]` it has the shape `[N]`.
+
+    `cached` is the number of cached tokens before the prompt's tokens. If `cost.push` is set, the time ends when the
+    token is sampled and all KV has reached the generation group.
+    """
     chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
     work = work_of(chunks_Nn, cost, protocol, cached)
     num_ranks = chunks_Nn.shape[1]

@@ -1,4 +1,4 @@
-"""Arrival processes: arrival times of requests, independent of earlier answers. Pure.
+"""Random arrival times of requests. They do not depend on when earlier requests are answered. Pure.
 
 Used by `baton_lab.traffic.traces.generators` for simulated traffic, and by `baton bench` for real traffic.
 """
@@ -13,10 +13,11 @@ def poisson(rate: float, seconds: float, generator: np.random.Generator) -> NDAr
 
 
 def gamma_arrivals(rate: float, shape: float, num: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """Return the first `num` arrival times, ascending, of a process with gamma distributed gaps of mean 1 / rate.
+    """Return the first `num` arrival times in seconds, ascending, of a process with gamma distributed gaps of mean 1 /
+    rate.
 
-    The squared coefficient of variation of the gaps is 1 / shape. A shape of 1 is a Poisson process; with a smaller
-    shape requests arrive in bursts, with a larger one more evenly.
+    The squared coefficient of variation of the gaps is 1 / shape. With a shape of 1, the process is a Poisson process.
+    With a smaller shape, requests arrive in bursts; with a larger shape, they arrive more evenly.
     """
     return np.cumsum(generator.gamma(shape, 1 / (shape * rate), num))
 
@@ -24,7 +25,8 @@ def gamma_arrivals(rate: float, shape: float, num: int, generator: np.random.Gen
 def gamma_arrivals_until(
     seconds: float, rate: float, shape: float, generator: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Return the arrival times in [0, seconds) of the process that `gamma_arrivals` describes."""
+    """Return the arrival times in [0, seconds), ascending, with gamma distributed gaps of mean 1 / rate.
+    `gamma_arrivals` explains `shape`."""
     num_drawn = int(rate * seconds * 1.5) + 200
     arrivals = gamma_arrivals(rate, shape, num_drawn, generator)
     while arrivals[-1] < seconds:

@@ -1,7 +1,8 @@
 """Traces generated from a seed: steady, bursty, diurnal, bimodal and shifting traffic.
 
-Arrivals are Poisson with a rate that may change over time, or have gamma distributed gaps (bursty). Lengths are gamma
-distributed around their means. Equal arguments give the same trace on every machine. Pure.
+Arrivals are a Poisson process whose rate may change over time. Bursty traffic has gamma distributed gaps instead.
+Prompt and output lengths are gamma distributed around their means. Equal arguments give the same trace on every
+machine. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ from baton_lab.traffic.traces.arrivals import gamma_arrivals_until, poisson
 from baton_lab.traffic.traces.trace import MAX_TOKENS, Trace
 
 BURSTINESS = 8.0
-"""Squared coefficient of variation of the gaps of bursty traffic; 1 would be Poisson arrivals."""
+"""Squared coefficient of variation of the gaps between the arrivals of bursty traffic. A Poisson process has 1."""
 SWING = 0.6
-"""Amplitude of diurnal traffic, as a fraction of the mean rate."""
+"""Amplitude of the rate of diurnal traffic, as a fraction of the mean rate."""
 _SPREAD = 0.5
-"""Coefficient of variation of prompt and output lengths."""
+"""Coefficient of variation (standard deviation divided by mean) of prompt and output lengths."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ MIXED = Lengths(1500, 200)
 
 @dataclass(frozen=True)
 class Phase:
-    """Period of traffic with one rate and one kind of request."""
+    """Period of a trace with one request rate and one kind of requests."""
 
     seconds: float
     rate: float
@@ -56,8 +57,8 @@ def steady(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> 
 
 
 def bursty(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> Trace:
-    """Return a trace at the same mean rate as `steady`, whose gaps have a squared coefficient of variation of
-    `BURSTINESS`."""
+    """Return a trace with the same mean rate as `steady`, in which requests arrive in bursts. The gaps between arrivals
+    have a squared coefficient of variation of `BURSTINESS`."""
     _check(rate, seconds)
     generator = np.random.default_rng(seed)
     arrivals = gamma_arrivals_until(seconds, rate, 1 / BURSTINESS, generator)
@@ -65,8 +66,8 @@ def bursty(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> 
 
 
 def diurnal(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> Trace:
-    """Return a trace with Poisson arrivals whose rate follows one period of a sine around `rate`, from minimum to
-    minimum."""
+    """Return a trace with Poisson arrivals whose rate varies like a day. The rate follows one period of a sine around
+    the mean `rate`, from its minimum through its maximum to its minimum."""
     _check(rate, seconds)
     generator = np.random.default_rng(seed)
     most = rate * (1 + SWING)
@@ -83,7 +84,8 @@ def bimodal(
     kinds: tuple[Lengths, Lengths] = (PROMPT_HEAVY, OUTPUT_HEAVY),
     share: float = 0.3,
 ) -> Trace:
-    """Return a trace with Poisson arrivals of two kinds of request. The fraction `share` is of the first kind."""
+    """Return a trace with Poisson arrivals of two kinds of requests. The fraction `share` of the requests is of the
+    first kind, the others are of the second."""
     _check(rate, seconds)
     generator = np.random.default_rng(seed)
 

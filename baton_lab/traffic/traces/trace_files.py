@@ -1,4 +1,4 @@
-"""Reads traces from files in three public formats, recognised by their first line.
+"""Reads traces from files in three public formats. The first line of a file determines its format.
 
     Azure LLM inference   CSV: TIMESTAMP, ContextTokens, GeneratedTokens; times like 2023-11-16 18:15:46.6805900
     BurstGPT              CSV: Timestamp, Model, Request tokens, Response tokens, Total tokens, Log Type; seconds
@@ -25,7 +25,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True)
 class _Line:
-    """One request of a file."""
+    """One request of a trace file."""
 
     time_s: float
     prompt_tokens: int
@@ -34,10 +34,10 @@ class _Line:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file in any of the three formats.
+    """Read a trace file in any of the supported formats.
 
-    Raises InvalidArgumentError, which names the file and the line, if the file cannot be read, has another format, or
-    has an invalid value.
+    Raises InvalidArgumentError if the file cannot be read, has another format, or contains an invalid value. The
+    message names the file and the line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

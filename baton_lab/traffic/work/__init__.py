@@ -1,1 +1,1 @@
-"""Work of groups in the simulator: the batch of a generation group, and the jobs of a prefill chain."""
+"""Simulated work of groups: the batch of a generation group, and the jobs of a prefill group."""

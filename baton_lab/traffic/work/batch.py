@@ -1,12 +1,13 @@
-"""Generation group in the simulator: a batch whose steps are computed in closed form between two changes.
+"""Simulated generation group: a batch of sequences. The time of many steps is computed by one formula, so steps are not
+simulated one by one.
 
-Between two changes of the batch, a step of N sequences with C tokens in total takes about A + B C seconds (A and B are
-from the planner's step times for N sequences, near C), and each step increases C by N. So k steps take
+A step of N sequences with C tokens in total takes about A + B C seconds, and increases C by N. A and B come from the
+planner's step times for N sequences, near C. While no sequence joins or leaves, k steps therefore take
 
     k (A + B C) + B N k (k - 1) / 2
 
-and steps are not simulated one by one. This is exact for nominal step times, and interpolates measured ones linearly. A
-sequence joins at the first step that begins after its arrival, as in the engine, and leaves after its last step. Pure.
+The formula is exact for nominal step times, and interpolates measured step times linearly. A sequence joins at the
+first step that begins after its arrival, as in the engine, and leaves after its last step. Pure.
 """
 
 import heapq
@@ -18,18 +19,21 @@ from baton.planning.step_times import StepTimes
 from baton_lab.traffic.gaps import GapHistogram
 
 _NEAR_TOKENS = 64
-"""Length in tokens per sequence of the segments in which measured step times are approximated by a line."""
+"""Length of a segment of context lengths, in tokens per sequence. Within a segment, measured step times are
+approximated by a straight line."""
 
 
 class StepLines:
-    """Step times as linear functions of the batch's tokens, for each number of sequences. Shared by all groups."""
+    """Step times as linear functions of the batch's total number of tokens, one function for each number of sequences.
+    Shared by all groups."""
 
     def __init__(self, steps: StepTimes) -> None:
         self._steps = steps
         self._lines: dict[tuple[int, int], tuple[float, float]] = {}
 
     def line(self, num_rows: int, num_keys: float) -> tuple[float, float]:
-        """Return A and B of the step time A + B C for `num_rows` sequences, near C = `num_keys` tokens in total."""
+        """Return A and B of the step time A + B C in seconds, where C is the total number of tokens in the batch. They
+        are valid for `num_rows` sequences and C near `num_keys`."""
         place = int(num_keys / num_rows / _NEAR_TOKENS) if self._steps.is_measured else 0
         found = self._lines.get((num_rows, place))
         if found is None:
@@ -41,22 +45,23 @@ class StepLines:
 
 
 class Batch:
-    """Sequences of one generation group. Its owner calls `advance` at the time `next_end_s`."""
+    """Simulated batch of one generation group. Its owner must call `advance` at the simulated time `next_end_s`."""
 
     def __init__(self, lines: StepLines, gaps: GapHistogram, on_end: Callable[[int, float], None]) -> None:
-        """`on_end` receives a sequence's number and the time of its last token, which may be up to one step in the
-        future."""
+        """Create an empty batch. `on_end` is called when a sequence leaves, with the sequence's number and the time of
+        its last token. This time may be up to one step in the future."""
         self._lines = lines
         self._gaps = gaps
         self._on_end = on_end
         self._ends: list[tuple[int, int, int, int]] = []
-        """Heap of sequences by the step after which they leave: (step, order, final number of tokens, number)."""
+        """Heap of the sequences, ordered by the step after which they leave. An entry is (index of this step, order of
+        joining, final number of tokens, number of the sequence)."""
         self._order = count()
         self._num_steps = 0
         self._at_s = 0.0
-        """Time of the step boundary that the state describes; up to one step in the future."""
+        """Time of the step boundary that the batch's state describes. It may be up to one step in the future."""
         self.num_keys = 0
-        """Total number of tokens of all sequences at the boundary."""
+        """Number of tokens of all sequences together, at the step boundary `_at_s`."""
         self._line = (0.0, 0.0)
 
     @property
@@ -66,11 +71,12 @@ class Batch:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of the next step; 0 without sequences."""
+        """Return the duration of the next step in seconds; 0 if the batch is empty."""
         return self._line[0] + self._line[1] * self.num_keys if self._ends else 0.0
 
     def join(self, number: int, context: int, num_tokens: int, now_s: float) -> None:
-        """Add a sequence of `context` tokens that leaves after `num_tokens` (>= 1) further steps."""
+        """Add the sequence `number`, which has `context` tokens now and leaves after `num_tokens` (at least 1) further
+        steps. It joins at the next step boundary."""
         if not self._ends:
             self._at_s = max(now_s, self._at_s)
         elif now_s > self._at_s:
@@ -82,13 +88,15 @@ class Batch:
         self._relate()
 
     def boundary_s(self, now_s: float) -> float:
-        """Return the time of the first step boundary that is not before `now_s`; `now_s` itself without sequences."""
+        """Return the time of the first boundary between two steps at or after `now_s`. If the batch is empty, a step
+        can begin at `now_s` or at the end of the last step, whichever is later."""
         if not self._ends or now_s <= self._at_s:
             return max(now_s, self._at_s)
         return self._at_s + self._seconds(self._steps_begun(now_s))
 
     def advance(self) -> None:
-        """Run all steps until the next sequence leaves, and remove all sequences that leave at that boundary."""
+        """Run all steps until the next sequence leaves. Remove this sequence, and all others that leave after the same
+        step."""
         if self._ends:
             self._settle(self._ends[0][0] - self._num_steps)
             self._leave()
@@ -96,14 +104,14 @@ class Batch:
 
     @property
     def next_end_s(self) -> float:
-        """Return the time at which the next sequence leaves; infinite without sequences."""
+        """Return the time at which the next sequence leaves; infinity if the batch is empty."""
         if not self._ends:
             return math.inf
         return self._at_s + self._seconds(self._ends[0][0] - self._num_steps)
 
     def drain_s(self, now_s: float) -> float:
-        """Return the predicted seconds until the last sequence leaves, at the current step time, if no sequence
-        joins."""
+        """Return the predicted seconds from `now_s` until the last sequence leaves. Assumes that all steps take as long
+        as the next one and that no sequence joins."""
         if not self._ends:
             return 0.0
         num_steps = max(end for end, _, _, _ in self._ends) - self._num_steps

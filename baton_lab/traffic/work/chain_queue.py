@@ -1,8 +1,9 @@
-"""Prefill groups in the simulator: their jobs, and the times at which jobs finish.
+"""Simulated prefill groups: their jobs, and the times at which the jobs finish.
 
-The order and the predicted work of jobs are those of the production queues (`orchestrator.membership.prefill_queues`).
-A job that is due earlier preempts another between two layers, as in the engine. This module has groups of one rank,
-whose work is computed in closed form; groups of several ranks are in `baton_lab.traffic.work.chain_turns`. Pure.
+The order of jobs and their predicted work are those of the production queues
+(`orchestrator.membership.prefill_queues`). A job with an earlier due time preempts another job between two layers, as
+in the engine. This module simulates groups of one rank, whose work is computed by formulas.
+`baton_lab.traffic.work.chain_turns` simulates groups of several ranks. Pure.
 """
 
 import heapq
@@ -14,52 +15,53 @@ from baton.types import Rank
 from orchestrator.placement.chain_width import ChainPlan
 
 NOTHING_S = 1e-12
-"""Seconds below which a time is treated as zero, because of rounding errors in sums."""
+"""Seconds below which a time difference is treated as zero, because sums have rounding errors."""
 
 Done = tuple[list[tuple[int, Rank]], list[tuple[int, float]]]
-"""Finished work: (job, rank) for each rank that finished its chunk of a job, and (job, time of its first token) for
-each finished job."""
+"""Finished work, as two lists. The first has (job, rank) for each rank that finished its chunk of a job. The second has
+(job, time of its first token) for each finished job."""
 
 
 class PrefillWork(Protocol):
-    """Jobs of one prefill group. Its owner calls `advance` at the time `next_turn_s`."""
+    """Interface of the simulated jobs of one prefill group. The owner must call `advance` at the simulated time
+    `next_turn_s`."""
 
     def __len__(self) -> int: ...
 
     def add(self, number: int, plan: ChainPlan, now_s: float) -> None:
-        """Add a job to the queue."""
+        """Add the job `number`, which is processed as `plan` describes."""
 
     def advance(self, now_s: float) -> Done:
-        """Advance to `now_s`, and return the work finished by then."""
+        """Advance the simulated time to `now_s`, and return the work that was finished by then."""
 
     @property
     def next_turn_s(self) -> float:
-        """Return the next time at which a rank finishes its chunk of a job or switches to another job; infinite without
-        jobs."""
+        """Return the next time at which a rank finishes its chunk of a job or switches to another job. Infinity if
+        there are no jobs."""
 
 
 @dataclass
 class _Part:
-    """Remaining work of a job on a rank."""
+    """Remaining work of one job on a rank."""
 
     left_s: float
     layer_s: float
-    """Seconds per layer. The job can be preempted between two layers."""
+    """Duration of one layer in seconds. The job can be preempted between two layers."""
     lag_s: float
-    """Seconds from the end of the rank's work to the first token."""
+    """Seconds from the end of the rank's work on the job to the job's first token."""
 
 
 class RankQueue:
-    """Jobs of a group of one rank. Implements PrefillWork."""
+    """Simulated jobs of a prefill group of one rank. Implements PrefillWork."""
 
     def __init__(self) -> None:
         self._parts: dict[int, _Part] = {}
-        """Unfinished jobs, by number."""
+        """Unfinished jobs by their number."""
         self._waiting: list[tuple[float, int]] = []
-        """Heap of (due time, number) of the jobs that are not running."""
+        """Heap of (due time, job number) for the jobs that are waiting."""
         self._running: tuple[float, int] | None = None
         self._at_s = 0.0
-        """Time for which the running job's `left_s` is valid."""
+        """Simulated time to which the running job's remaining work, `left_s`, refers."""
 
     def __len__(self) -> int:
         return len(self._parts)

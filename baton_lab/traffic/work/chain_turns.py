@@ -1,9 +1,11 @@
-"""Prefill group of several ranks in the simulator, whose ranks alternate between jobs as in `prefill_workers`.
+"""Simulated prefill group of several ranks. Its ranks alternate between jobs, as in `prefill_workers`.
 
-A turn on a job has two halves. The first completes a layer, which needs the earlier ranks' KV. The second begins the
-next layer: it computes the projections, after which the rank sends its own KV, and attention to the rank's own tokens.
-Each rank gives its next turn to the ready job that is due first. A job whose KV has not arrived lets another job run
-for a turn, and continues after that turn. So long prompts can delay the chains of short ones by a layer, repeatedly.
+A rank divides its work on a job into turns. A turn has two halves. The first half completes a layer, for which it needs
+the KV of the earlier ranks. The second half begins the next layer. It computes the projections, after which the rank
+sends its own KV, and the attention to the rank's own tokens.
+
+Each rank gives its next turn to the ready job with the earliest due time. While a job waits for KV of earlier ranks,
+another job runs for one turn. A long prompt can therefore delay a short one by the time of a layer, several times.
 Pure.
 """
 
@@ -22,31 +24,33 @@ from orchestrator.placement.chain_width import ChainPlan
 
 @dataclass(frozen=True)
 class _Turn:
-    """One turn of a rank on a job."""
+    """One unit of a rank's work on a job: it completes one layer, begins the next one, or both."""
 
     until_projected_s: float | None
-    """Seconds until the layer that begins in the turn is projected; None if no layer begins."""
+    """Seconds from the start of the turn until the rank's own KV of the next layer is computed. None if no layer begins
+    in this turn."""
     seconds: float
 
 
 @dataclass
 class _Part:
-    """Work of one rank on a job."""
+    """Work of one rank on one job."""
 
     due_s: float
     number: int
     turns: list[_Turn]
     hop_s: float
-    """Seconds to transfer a layer's KV from the previous rank."""
+    """Seconds to transfer the KV of one layer from the previous rank of the chain."""
     num_taken: int = 0
     is_first: bool = True
-    """True: the rank is the first of the chain."""
+    """True if the rank is the first of the job's chain."""
     behind: "_Part | None" = None
-    """Work of the next rank of the chain on the same job."""
+    """Work of the next rank of the chain on the same job; None on the last rank."""
     projected_s: list[float] = field(default_factory=list)
-    """Time at which the rank's own KV is computed, by layer."""
+    """Times at which the rank has computed its own KV, one for each layer so far."""
     arrived_s: list[float] = field(default_factory=list)
-    """Time at which the KV of all earlier ranks has arrived, by layer; empty on the first rank."""
+    """Times at which the KV of all earlier ranks arrives at this rank, one for each layer so far. Empty on the first
+    rank."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -54,19 +58,21 @@ class _Part:
 
     @property
     def ready_s(self) -> float:
-        """Time from which the next turn can begin; infinite if it is not known yet."""
+        """Time from which the next turn on the job can begin. Minus infinity: immediately. Infinity: not known yet,
+        because KV of earlier ranks is missing."""
         if self.is_first or not self.num_taken:
             return -math.inf
         return self.arrived_s[self.num_taken - 1] if self.num_taken <= len(self.arrived_s) else math.inf
 
     def project(self, at_s: float) -> None:
-        """Record the time at which the next layer's own KV is computed, and update the later ranks."""
+        """Record that the rank's own KV of the next layer is computed at the time `at_s`, and update the arrival times
+        at the later ranks."""
         self.projected_s.append(at_s)
         self.pass_on()
 
     def pass_on(self) -> None:
-        """For each layer whose KV is complete on this rank, compute when it arrives at the next rank, and so on down
-        the chain."""
+        """Compute when the KV of each complete layer arrives at the next rank of the chain, and repeat this for all
+        later ranks. A layer is complete when the rank has its own KV and that of all earlier ranks."""
         behind = self.behind
         if behind is None:
             return
@@ -78,7 +84,7 @@ class _Part:
 
 
 class _Rank:
-    """One rank: its work on each job, ordered by due time, and its current turn."""
+    """One rank of the group: its work on each job, ordered by due time, and its current turn."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []
@@ -87,11 +93,12 @@ class _Rank:
 
     @property
     def next_s(self) -> float:
-        """Time at which the current turn ends or, without one, at which the next turn can begin."""
+        """Time at which the current turn ends. If the rank is idle, the time at which a job becomes ready; infinity if
+        this is not known or if there are no jobs."""
         return self._turn_end_s if self.running else min((part.ready_s for part in self.parts), default=math.inf)
 
     def begin_turn(self, now_s: float) -> None:
-        """Give the next turn to the ready job that is due first, if any."""
+        """Start a turn on the ready job with the earliest due time. If no job is ready, the rank stays idle."""
         part = next((each for each in self.parts if each.ready_s <= now_s + NOTHING_S), None)
         self.running = part
         if part is not None:
@@ -101,7 +108,7 @@ class _Rank:
                 part.project(now_s + turn.until_projected_s)
 
     def end_turn(self) -> _Part | None:
-        """End the current turn. Return the rank's work on the job if it is finished, else None."""
+        """End the current turn. If the rank has now finished its work on the job, return this work, otherwise None."""
         part, self.running = self.running, None
         assert part is not None
         part.num_taken += 1
@@ -112,15 +119,15 @@ class _Rank:
 
 
 class ChainTurns:
-    """Jobs of a group of several ranks. Implements PrefillWork."""
+    """Simulated jobs of a prefill group of several ranks. Implements PrefillWork."""
 
     def __init__(self, num_ranks: int, cost: CostModel) -> None:
         self._ranks = [_Rank() for _ in range(num_ranks)]
         self._cost = cost
         self._lag_s: dict[int, float] = {}
-        """Seconds from the end of a job's last turn to its first token, by job."""
+        """Seconds from the end of a job's last turn to the job's first token, by job number."""
         self._open: dict[int, int] = {}
-        """Number of ranks that have not finished their work, by job."""
+        """Number of ranks that have not finished their work on a job, by job number."""
 
     def __len__(self) -> int:
         return len(self._open)

@@ -1,9 +1,8 @@
-"""Measures a prefill chain of a running cluster with prompts of several lengths, which it sends through the public
-client.
+"""Measures a prefill chain of a running cluster. Prompts of several lengths are sent through the public client.
 
-The computation time of a rank is the time from the start of its first layer to the end of its last layer, less its
-waits for the KV of earlier ranks. It is measured while all ranks of the chain compute, send KV to each other and push
-KV to the engine, as in normal service. Blocks; one prompt at a time.
+The computation time of a rank is the time from the start of its first layer to the end of its last layer, minus the
+time that it waits for KV of earlier ranks. It is measured while all ranks of the chain compute, send KV to each other
+and send KV to the engine, as in normal service. Functions block and run one prompt at a time.
 """
 
 import itertools
@@ -46,7 +45,7 @@ class Sample:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Number of prompt tokens of each rank."""
+        """Number of prompt tokens that each rank computed, in rank order."""
         return tuple(len(rank.tokens) for rank in self.ranks)
 
     @property
@@ -57,49 +56,51 @@ class Sample:
 
 @dataclass(frozen=True)
 class Check:
-    """Predicted and measured times to first token, for prompts of one length."""
+    """Comparison of predicted and measured times to first token, for prompts of one length."""
 
     num_tokens: int
     chunks: tuple[int, ...]
     is_fitted: bool
-    """True if the costs were fitted to this length."""
+    """True if prompts of this length and number of ranks were used for the fit."""
     measured_s: float
     """Median time to first token, in seconds."""
     predicted_s: float
     former_s: float
-    """Time to first token, in seconds, that the former calibration predicts."""
+    """Time to first token, in seconds, as predicted by the calibration that was in use before the fit."""
 
     @property
     def error(self) -> float:
-        """Error of the prediction, as a fraction of the measured time; positive if the predicted time was too long."""
+        """Predicted minus measured time, as a fraction of the measured time."""
         return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
 class ChainFit:
-    """The fitted calibration, and the errors of its predictions."""
+    """Result of a fit: the fitted calibration, and the errors of its predictions."""
 
     calibration: Calibration
     residual: float
-    """Largest relative deviation of a rank's measured seconds from the fit."""
+    """Largest deviation of a rank's measured time from the fit, as a fraction."""
     checks: tuple[Check, ...]
-    """One check for each prompt length and each division of a prompt among ranks, in ascending order of length."""
+    """Comparisons of predicted and measured times, in ascending order of prompt length. There is one for each prompt
+    length and each division of a prompt among ranks."""
     width: int
-    """Number of ranks of the chains that were fitted."""
+    """Number of ranks of the chains that were used for the fit."""
     num_ranks: int
     """Number of ranks of the prefill group."""
 
     @property
     def median_error(self) -> float:
-        """Median absolute error over the prompt lengths that were not used for the fit. If all lengths were used, over
-        all lengths."""
+        """Median absolute error, as a fraction of the measured time, over the prompts that were not used for the fit.
+        If all prompts were used for the fit, the median over all of them."""
         unseen = [abs(check.error) for check in self.checks if not check.is_fitted]
         return statistics.median(unseen or [abs(check.error) for check in self.checks])
 
 
 def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
-    """Return the prompt lengths to fit, for requests of up to `max_tokens`, ascending. Each length is half of the next
-    one. Raises InvalidArgumentError if they would be too short to distinguish the costs."""
+    """Return the prompt lengths that are used for the fit, in ascending order. `max_tokens` is the maximum number of
+    tokens of a request. Each length is twice the previous one. Raises InvalidArgumentError if the lengths would be too
+    short to distinguish the costs."""
     longest = int(max_tokens * _LONGEST_SHARE)
     lengths = tuple(longest >> power for power in reversed(range(_NUM_LENGTHS)))
     if lengths[0] < LEAST_TOKENS:
@@ -111,8 +112,8 @@ def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
 
 
 def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return one length between every two neighbouring lengths. At these lengths the fit is checked with prompts that
-    were not fitted."""
+    """Return one further prompt length between every two neighbouring `lengths`. The additional lengths are used to
+    check the fit, not to make it."""
     ascending = sorted(set(lengths))
     between = [round((low * high) ** 0.5) for low, high in itertools.pairwise(ascending)]
     return tuple(each for each in between if each not in ascending)
@@ -121,9 +122,10 @@ def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
 def measure(
     client: Client, lengths: Sequence[int], *, repeats: int, rng: random.Random, done: Callable[[int], None]
 ) -> list[Sample]:
-    """Measure `repeats` rounds. A round has one prompt of each length, in random order. An additional first round is
-    discarded. The tokens of each prompt are random, so that no KV is cached. `done` is called with the number of tokens
-    of each prompt that has ended. Raises UnavailableError if a chain did not prefill a prompt at the first attempt."""
+    """Run `repeats` rounds of prompts and return their measurements. A round has one prompt of each length in
+    `lengths`, in random order. One further round at the beginning is not measured. The tokens of each prompt are
+    random, so that its KV is not cached. `done` is called with the number of tokens of each prompt that has ended.
+    Raises UnavailableError if a chain did not prefill a prompt at the first attempt."""
     vocab_size = client.model().vocab_size
     samples = []
     for round_number in range(repeats + 1):
@@ -138,10 +140,14 @@ def measure(
 
 
 def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[int]) -> ChainFit:
-    """Fit a calibration to the samples of the lengths `fitted`, and predict all samples. Only chains with all ranks of
-    their group are fitted, because a rank may be faster while its neighbours are idle. If no prompt used all ranks, the
-    chains with the most ranks are fitted. Raises InvalidArgumentError if these chains have fewer than two prompt
-    lengths, or their times do not grow with the length."""
+    """Fit a calibration to samples, and predict all samples with it. `origin` is the calibration that the fit adjusts.
+    `fitted` has the prompt lengths whose samples are used for the fit.
+
+    Only samples of chains with all ranks of their group are used for the fit, because a rank may be faster while its
+    neighbours are idle. If no prompt used all ranks, the chains with the most ranks are used. Raises
+    InvalidArgumentError if these chains have fewer than two prompt lengths, or if their times do not grow with the
+    length.
+    """
     width, num_ranks = max(len(sample.ranks) for sample in samples), max(sample.num_ranks for sample in samples)
     basis = [sample for sample in samples if sample.num_tokens in fitted and len(sample.ranks) == width]
     if len({sample.num_tokens for sample in basis}) < 2:
@@ -166,7 +172,8 @@ def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[in
 
 
 def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
-    """Return the seconds that ranks computed. For equal chunks the median is returned."""
+    """Return the computation times of ranks in seconds, with one entry for each different chunk of a prompt. Chunks are
+    equal if they have the same length, start and last-rank flag. The time of equal chunks is their median."""
     seconds: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks:
@@ -175,8 +182,8 @@ def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
 
 
 def link_points(samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
-    """Return pairs (bytes of a message, seconds to send it). The seconds are the median over jobs with messages of that
-    size. Return no pairs for chains of one rank."""
+    """Return pairs (size of a message in bytes, seconds to send it) for the messages between neighbouring ranks. The
+    seconds are the median over all messages of this size. Return no pairs if the chains have only one rank."""
     seconds: defaultdict[float, list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks[:-1]:

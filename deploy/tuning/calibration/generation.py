@@ -1,7 +1,7 @@
-"""Implements `baton calibrate --generate`: measures generation steps on a running cluster.
+"""Implements `baton calibrate --generate`, which measures generation steps on a running cluster.
 
-The modules `steps` and `rounds` of this folder describe the measurement. baton.planning.step_times describes the table
-of step times and its interpolation.
+The modules `steps` and `rounds` of this folder describe the measurement. `baton.planning.step_times` describes the
+table of step times and its interpolation.
 """
 
 import argparse
@@ -26,8 +26,8 @@ _DRAFT_MODEL = "model"
 
 
 def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> str:
-    """Measure step times. If groups speculate, also measure rounds of drafts. Show the results, and return the text of
-    the file that stores them. The cluster must be idle."""
+    """Measure step times, show them, and return the text of the file that stores them. If groups use speculative
+    decoding, rounds with drafts are also measured. The cluster must be idle."""
     from random import Random
 
     from baton.planning.step_times import dumps, loads, tabulate
@@ -53,8 +53,9 @@ def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningSt
 
 
 def draft_keys_of(state: "ClusterState") -> dict[str, int]:
-    """Return the draft sources of the generation groups, each with the number of keys that a draft step attends to. A
-    draft model is left out, because its steps are not steps of the measured model."""
+    """Return the draft sources of the generation groups. The value of each source is the number of keys that a draft
+    step attends to. The draft source `model` is left out, because a draft model's steps are not steps of the measured
+    model."""
     groups = [group.generation for group in state.groups if group.generation is not None]
     sources = {each.counts.source: each.draft_keys for group in groups for each in group.speculation.sources}
     return {name: num_keys for name, num_keys in sources.items() if name != _DRAFT_MODEL}

@@ -1,7 +1,7 @@
-"""`baton calibrate`: measures the costs of prefill on a running cluster, and sends them to the cluster, which then uses
+"""`baton calibrate`: measures the costs of prefill on a running cluster, and sends the costs to the cluster, which uses
 them for its predictions.
 
-baton.planning.fit fits the costs, baton.planning.calibration writes the file, and docs/kv_runahead.md explains the
+`baton.planning.fit` fits the costs. `baton.planning.calibration` writes the file. docs/kv_runahead.md explains the
 numbers.
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 10.0
 _USE_S = 120.0
-"""Timeout in seconds for the orchestrator to accept new costs. It then searches again for the best partitions of
-prompts."""
+"""Timeout in seconds for the orchestrator's answer after new costs were sent. The orchestrator first searches for the
+best partitions of prompts under the new costs."""
 _MAX_REPEATS = 1000
 
 _DESCRIPTION = """\

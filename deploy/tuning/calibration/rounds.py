@@ -1,11 +1,13 @@
-"""Measures rounds of speculative decoding on a running cluster, with batches of sequences in which each step verifies a
-fixed number of drafts. A round is a step that verifies drafts, and the steps that made these drafts.
+"""Measures rounds of speculative decoding on a running cluster. A round is a step that verifies drafts, and the steps
+that made these drafts. Each step of a batch verifies a fixed number of drafts of each sequence.
 
 A batch is one request with one choice for each sequence, as in the module `steps` of this folder. The request sets the
-number of drafts. All sequences begin in the same step and run the same steps until the first of them ends, regardless
-of how many drafts of each sequence are accepted. The tokens of a round get their timestamps one after another at the
-end of the round. So the time between the first tokens of two successive rounds is the duration of a round, including
-the steps that draft. Blocks; one batch at a time.
+number of drafts. All sequences begin in the same step, and run the same steps until the first of them ends. This does
+not depend on how many drafts of each sequence are accepted.
+
+The engine sets the timestamps of a round's tokens, one after another, at the end of the round. The time between the
+first tokens of two successive rounds is therefore the duration of a round, including the steps that make drafts.
+Functions block and run one batch at a time.
 """
 
 import itertools
@@ -22,39 +24,39 @@ from baton.types import DraftRound, TokenEvent
 from deploy.tuning.calibration.steps import Grid, events_of
 
 NUM_ROUNDS = 8
-"""Minimum number of rounds that are measured of each batch."""
+"""Minimum number of rounds that are measured in each batch."""
 NUM_DRAFTS = (2, 6)
-"""Numbers of drafts per sequence with which each batch is measured. A small and a large number distinguish the cost of
-a draft from the cost of a round."""
+"""Numbers of drafts per sequence with which each batch is measured. A small and a large number are needed to separate
+the cost of one draft from the fixed cost of a round."""
 _UNMEASURED = 2
-"""Number of steps at the start of a sequence that produce tokens but are not measured: the end of the prompt, and the
-first round."""
+"""Number of first steps of a sequence that are not measured: the step that ends the prompt, and the first round."""
 Measured = tuple[StepWork, float]
-"""Work of a round, and its duration in seconds."""
+"""Pair of the work of a round and its duration in seconds."""
 
 
 @dataclass(frozen=True)
 class ChoiceStep:
-    """One step, as seen in the events of one choice of a batch."""
+    """One step of one choice of a request, computed from the events of the choice's tokens."""
 
     first_ns: int
-    """Time at which the first token of the step was made, in unix nanoseconds."""
+    """Time, in unix nanoseconds, at which the step's first token was made."""
     last_ns: int
-    """Time at which the last token of the step was made, in unix nanoseconds."""
+    """Time, in unix nanoseconds, at which the step's last token was made."""
     num_before: int
     """Number of output tokens that the choice had before the step."""
     drafts: DraftRound | None
-    """Drafts of the choice that the step verified; None if it verified no drafts."""
+    """Drafts that the step verified for this choice. None if the step did not verify drafts."""
 
 
 def max_tokens_of(num_drafts: int) -> int:
-    """Return the number of output tokens that a measured sequence with `num_drafts` drafts needs, even if all drafts
-    are accepted."""
+    """Return the number of output tokens to request for a measured sequence with `num_drafts` drafts per round. It is
+    large enough for `NUM_ROUNDS` rounds even if all drafts are accepted."""
     return _UNMEASURED + (NUM_ROUNDS + 2) * (1 + num_drafts)
 
 
 def corners(grid: Grid) -> Grid:
-    """Return a grid of only the smallest and the largest batch and context, because costs are linear between them."""
+    """Return a grid with only the smallest and the largest batch size and context of `grid`. These suffice because
+    costs are linear between them."""
     batches, contexts = (tuple(sorted({axis[0], axis[-1]})) for axis in (grid.batches, grid.contexts))
     return Grid(batches, contexts, grid.repeats)
 
@@ -67,10 +69,14 @@ def measure_rounds(
     rng: random.Random,
     done: Callable[[int], None],
 ) -> list[Measured]:
-    """Measure rounds of every batch and context of `grid` with each of NUM_DRAFTS. For each measured batch, return the
-    work and the seconds of the round of median duration. `draft_keys`: number of keys that a draft step attends to, by
-    draft source; 0 for a source that drafts without a step. `done` is called with the work of each batch that has
-    ended. Batches without drafts are left out. Raises UnavailableError if a batch was lost, or did not run alone."""
+    """Measure rounds for every batch size and context of `grid`, with each number of drafts in `NUM_DRAFTS`. For each
+    combination, return the work and the duration in seconds of the round with the median duration. A combination is
+    left out if none of its rounds had this number of drafts for every sequence.
+
+    `draft_keys` has the number of keys that a draft step attends to, by draft source. It is 0 for a source that makes
+    drafts without a step. `done` is called with the estimated work of each batch that has ended. Raises
+    UnavailableError if a batch was lost, or did not run alone.
+    """
     model = client.model()
     rounds: dict[tuple[int, int, int], list[Measured]] = defaultdict(list)
     cases = list(itertools.product(grid.cells, NUM_DRAFTS))
@@ -91,8 +97,10 @@ def measure_rounds(
 def rounds_of(
     events: Iterable[TokenEvent], batch: int, num_prompt: int, num_drafts: int, draft_keys: Mapping[str, int]
 ) -> list[Measured]:
-    """Return the work and seconds of each round in which all sequences of a batch had `num_drafts` drafts. `events` are
-    those of a batch that ran alone. Raises UnavailableError if the sequences did not run in the same steps."""
+    """Return the work and the duration in seconds of each round in which every sequence had exactly `num_drafts`
+    drafts. `events` are the token events of a batch of `batch` sequences that ran alone. Each sequence has a prompt of
+    `num_prompt` tokens. `draft_keys` has the number of keys that a draft step attends to, by draft source. Raises
+    UnavailableError if the sequences did not run in the same steps."""
     of_choices: list[list[TokenEvent]] = [[] for _ in range(batch)]
     for event in events:
         if event.token is not None:
@@ -112,8 +120,8 @@ def rounds_of(
 
 
 def steps_of_choice(events: Sequence[TokenEvent]) -> list[ChoiceStep]:
-    """Return the steps of one choice, from the events of its tokens. In a step with drafts, the last event reports the
-    drafts. All other steps have one token."""
+    """Group the token events of one choice into steps, and return the steps. In a step with drafts, the event of its
+    last token reports the drafts. A step without drafts has one token."""
     steps: list[ChoiceStep] = []
     for index, event in enumerate(events):
         steps.append(ChoiceStep(event.unix_ns, event.unix_ns, index, None))

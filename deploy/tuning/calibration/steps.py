@@ -1,11 +1,13 @@
-"""Measures generation steps on a running cluster: runs batches of sequences of equal length, and reads the times of
+"""Measures generation steps on a running cluster. Runs batches of sequences of equal length, and reads the times of
 their tokens.
 
 A batch is one request with one choice for each sequence. Its prompt is prefilled once, and the KV is copied to a slot
-for each sequence. So all sequences join the batch in the same step and leave it in the same step, and the engine runs
-nothing else between these steps. The engine sets a token's timestamp, so the time between two tokens of a sequence is
-the duration of a step, regardless of the delay to the client. The sequences have no drafts; the module `rounds`
-measures drafts. Blocks; one batch at a time.
+for each sequence. All sequences therefore join the engine's batch in the same step and leave it in the same step. The
+engine runs nothing else in between.
+
+The engine sets a token's timestamp. The time between two tokens of a sequence is therefore the duration of a step,
+without the delay to the client. The sequences have no drafts. The module `rounds` measures drafts. Functions block and
+run one batch at a time.
 """
 
 import itertools
@@ -21,53 +23,55 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 
 NUM_STEPS = 16
-"""Number of steps that are measured of each batch."""
+"""Number of steps that are measured in each batch."""
 _BEFORE = NUM_STEPS // 2 + 2
-"""Number of tokens that a sequence gets in the first half of its measurement. Two of them are not measured: the token
-at the prompt's end, and the token of the next step."""
+"""Number of output tokens of a sequence in the first half of its measurement. The first two of them are not measured:
+the token at the end of the prompt, and the token of the next step."""
 LEAST_CONTEXT = _BEFORE + 1
-"""Number of tokens that a sequence with the shortest prompt has half-way through its measurement."""
+"""Minimum context that can be measured, in tokens. It is the length that a sequence with a prompt of one token has
+half-way through its measurement."""
 _BATCHES = (1, 4, 16, 64)
 _CONTEXTS = (192, 1024, 4096)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The batches to measure: every combination of a number of sequences and a context."""
+    """Batches to measure: all combinations of a batch size and a context."""
 
     batches: tuple[int, ...]
-    """Numbers of sequences, ascending."""
+    """Batch sizes (numbers of sequences), in ascending order."""
     contexts: tuple[int, ...]
-    """Numbers of tokens that a sequence has half-way through the measurement, ascending."""
+    """Contexts in ascending order. A context is the number of tokens of a sequence half-way through its measurement."""
     repeats: int = 1
     """Number of times that each batch is measured."""
 
     @property
     def cells(self) -> list[tuple[int, int]]:
-        """All pairs (sequences, tokens) that are measured."""
+        """All pairs (number of sequences, tokens of context) that are measured."""
         return [(batch, context) for batch in self.batches for context in self.contexts]
 
     def work(self, cell: tuple[int, int]) -> int:
-        """Return an estimate of a cell's duration in an arbitrary unit: the prefill of a prompt, then steps of its
-        sequences."""
+        """Return an estimate of the time to measure a batch, in an arbitrary unit. `cell` is a pair (number of
+        sequences, tokens of context). The estimate adds the prefill of one prompt and the steps of all sequences."""
         return cell[1] + NUM_STEPS * cell[0]
 
 
 def default_batches(num_slots: int) -> tuple[int, ...]:
-    """Return the numbers of sequences to measure on a group of `num_slots` slots. The largest is the number of slots,
-    or the maximum number of choices of a request if that is smaller."""
+    """Return the batch sizes (numbers of sequences) to measure on a group of `num_slots` slots. The largest is
+    `num_slots`, but at most the maximum number of choices of a request."""
     most = min(num_slots, MAX_CHOICES)
     return tuple(sorted({*(each for each in _BATCHES if each <= most), most}))
 
 
 def longest_context(max_tokens: int) -> int:
-    """Return the number of tokens that a sequence has half-way through the measurement in the longest request, of
-    `max_tokens` tokens."""
+    """Return the longest context that can be measured, in tokens, if a request has at most `max_tokens` tokens. A
+    context is the length of a sequence half-way through its measurement."""
     return max_tokens - NUM_STEPS // 2
 
 
 def default_contexts(max_tokens: int) -> tuple[int, ...]:
-    """Return the contexts to measure for requests of up to `max_tokens`. Raises InvalidArgumentError if no two fit."""
+    """Return the contexts to measure, in tokens, if a request has at most `max_tokens` tokens. Raises
+    InvalidArgumentError if `max_tokens` is too small for two contexts."""
     longest = longest_context(max_tokens)
     contexts = tuple(each for each in _CONTEXTS if each <= longest)
     if len(contexts) < 2:
@@ -81,10 +85,13 @@ def default_contexts(max_tokens: int) -> tuple[int, ...]:
 
 
 def measure_steps(client: Client, grid: Grid, *, rng: random.Random, done: Callable[[int], None]) -> list[list[float]]:
-    """Measure step times. Return a table in seconds, with one line per number of sequences and one column per context.
-    Each value is the median over the steps of all repeats. Each repeat measures the batches in random order. One batch
-    before the first repeat is discarded. `done` is called with the work of each batch that has ended. Raises
-    UnavailableError if a batch was lost, or did not run alone."""
+    """Measure step times for every batch size and context of `grid`. Return them in seconds as a table, with one line
+    for each batch size and one column for each context. Each value is the median over the steps of all repeats.
+
+    Each repeat measures the batches in random order. One batch before the first repeat is discarded. `done` is called
+    with the estimated work of each batch that has ended. Raises UnavailableError if a batch was lost, or did not run
+    alone.
+    """
     vocab_size = client.model().vocab_size
     seconds: dict[tuple[int, int], list[float]] = {cell: [] for cell in grid.cells}
     _run(client, (grid.batches[-1], grid.contexts[0]), rng, vocab_size)
@@ -96,8 +103,9 @@ def measure_steps(client: Client, grid: Grid, *, rng: random.Random, done: Calla
 
 
 def steps_of(events: Iterable[TokenEvent], batch: int) -> list[float]:
-    """Return the seconds of each step except the first. `events` are those of a batch that ran alone from its first
-    token to its last. Raises UnavailableError if its sequences did not run in the same steps."""
+    """Return the duration in seconds of each measured step of a batch; the first step is not measured. `events` are the
+    token events of a batch of `batch` sequences that ran alone from its first to its last token. Raises
+    UnavailableError if the sequences did not run in the same steps."""
     stamps: list[list[int]] = [[] for _ in range(batch)]
     for event in events:
         if event.token is not None:
@@ -121,8 +129,8 @@ def _run(client: Client, cell: tuple[int, int], rng: random.Random, vocab_size: 
 
 
 def events_of(client: Client, prompt: list[int], params: SamplingParams) -> list[TokenEvent]:
-    """Run a batch (one request with several choices) and return its events. Raises UnavailableError if the cluster lost
-    the request."""
+    """Run a batch (one request with several choices), and return its token events. Raises UnavailableError if the
+    cluster lost the request."""
     with client.generate(token_ids=prompt, params=params) as stream:
         events = list(stream)
         usage, num_resumes = stream.usage, stream.output.num_resumes

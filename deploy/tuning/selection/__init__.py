@@ -1,2 +1,2 @@
-"""Fits the rules by which sparse residency policies choose keys (`baton prepare`). The rules are judged by their cost
-in perplexity when a text is read."""
+"""Fits the rules by which sparse residency policies select keys for attention (`baton prepare`). A rule is judged by
+how much it increases the perplexity of a text."""

@@ -1,11 +1,13 @@
-"""Computes how much attention a selection of keys keeps. `baton prepare` compares bases by this measure, without
-generation. A basis is a set of R columns on which queries and keys are projected to estimate their scores.
+"""Computes the fraction of attention that remains when only selected keys are attended to. `baton prepare` compares
+bases by this measure, without generating tokens. A basis is a set of R columns. Queries and keys are projected on these
+columns to estimate their scores.
 
-A softmax over all keys gives each a weight. The total weight of the chosen keys is the *captured mass*. The weight of
-the other keys is missing from the layer's output. The captured mass is computed from one run over a text, for queries
-at some positions and all earlier keys.
+A softmax over all keys gives each key a weight. The total weight of the chosen keys is the *captured mass*. The weight
+of the other keys is missing from the layer's output. The captured mass is computed from one run over a text, for
+queries at some positions and all earlier keys.
 
-Legend: Q examined queries, S keys, N query heads, G kv heads, J = N / G, H head dim, R columns of a basis.
+Shape suffixes: Q examined queries, S keys, N query heads, G kv heads, J = N / G query heads per kv head, H head dim, R
+columns of a basis.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,22 +22,22 @@ from baton.modeling.sparse.bases import Basis, LayerSample
 
 @dataclass(frozen=True)
 class Captured:
-    """Attention that a selection keeps. Values are means over queries, heads, and the layers in which keys are
-    chosen."""
+    """Attention that a selection of keys captures. Values are means over queries, heads, and the layers in which keys
+    are selected."""
 
     mass: float
-    """Fraction of the softmax weight that belongs to the chosen keys."""
+    """Fraction of the softmax weight that belongs to the selected keys."""
     share: float
-    """Fraction of the sequence's keys that are chosen."""
+    """Fraction of the visible keys that are selected."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A method to choose keys: by the scores of a basis, or by true scores."""
+    """Method to select keys: by scores that a basis estimates, or by true scores."""
 
     basis: Basis | None
-    """Basis whose columns score the keys. None: true scores, which give the best possible choice of a given number of
-    keys."""
+    """Basis whose columns estimate the scores of the keys. None: the true scores are used, which give the best possible
+    selection of a given number of keys."""
     lookahead: int
     selection: Selection
 
@@ -43,8 +45,9 @@ class Guess:
 def captured(
     samples: Iterable[LayerSample], guesses: Sequence[Guess], positions_Q: Tensor, windows: Sequence[int | None]
 ) -> list[Captured]:
-    """For each guess, return the attention that it captures, of the queries at `positions_Q`. `windows` has the sliding
-    window of each layer, or None for a layer without one."""
+    """Return the attention that each of `guesses` captures, as a mean over the queries at `positions_Q`. `samples` has
+    the queries and keys of each layer. `windows` has the sliding window of each layer, or None for a layer without a
+    sliding window."""
     found = torch.zeros(len(guesses), 2, dtype=torch.float64)
     num_layers = 0
     for sample in samples:
@@ -63,14 +66,15 @@ def captured(
 
 
 def closeness(scores_GJQS: Tensor) -> Tensor:
-    """Return, as `[G, Q, S]`, each key's score minus the best score of the same query head, which is at most 0. Of the
-    J query heads of a kv head, the maximum counts."""
+    """Return the closeness of each key as `[G, Q, S]`: the key's score minus the highest score of the same query head.
+    Closeness is at most 0. For a kv head, it is the maximum over the kv head's J query heads."""
     return (scores_GJQS - scores_GJQS.amax(-1, keepdim=True)).amax(1)
 
 
 def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: Selection) -> Tensor:
-    """Return the keys that `baton.modeling.forward.selection` would choose for each of many queries, as a mask `[G, Q,
-    S]`."""
+    """Return the keys that `baton.modeling.forward.selection` would select, as a bool mask `[G, Q, S]`. `close_GQS` is
+    the closeness of each key. `positions_Q` has the positions of the queries. `seen_QS` is True where a query may
+    attend to a key."""
     num_seen_Q = seen_QS.sum(-1)
     num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()
     most_Q = (num_seen_Q * selection.most_share).floor().clamp_(min=selection.free_keys)

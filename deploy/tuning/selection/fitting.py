@@ -1,11 +1,13 @@
 """Implements `baton prepare`: fits bases (columns that estimate the scores of keys), compares them, tunes a selection,
-and writes the best to a file. Blocks for a minute or more.
+and writes the best selection to a file. Blocks for a minute or more.
 
-passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios passage 2 -> the same -> attention that
-each captures -> the best kind of each ratio others    -> read through the policy         -> perplexity and bytes
--> the selection that reads least
+1. The first passage of the text gives queries and keys of every layer. Bases of all kinds are fitted to them.
+2. The second passage gives other queries and keys. They show how much attention each basis captures. The best kinds of
+   basis for each number of columns are kept.
+3. The other passages are read through the policy. They show the perplexity and the bytes of each selection. Of the
+   selections within the allowed cost, the one that reads the fewest bytes is written.
 
-Kinds of bases that capture nearly the same attention are compared by reading the other passages, because their costs in
+If several kinds of bases capture nearly the same attention, they are compared in step 3, because their costs in
 perplexity differ more.
 """
 
@@ -44,51 +46,58 @@ from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.selective import require_selective
 
 _FITTED_TOKENS = 2048
-"""Maximum number of tokens that bases are fitted to: the beginning of the first passage."""
+"""Maximum number of tokens to which bases are fitted. They are the first tokens of the first passage."""
 _LEAST_TOKENS = 64
 _NUM_JUDGED = 64
-"""Number of queries by which bases are compared. They are evenly spaced over the second half of the second passage."""
+"""Number of queries with which bases are compared. The queries are evenly spaced over the second half of the second
+passage."""
 _JUDGED_SHARE = 0.05
-"""Fraction of the keys that each basis chooses by score when bases are compared."""
+"""Fraction of the keys that each basis selects by score while bases are compared."""
 _TIE = 0.001
-"""Difference of captured mass below which two bases count as equal. A different number of threads causes differences of
-this size."""
+"""Difference in captured mass (a fraction of 1) below which two bases count as equal. Differences of this size also
+occur when only the number of threads changes."""
 _MASS_EVERY = 16
-"""Interval in steps at which the attention weight of the final selection's keys is measured."""
+"""Interval, in steps, between measurements of the attention weight that the final selection captures."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A basis, and the fraction of the softmax weight that it captures. All bases choose the same number of keys."""
+    """Basis with the fraction of the softmax weight that it captures. All compared bases select the same number of
+    keys."""
 
     basis: Basis
     own_mass: float
-    """Fraction captured by the layer's own queries."""
+    """Fraction of the softmax weight that is captured if keys are selected with the layer's own queries (lookahead
+    0)."""
     early_mass: float
-    """Fraction captured by queries that were predicted one layer before."""
+    """Fraction of the softmax weight that is captured if keys are selected with queries that were predicted one layer
+    earlier (lookahead 1)."""
     is_best: bool
-    """True if no basis with the same number of columns captures more by `_TIE` or more, at the requested lookahead."""
+    """True if this basis is among the best with its number of columns, at the requested lookahead. Bases whose captured
+    mass is less than `_TIE` below the highest are all among the best."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that `baton prepare` prints."""
+    """Results of `baton prepare`, as it prints them."""
 
     title: str
     judged: tuple[Judged, ...]
     judged_share: float
-    """Fraction of the keys that were chosen when bases were compared, including the keys that are always chosen."""
+    """Fraction of the keys that were selected while bases were compared. It includes the keys that are always
+    selected."""
     best_mass: float
-    """Maximum fraction of the softmax weight that this number of keys can capture."""
+    """Fraction of the softmax weight that a selection by true scores captures with the same number of keys. No basis
+    can capture more."""
     full_perplexity: float
     found: tuple[Measured, ...]
-    """The selections that stay within the allowed cost. The first one is written to the file."""
+    """Selections within the allowed cost. The first one is written to the file."""
     path: Path
 
 
 def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
-    """Fit bases, compare them, tune a selection, and write the file. Raises InvalidArgumentError, ConfigError,
-    ModelError."""
+    """Run all stages of `baton prepare`: fit bases, compare them, tune a selection, and write the selection to a file.
+    Raises InvalidArgumentError, ConfigError or ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     torch.set_num_threads(use_threads(args.threads))
@@ -121,7 +130,7 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
 
 @torch.inference_mode()
 def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Console) -> list[Basis]:
-    """Fit a basis of each kind, with the number of columns of the largest ratio."""
+    """Fit one basis of each requested kind to a text. Each basis has the largest requested number of columns."""
     kinds = [BasisKind(name) for name in wanted.kinds]
     num_columns = _num_columns(decoder, wanted)[-1]
     context = wanted.reach or decoder.config.max_position
@@ -134,8 +143,8 @@ def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Con
 def judge(
     decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, console: Console
 ) -> tuple[tuple[Judged, ...], Captured]:
-    """Return the attention over a text that each basis captures with each number of columns, and the attention that
-    true scores capture."""
+    """Compare bases on the text `token_ids`. Return the attention that each basis captures with each number of columns,
+    and the attention that a selection by true scores captures."""
     selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
     narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
     guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
@@ -156,8 +165,9 @@ def judge(
 
 
 def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> list[Measured]:
-    """Return selections by these bases. If they are searched, the selection that reads the fewest bytes is first. If
-    alpha and most_share are given by hand, the basis with the lowest cost is first. Raises ConfigError."""
+    """Measure selections with these bases, and return them in order of preference. If the user gave alpha and
+    most_share, this selection is measured with each basis, and the basis with the lowest cost is first. Otherwise alpha
+    and most_share are searched, and the selection that reads the fewest bytes is first. Raises ConfigError."""
     if wanted.by_hand is None:
         fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
         bases = cheapest(bases, fixed, wanted.context, reader.measure)
@@ -167,10 +177,11 @@ def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> l
 
 
 class PassageReader:
-    """Reads the same passages through one policy after another."""
+    """Reads the same passages of text through several policies, one after another."""
 
     def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, console: Console) -> None:
-        """Prefill the passages, and read them with attention to all keys. Raises ConfigError if there is not enough
+        """Prefill the passages, and read them once with attention to all keys, as the reference. `lookahead` is the
+        number of layers by which keys are selected in advance (0 or 1). Raises ConfigError if there is not enough
         memory."""
         self._decoder = decoder
         self._lookahead = lookahead
@@ -186,16 +197,18 @@ class PassageReader:
         return perplexity(self._full.losses_BM)
 
     def read(self, basis: Basis, selection: Selection, mass_every: int = 0) -> Reading:
-        """Read the passages through the policy infinigen with this basis and selection. Every `mass_every` steps, the
-        true attention weight of the selected keys is measured, which is slow. 0: never."""
+        """Read the passages through the policy `infinigen` with this basis and selection. Every `mass_every` steps, the
+        true attention weight of the selected keys is measured, which is slow. If `mass_every` is 0, the weight is never
+        measured."""
         fingerprint = self._shape.layout.model_fingerprint
         prepared = PreparedSelection(basis, selection, self._lookahead, fingerprint, text_hash="")
         residency = InfinigenResidency(self._shape, PagedMemory, prepared, self._decoder)
         return self._read(residency, _name(basis, selection), mass_every)
 
     def measure(self, basis: Basis, selection: Selection) -> Measured:
-        """Measure the cost of a basis and selection, and the bytes that it reads. Each is measured only once.
-        Implements selection_tuning.Measure."""
+        """Read the passages with a basis and a selection, and return the cost in perplexity and the bytes read. A
+        repeated call with the same basis and selection returns the first result. Implements
+        `selection_tuning.Measure`."""
         key = f"{basis.kind.value} {basis.num_columns}", selection
         if key not in self._measured:
             self._measured[key] = self._measure(basis, selection)
@@ -230,8 +243,8 @@ class PassageReader:
 
 
 def require_fit(decoder: Decoder, wanted: Wanted) -> None:
-    """Check in advance for errors that would otherwise appear only after minutes. Raises InvalidArgumentError,
-    ConfigError, ModelError."""
+    """Check the model and the options for errors that would otherwise appear only after minutes of work. Raises
+    InvalidArgumentError, ConfigError or ModelError."""
     config = decoder.config
     if config.num_layers <= NUM_WHOLE_LAYERS:
         raise ModelError(

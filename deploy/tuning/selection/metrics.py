@@ -1,8 +1,8 @@
-"""Quality measures of a residency policy that reads a text (module `passages` in this folder): perplexity, agreement
-with full attention, and selected keys.
+"""Quality measures of a residency policy through which a text is read (module `passages` in this folder): perplexity,
+agreement with full attention, and selected keys.
 
-Legend: B sequences, M steps, L layers, N heads, G kv heads, J = N / G query heads per kv head, H head dim, S keys of a
-sequence, K maximum number of selected keys.
+Shape suffixes: B sequences, M steps, L layers, N heads, G kv heads, J = N / G query heads per kv head, H head dim, S
+keys of a sequence, K maximum number of selected keys.
 """
 
 import math
@@ -18,18 +18,19 @@ from generate_workers.residency.port import StepKv
 
 
 def perplexity(losses: Tensor) -> float:
-    """Return the perplexity of tokens with these negative log likelihoods."""
+    """Return the perplexity of tokens. `losses` are their negative log likelihoods."""
     return math.exp(losses.double().mean())
 
 
 def compatibility(choices_BM: Tensor, reference_BM: Tensor) -> float:
-    """Return the fraction of chosen tokens that equal those of the reference."""
+    """Return the fraction of tokens in `choices_BM` that equal the token of the reference at the same position."""
     return float((choices_BM == reference_BM).double().mean())
 
 
 def relative_cost(losses_BM: Tensor, reference_BM: Tensor) -> tuple[float, float]:
-    """Return the relative increase of the perplexity compared with the reference on the same tokens, and its standard
-    error. Sequences count as independent samples; tokens of a sequence do not. The error is NaN for one sequence."""
+    """Return a pair: the relative increase of the perplexity compared with the reference on the same tokens, and its
+    standard error. Both arguments are negative log likelihoods. Sequences count as independent samples, but tokens of
+    one sequence do not. With only one sequence, the standard error is NaN."""
     gap_B = (losses_BM - reference_BM).double().mean(1)
     ratio = math.exp(gap_B.mean())
     error = float(gap_B.std()) / math.sqrt(len(gap_B)) if len(gap_B) > 1 else math.nan
@@ -37,32 +38,34 @@ def relative_cost(losses_BM: Tensor, reference_BM: Tensor) -> tuple[float, float
 
 
 class PicksMeter:
-    """Counts the keys that sequences attend to, in the layers in which a policy chooses keys, over all observed steps.
-    None of these layers has a sliding window."""
+    """Meter that counts the keys that sequences attend to, over all steps that it observes. It counts only the layers
+    in which the policy selects keys. None of these layers has a sliding window."""
 
     def __init__(self) -> None:
         self.weighs = False
-        """True while the weight that full attention gives to the selected keys is measured, which is slow."""
+        """True while the softmax weight of the selected keys under full attention is measured, which is slow."""
         self._shares: list[float] = []
         self._masses: list[float] = []
 
     @property
     def picked_share(self) -> float | None:
-        """Mean fraction of a sequence's keys that a kv head attended to; None if no layer chose keys."""
+        """Mean fraction of a sequence's keys that a kv head attended to. None if no layer selected keys."""
         return statistics.fmean(self._shares) if self._shares else None
 
     @property
     def mass(self) -> float | None:
-        """Mean weight that softmax over all keys gives to the selected keys; None if it was not measured."""
+        """Mean fraction of full attention's softmax weight that belongs to the selected keys. None if it was not
+        measured."""
         return statistics.fmean(self._masses) if self._masses else None
 
     def watch(self, step: StepKv) -> "WatchedTurns | None":
-        """Return the step's turns (its calls before and after each layer) with this meter attached; None if the step
-        has no turns. All sequences of the step have one new token."""
+        """Return the step's LayerTurns (the policy's hooks before and after each layer) with this meter attached. None
+        if the step has no LayerTurns. Each sequence of the step must have exactly one new token."""
         return None if step.turns is None else WatchedTurns(self, step, step.turns)
 
     def take(self, layer: int, picks: Picks, step: StepKv, q_BNH: Tensor) -> None:
-        """Record the keys that were selected for these queries in one layer."""
+        """Record the keys that were selected in one layer of a step. `q_BNH` are the queries for which they were
+        selected."""
         lengths_B = torch.tensor([span.tokens.end for span in step.spans])
         self._shares.append(float((picks.num_BG / lengths_B.unsqueeze(1)).mean()))
         if self.weighs:
@@ -73,26 +76,27 @@ class PicksMeter:
 
 @dataclass(frozen=True)
 class WatchedTurns:
-    """LayerTurns that forward all calls to the turns of a step, and report the selected keys to a meter."""
+    """Wrapper of a step's LayerTurns, the policy's hooks before and after each layer. It forwards all calls to them,
+    and reports the selected keys to a meter."""
 
     meter: PicksMeter
     step: StepKv
     turns: LayerTurns
-    """Turns of the step, to which all calls are forwarded."""
+    """LayerTurns of the step, to which all calls are forwarded."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Begin the layer's turn in the step's own turns."""
+        """Forward the call at the beginning of a layer to the step's own LayerTurns."""
         self.turns.begin(layer, hidden_TD)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the selected keys of the step's own turns, and record them in the meter."""
+        """Return the keys that the step's own LayerTurns select for these queries, and record them in the meter."""
         picks = self.turns.picks(layer, q_TNH)
         if picks is not None:
             self.meter.take(layer, picks, self.step, q_TNH)
         return picks
 
     def end(self, layer: int) -> None:
-        """End the layer's turn in the step's own turns."""
+        """Forward the call at the end of a layer to the step's own LayerTurns."""
         self.turns.end(layer)
 
 

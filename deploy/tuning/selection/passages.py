@@ -1,12 +1,12 @@
 """Measures the quality of a residency policy by reading natural text through it, as generation steps do.
 
 Each sequence is a passage: a context, and the text that follows it in the original. Full attention computes the
-context's KV, which is copied into the policy's memory, the same bytes for every policy. The text after the context is
-fed one token per step, with all sequences in one batch. Each step returns the likelihood of the true next token, and
-the token that the model would have chosen. The true token is always fed (teacher forcing), so every policy gets the
-same input. Runs on the calling thread, deterministic.
+context's KV, which is copied into the policy's memory. Every policy thus starts with the same KV. The text after the
+context is fed one token per step, with all sequences in one batch. Each step returns the likelihood of the true next
+token, and the token that the model would have chosen. The true token is always fed (teacher forcing), so that every
+policy gets the same input. Functions run on the calling thread and are deterministic.
 
-Legend: B sequences, M steps, V vocabulary, D hidden.
+Shape suffixes: B sequences, M steps, V vocabulary, D hidden.
 """
 
 import statistics
@@ -28,9 +28,10 @@ from deploy.tuning.selection.metrics import PicksMeter
 from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 
 _CHUNK_TOKENS = 1024
-"""Maximum number of tokens of a context that are prefilled in one call."""
+"""Maximum number of context tokens that are prefilled in one call."""
 _UNTIMED_STEPS = 3
-"""Steps at the beginning of a run that are not timed, because they touch memory for the first time."""
+"""Number of steps at the beginning of a run that are not timed, because they touch memory for the first time and are
+slower."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Passage:
 
     token_ids: tuple[int, ...]
     num_context: int
-    """Number of tokens that are prefilled. Each later token except the last is fed in a step, and predicted in the step
-    before."""
+    """Number of tokens of the context, which are prefilled. Each later token except the last is fed in a step. Each
+    step predicts the token after the one that it is fed."""
 
     def __post_init__(self) -> None:
         assert self.num_context >= 1, "a row needs a context"
@@ -48,65 +49,66 @@ class Passage:
 
     @property
     def num_steps(self) -> int:
-        """Number of tokens to predict: all tokens after the context except the first one, which prefill would
-        predict."""
+        """Number of tokens that steps predict. It is the number of tokens after the context minus one, because the
+        first of them would be predicted by prefill."""
         return len(self.token_ids) - self.num_context - 1
 
 
 @dataclass(frozen=True)
 class Context:
-    """A passage with the computed KV of its context."""
+    """Passage, with the KV of its context."""
 
     passage: Passage
     kv: KvBuffer
-    """KV of at least the context's tokens, computed by full attention."""
+    """KV of at least the context's tokens, computed with full attention."""
 
 
 @dataclass(frozen=True)
 class StepScore:
-    """Result of one step: its predictions of the next tokens."""
+    """Result of one step: its predictions of the next tokens, its duration, and the bytes that it read."""
 
     losses_B: Tensor
-    """Negative log likelihoods of the true tokens, natural logarithm, float64."""
+    """Negative log likelihoods (natural logarithm) of the true next tokens, in float64."""
     choices_B: Tensor
-    """The most likely tokens according to the step."""
+    """Token with the highest likelihood for each sequence, according to this step."""
     duration_s: float
-    """Duration in seconds of the decoder, the policy, the logits and the choice of tokens."""
+    """Duration of the step in seconds. It includes the decoder, the policy, the logits and the choice of tokens."""
     num_kv_bytes: int
     """Bytes of KV that attention read, as counted by the policy."""
     num_link_bytes: int
-    """Bytes copied between host and device, as counted by the policy."""
+    """Bytes copied between host memory and device memory, as counted by the policy."""
     num_full_bytes: int
-    """Bytes of KV that attention to all tokens would read."""
+    """Bytes of KV that attention to all keys would have read."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of all steps of one policy over the same passages."""
+    """Combined result of all steps in which one policy read the passages."""
 
     losses_BM: Tensor
-    """Negative log likelihoods of the true tokens, natural logarithm, float64."""
+    """Negative log likelihoods (natural logarithm) of the true next tokens, in float64."""
     choices_BM: Tensor
     step_s: float
-    """Median duration of a step in seconds. The first steps, and steps in which attention weights were measured, do not
-    count."""
+    """Median duration of a step in seconds. The first steps are not counted, and neither are steps in which attention
+    weights were measured."""
     num_kv_bytes: int
-    """Bytes of KV that attention read in all steps. `num_link_bytes` and `num_full_bytes` are also sums over all
-    steps."""
+    """Total number of bytes of KV that attention read in all steps. `num_link_bytes` and `num_full_bytes` are also
+    totals of all steps."""
     num_link_bytes: int
     num_full_bytes: int
     held: KvBytes
     """KV memory of all sequences after the last step."""
     picked_share: float | None
-    """Mean fraction of a sequence's keys that its kv heads attended to, in layers that choose keys; None if no layer
-    does."""
+    """Mean fraction of a sequence's keys that its kv heads attended to, over the layers in which the policy selects
+    keys. None if there are no such layers."""
     mass: float | None
-    """Mean fraction of full attention's weight that belongs to the keys attended to; None if it was not measured."""
+    """Mean fraction of full attention's softmax weight that belongs to the keys attended to. None if it was not
+    measured."""
 
 
 def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], None] | None = None) -> KvBuffer:
-    """Compute the KV of `token_ids` by full attention, chunk by chunk; `done` is called with the number of tokens of
-    each chunk. Raises the errors of OUT_OF_MEMORY."""
+    """Compute the KV of `token_ids` with full attention, in chunks. `done` is called with the number of tokens of each
+    chunk. Raises one of the exceptions in OUT_OF_MEMORY if memory cannot be allocated."""
     kv = decoder.device.buffer(decoder.layout, TokenRange(0, len(token_ids)))
     with torch.inference_mode():
         for chunk in kv.tokens.split(_CHUNK_TOKENS):
@@ -129,13 +131,13 @@ def prefill_contexts(decoder: Decoder, passages: Sequence[Passage], console: Con
 
 
 def shape_for(decoder: Decoder, passages: Sequence[Passage]) -> KvShape:
-    """Return the sizes with which a policy can hold one sequence for each passage."""
+    """Return the sizes that a policy needs to hold one sequence for each passage."""
     longest = max(len(passage.token_ids) for passage in passages)
     return KvShape(decoder.layout, decoder.config.windows, len(passages), longest)
 
 
 class PassageRows:
-    """Sequences that read their passages through a policy, one token per step. Make an object with `opened`."""
+    """Sequences that read their passages through a policy, one token per step. `opened` makes an object."""
 
     def __init__(
         self, decoder: Decoder, residency: Residency, passages: Sequence[Passage], rows: Sequence[RowKv]
@@ -150,8 +152,8 @@ class PassageRows:
     @classmethod
     @contextmanager
     def opened(cls, decoder: Decoder, residency: Residency, contexts: Sequence[Context]) -> Iterator["PassageRows"]:
-        """Copy each context's KV to a sequence of the policy, which must hold no other sequences. Yield the sequences,
-        and release them after the `with` block."""
+        """Add one sequence for each context to the policy, and copy the context's KV to it. Yield the sequences, and
+        release them when the `with` block ends. The policy must not hold other sequences."""
         with ExitStack() as claims:
             rows: list[RowKv] = []
             for slot, context in enumerate(contexts):
@@ -165,7 +167,7 @@ class PassageRows:
 
     @property
     def num_steps_left(self) -> int:
-        """Number of remaining steps until the first passage ends."""
+        """Number of steps until the first passage ends."""
         return min(passage.num_steps for passage in self._passages) - self._num_steps
 
     @property
@@ -175,7 +177,8 @@ class PassageRows:
 
     @torch.inference_mode()
     def step(self, meter: PicksMeter | None = None) -> StepScore:
-        """Feed every sequence its next token. `meter` records the keys that the policy selects."""
+        """Run one step, in which every sequence gets its next token of the text. `meter` records the keys that the
+        policy selects. None: they are not recorded."""
         assert self.num_steps_left, "a passage has ended"
         places = [passage.num_context + self._num_steps for passage in self._passages]
         spans = [(SlotId(slot), TokenRange(at, at + 1)) for slot, at in enumerate(places)]
@@ -204,8 +207,9 @@ class PassageRows:
 
 
 def read(rows: PassageRows, mass_every: int = 0, done: Callable[[], None] | None = None) -> Reading:
-    """Read to the end of the first passage; `done` is called after each step. Every `mass_every` steps, the weight of
-    full attention on the selected keys is measured, which is slow. 0: never."""
+    """Run steps until the first passage ends, and return their combined result. `done` is called after each step. Every
+    `mass_every` steps, the weight of full attention on the selected keys is measured, which is slow. If `mass_every` is
+    0, the weight is never measured."""
     meter, scores, times = PicksMeter(), [], []
     for number in range(rows.num_steps_left):
         meter.weighs = bool(mass_every) and number % mass_every == 0

@@ -1,8 +1,8 @@
-"""`baton prepare`: finds rules for residency `infinigen`, by which a model's keys are chosen from only some of their
-columns.
+"""`baton prepare`: fits the rules by which the residency policy `infinigen` selects keys of a model. The rules use only
+some of the keys' columns.
 
-It needs no cluster: one process runs the model over a text (`deploy.tuning.selection.fitting`). docs/infinigen.md
-describes the fitted parameters.
+The command needs no cluster. One process runs the model over a text (`deploy.tuning.selection.fitting`).
+docs/infinigen.md describes the fitted parameters.
 """
 
 import argparse
@@ -41,7 +41,7 @@ The best of all --kinds is taken at each ratio, and of these what reads least an
 a standard error more. `baton evaluate` on another text says what it is worth."""
 
 _COSTS = ("0.02", "0.015")
-"""Default of the allowed relative increase of perplexity, indexed by the lookahead in layers."""
+"""Default values of the allowed relative increase of perplexity. The index is the lookahead in layers (0 or 1)."""
 
 _EXAMPLES = """\
 examples:
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_wanted(args: argparse.Namespace) -> Wanted:
-    """Return the values that the options request. Raises InvalidArgumentError for an option that is out of range."""
+    """Convert the command-line options to a Wanted. Raises InvalidArgumentError for an option that is out of range."""
     option_values.check_threads(args.threads)
     if args.output is not None and args.output.is_dir():
         raise InvalidArgumentError(f"--output {args.output} is a folder: name a file")
@@ -166,7 +166,7 @@ def _by_hand(args: argparse.Namespace) -> tuple[float, float] | None:
 
 
 def bases_table(outcome: "Outcome") -> "Table":
-    """Return a table with one line per basis: the attention that it captures."""
+    """Return a table of the compared bases, with the attention that each captures."""
     from deploy.options.screen import number_table
 
     title = f"attention captured by {outcome.judged_share:.1%} of the keys"
@@ -180,8 +180,8 @@ def bases_table(outcome: "Outcome") -> "Table":
 
 
 def selections_table(outcome: "Outcome") -> "Table":
-    """Return a table with one line for each selection within the allowed cost, with the bytes that it reads. The first
-    line is the selection that is used."""
+    """Return a table of the selections within the allowed cost, with the bytes that each reads. The first line is the
+    selection that was written to the file."""
     from deploy.options.screen import number_table
 
     title = f"selections; perplexity of full attention: {outcome.full_perplexity:.2f}"

@@ -1,12 +1,16 @@
-"""Searches for the smallest sufficient number of keys, for `baton prepare`. Reading a text through the policy measures
-the cost of each candidate.
+"""Searches for the smallest selection of keys whose cost in perplexity is allowed, for `baton prepare`. The cost of
+each candidate is measured by reading a text through the policy.
 
-A selection has two bounds: alpha, the maximum distance of a key's score from the best score, and most_share (the cap),
-the maximum fraction of a sequence's keys that are chosen by score. Tighter bounds cost more perplexity and save more
-bytes. Bisection finds the tightest cap that stays within the allowed cost without alpha. For this cap and for the next
-looser one, the smallest alpha within the cost is then searched. Of all selections within the cost, the one that reads
-the fewest bytes is best. Every sequence may choose a minimum number of keys; a cap below this number has no effect at
-the measured length. Such a cap is not tried, because it would affect longer sequences.
+A selection has two bounds. `alpha` is the maximum distance of a selected key's score from the best score. `most_share`
+(the cap) is the maximum fraction of a sequence's keys that are selected by score. Tighter bounds increase the
+perplexity and save bytes.
+
+First, bisection finds the tightest cap that stays within the allowed cost without a bound on scores. Then the smallest
+alpha within the cost is searched for this cap and for the next looser cap. The best selection is the one within the
+cost that reads the fewest bytes.
+
+Every sequence may select a minimum number of keys. A cap below this number has no effect at the measured length, but
+would affect longer sequences. Therefore such caps are not tried.
 """
 
 import math
@@ -23,8 +27,8 @@ CAPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class Measured:
-    """A selection of keys, with the cost and the savings of reading a text with it, compared with full attention on the
-    same text."""
+    """Selection of keys, with its cost in perplexity and the bytes that it reads. Both are compared with full attention
+    on the same text."""
 
     basis: Basis
     selection: Selection
@@ -33,14 +37,14 @@ class Measured:
     cost_error: float
     """Standard error of `cost` over passages; NaN for one passage."""
     picked_share: float
-    """Mean fraction of a sequence's keys that were attended to, in layers that choose keys."""
+    """Mean fraction of a sequence's keys that were attended to, over the layers in which the policy selects keys."""
     read_share: float
-    """Bytes of KV and partial keys that were read for attention and for the choice of keys, as a fraction of the KV
-    bytes that full attention reads."""
+    """Bytes read, as a fraction of the KV bytes that full attention reads. The bytes include KV for attention, and
+    partial keys for selecting keys."""
 
     @property
     def likely_cost(self) -> float:
-        """The cost plus one standard error."""
+        """Cost plus one standard error, both as a relative increase of perplexity."""
         return self.cost + (0.0 if math.isnan(self.cost_error) else self.cost_error)
 
 
@@ -48,8 +52,8 @@ Measure = Callable[[Basis, Selection], Measured]
 
 
 def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Measure) -> list[Basis]:
-    """Return one basis for each number of columns: the basis with the lowest cost under the tightest cap, without
-    alpha."""
+    """Return one basis for each number of columns. It is the basis with the lowest cost in perplexity under the
+    tightest cap, without a bound on scores (alpha)."""
     tightest = replace(fixed, alpha=math.inf, most_share=_caps(fixed, context)[0])
     rivals = [[basis for basis in bases if basis.num_columns == num] for num in sorted({b.num_columns for b in bases})]
     return [
@@ -58,11 +62,13 @@ def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Me
 
 
 def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Measured]:
-    """For each basis and cap, find the smallest alpha whose cost plus one standard error is at most `most_cost`, a
-    relative increase of perplexity. `fixed` has the number of keys that are always chosen, and the number that any
-    sequence may choose by score. `context` is the smallest number of tokens of the measured sequences. Return the
-    selections; the one that reads the fewest bytes is first. Raises ConfigError if no selection stays within the
-    cost."""
+    """Find the smallest alpha for each basis and cap (most_share) whose cost plus one standard error is at most
+    `most_cost`. Return the selections, ordered so that the one that reads the fewest bytes is first.
+
+    `most_cost` is a relative increase of perplexity. `fixed` has the number of keys that are always selected, and the
+    number that any sequence may select by score. `context` is the smallest number of tokens of the measured sequences.
+    Raises ConfigError if no selection stays within the cost.
+    """
     tries: list[Measured] = []
     caps = _caps(fixed, context)
 

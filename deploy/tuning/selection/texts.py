@@ -16,11 +16,11 @@ from deploy.tuning.selection.passages import Passage
 
 
 class Texts:
-    """Texts, divided into one part for each sequence."""
+    """Texts that are divided into one part for each sequence."""
 
     def __init__(self, tokenizer: Tokenizer, paths: Sequence[Path], num_rows: int) -> None:
-        """Read and divide the texts. Raises InvalidArgumentError if a file is not a text, or if there are more files
-        than sequences."""
+        """Read the text files and divide them among `num_rows` sequences. Raises InvalidArgumentError if a file is not
+        a text file, or if there are more files than sequences."""
         if num_rows < len(paths):
             raise InvalidArgumentError(f"--rows {num_rows} is less than the {len(paths)} texts: use a row for each")
         self._tokenizer = tokenizer
@@ -32,8 +32,9 @@ class Texts:
         self._parts = [texts[row % len(texts)][row // len(texts)] for row in range(num_rows)]
 
     def passages(self, num_context: int, num_steps: int) -> list[Passage]:
-        """Return the first tokens of each sequence's part of the text as a passage. Raises InvalidArgumentError if a
-        part is too short."""
+        """Return one passage for each sequence, which begins at the first token of the sequence's part of the text. A
+        passage has a context of `num_context` tokens, and enough further tokens for `num_steps` steps. Raises
+        InvalidArgumentError if a part is too short."""
         num_tokens = num_context + num_steps + 1
         return [Passage(tuple(first_tokens(*part, num_tokens)), num_context) for part in self._parts]
 

@@ -1,4 +1,5 @@
-"""Requested values of `baton prepare`, and the options that select the model for it and for `baton evaluate`."""
+"""Values that the user requests from `baton prepare`, and the options that select a model. `baton evaluate` has the
+same options."""
 
 import argparse
 from dataclasses import dataclass
@@ -10,30 +11,30 @@ from baton.types import DTYPES, QUANTIZATIONS
 
 @dataclass(frozen=True)
 class Wanted:
-    """Values of the options of `baton prepare`."""
+    """Values of the command-line options of `baton prepare`."""
 
     kinds: tuple[str, ...]
     ratios: tuple[float, ...]
-    """Fractions of a head's columns that are kept."""
+    """Fractions of a head's columns to keep in a basis. Each fraction is tried."""
     reach: int
-    """Bases must be valid for positions below this number; 0: the model's context length."""
+    """Number of positions for which bases must be valid, counted from 0. If 0, the model's context length."""
     lookahead: int
     context: int
-    """Number of tokens of each passage before the first step."""
+    """Number of tokens of each passage that are prefilled before the first step."""
     num_rows: int
-    """Number of passages, including the one that bases are fitted to."""
+    """Number of passages. Bases are fitted to the first passage and compared on the second."""
     num_steps: int
     most_cost: float
-    """Allowed relative increase of perplexity."""
+    """Maximum relative increase of perplexity that a selection may cause, for example 0.02."""
     by_hand: tuple[float, float] | None
-    """The given values of alpha and most_share; None: `baton prepare` searches for them."""
+    """Values of alpha and most_share that the user gave. None: `baton prepare` searches for the values."""
     num_first: int
     num_last: int
     free_keys: int
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a model is loaded and run."""
+    """Add the options that select a model and determine how it is loaded and run."""
     group = parser.add_argument_group("model")
     group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
     group.add_argument(

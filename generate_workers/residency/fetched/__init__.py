@@ -1,1 +1,2 @@
-"""Policies that store KV in host memory, and fetch selected keys and values to a device that attends to them."""
+"""Residency policies that store KV in host memory. They select keys for attention, and fetch only the selected keys and
+values to the device."""

@@ -1,8 +1,10 @@
-"""Residency `infinigen` on a device with its own memory: the selected keys and values (picks) of a layer are fetched
-while the previous layer computes. A Residency for `engine.model_runner`, after InfiniGen (Lee et al., OSDI 2024),
-section 4. The keys that a sequence's kv heads select for layer l + 1 are guessed from the input of layer l (lookahead
-1). Keys that are not hot (`hot_keys`) are fetched while layer l runs. New tokens' KV is stored in host memory layer by
-layer, also while layers run.
+"""Residency `infinigen` on a device with its own memory. KV is stored in host memory. The keys and values that a layer
+selects (picks) are fetched while the previous layer computes.
+
+A Residency for `engine.model_runner`, after InfiniGen (Lee et al., OSDI 2024), section 4. The keys that layer l + 1
+selects are guessed from the input of layer l (lookahead 1). Selected keys that are not on the device already
+(`hot_keys`) are fetched while layer l runs. New tokens' KV is copied to host memory layer by layer, also while layers
+run.
 
     engine:  begin l: guess l + 1, ask for what is missing | layer l | end l: store | begin l + 1 ... picks l + 1: wait
     link in:                                        fetch l + 1 -------------->
@@ -38,11 +40,12 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 
 _LEAST_AREAS = 2
-"""Number of areas of a double buffer."""
+"""Minimum number of areas of device memory per sequence. Two areas are a double buffer: a layer reads one while the
+next layer's keys are fetched into the other."""
 
 
 class FetchedStep(ScoringStep[FetchedRow]):
-    """Step that fetches a layer's picks while the previous layer runs."""
+    """Step that fetches the keys and values that a layer selects while the previous layer runs."""
 
     def __init__(
         self,
@@ -52,30 +55,33 @@ class FetchedStep(ScoringStep[FetchedRow]):
         mechanism: FetchMechanism,
         pieces: Pieces,
     ) -> None:
-        """`pieces`: memory through which long spans read KV."""
+        """`pieces` is device memory for spans of several new tokens. They read earlier KV through it, a piece at a
+        time."""
         super().__init__(rows, prepared, decoder, mechanism.scored)
         self._link, self._pieces = link_of(decoder.device), pieces
         self._stores = HomeStores(self._link)
         self._num_bytes_before = pieces.num_bytes
         self._coming: dict[int, tuple[Transfer, Picks]] = {}
-        """Fetch of the missing keys, and the picks as places, by layer."""
+        """Running fetches by layer. Each entry has the transfer of the missing keys, and the places of all selected
+        keys on the device."""
         self._fetch: Transfer = DoneTransfer()
-        """Latest fetch, which ends after all earlier fetches."""
+        """Latest fetch. When it has ended, all earlier fetches have ended as well."""
         self._num_picks: list[tuple[Tensor, Tensor]] = []
-        """Numbers of picks and of fetched picks, `[B, G]` each, for each layer that has selected, on the device that
-        made them."""
+        """Numbers of selected keys and of fetched keys, two tensors `[B, G]` for each layer that has selected keys so
+        far. The tensors stay on the device that made them."""
         if self.choosing:
             self._keys = mechanism.begin(self.choosing)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Select the next layer's keys, and begin to fetch the missing keys."""
+        """Select the keys of layer `layer` + 1, and begin to fetch the selected keys that are not on the device."""
         super().begin(layer, hidden_TD)
         if (picks := self._guessed.pop(layer + 1, None)) is not None:
             self._ask(layer + 1, picks)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the selecting sequences' picks as places, which contain the keys and values; None in the first two
-        layers, in which sequences attend to all keys."""
+        """Wait for the fetch of the layer's selected keys. Return the places on the device that contain the selected
+        keys and values, for the sequences that select keys. Return None in the first two layers, in which sequences
+        attend to all keys."""
         if layer not in self._layers:
             return None
         transfer, picks = self._coming.pop(layer)
@@ -83,7 +89,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
         return picks
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys, and begin to store their KV in host memory."""
+        """Make the new tokens' partial keys for `layer`, and begin to copy the new tokens' KV to host memory."""
         if layer not in self._layers:
             return
         at = layer - NUM_WHOLE_LAYERS
@@ -98,11 +104,11 @@ class FetchedStep(ScoringStep[FetchedRow]):
             self._count()
 
     def settle(self) -> None:
-        """Wait until all new KV is in host memory."""
+        """Wait until the new tokens' KV is in host memory. Raises the error of a failed copy."""
         self._stores.settle()
 
     def leave(self) -> None:
-        """Wait until no copy runs."""
+        """Wait until all fetches and stores of the step have ended."""
         self._fetch.wait()
         self._stores.wait()
         self.num_link_bytes += self._stores.num_bytes + self._pieces.num_bytes - self._num_bytes_before
@@ -128,16 +134,17 @@ class FetchedStep(ScoringStep[FetchedRow]):
 
 
 class FetchedInfinigenResidency(RowResidency[FetchedRow]):
-    """Residency that selects keys by partial scores, stores KV in host memory, and fetches the selected KV."""
+    """Residency that stores KV in host memory, selects keys by partial scores, and fetches the selected keys and values
+    to the device."""
 
     traits = POLICIES["infinigen"]
 
     def __init__(
         self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder, device_bytes: int | None = None
     ) -> None:
-        """`prepared` must be for `decoder`. `device_bytes`: bytes of device memory for the KV of all slots, which
-        determine the number of areas; None: no limit. Raises an error of OUT_OF_MEMORY, or OSError, when the slots'
-        address space cannot be reserved."""
+        """`prepared` must have been made for the model of `decoder`. `device_bytes` is the number of bytes of device
+        memory for the KV of all slots, and determines the number of areas; None: no limit. Raises an error of
+        OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
         device, layout = decoder.device, shape.layout
         pieces = Pieces(layout, device), Pieces(layout, device)
         make = TensorMechanism if device.name == "cuda" else NativeMechanism
@@ -145,8 +152,8 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         passing_bytes = 2 * PIECE_TOKENS * layout.row_bytes + shape.long_span_bytes
         self.scratch_bytes = passing_bytes + mechanism.scratch_bytes
         self.num_areas = others_of(layout).num_layers
-        """Number of areas of each sequence. A layer that does not share its area keeps its picks there between
-        steps."""
+        """Number of areas of device memory per sequence. If a layer has an area of its own, its selected keys stay in
+        the area until the next step."""
         num_rows = shape.num_slots
         if device_bytes is not None:
             left = max(device_bytes - self.scratch_bytes, 0)
@@ -158,7 +165,7 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         self._link = device.link
 
     def close(self) -> None:
-        """End the link's threads."""
+        """Stop the threads that copy data over the link between host and device."""
         self._link.rest()
 
 

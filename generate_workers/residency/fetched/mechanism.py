@@ -1,14 +1,15 @@
-"""Port between the policy that fetches selected keys (picks) and the two mechanisms that find places for picks on a
+"""Interface between a residency policy that fetches selected keys (picks) and two mechanisms that store them on a
 device.
 
-The policy (`infinigen`, with the bookkeeping of `hot_keys`) decides which keys are picked, which areas layers use, and
-when KV is fetched and stored. A mechanism owns the sequences' memory, and does what the policy decides:
+The policy (`infinigen`, with the bookkeeping of `hot_keys`) decides which keys are selected, which areas of device
+memory the layers use, and when KV is fetched and stored. A mechanism owns the sequences' memory, finds places for
+selected keys, and lists the copies that the policy runs:
 
     native_keys   CPUs, and the device that one emulates: kernels in C++ over addresses, Rows in memory of their own
     tensor_keys   GPUs: operations on tensors, Rows in pools; the host does not read the picks
 
-Layers are counted from the first layer that selects keys. Shape suffixes: B sequences of one new token, G kv heads, H
-head dim.
+A Row is the memory of one slot. Layers are counted from the first layer that selects keys. Shape suffixes: B sequences
+of one new token, G kv heads, H head dim.
 """
 
 from collections.abc import Sequence
@@ -24,44 +25,50 @@ from generate_workers.residency.fetched.rows import FetchedRow
 from generate_workers.residency.sparse.infinigen import ScoredKeys
 
 Choosing = Sequence[tuple[FetchedRow, TokenRange]]
-"""Sequences of a step that select keys, each with its one new token."""
+"""Sequences of a step that select keys. Each has exactly one new token, which the TokenRange gives."""
 
 
 class StepKeys(Protocol):
-    """Selecting sequences of one step, with places for their new tokens."""
+    """Keys on the device of the sequences that select keys in one step, with a place for each sequence's new token."""
 
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
-        """Find places for a layer's picks. Return the picks as places, and the heads that have to be fetched. Called
-        once per layer, in order."""
+        """Assign a place (index in device memory) to each key in `picks`, the keys that `layer` selects. Return `picks`
+        with places instead of token indices, and the keys and values that must be fetched to their places. Must be
+        called once per layer, in ascending order."""
 
     def own_keys(self, layer: int) -> Tensor:
-        """Return the new tokens' keys of a layer, `[B, G, H]`, from the layer's area."""
+        """Return the keys of the new tokens in `layer`, `[B, G, H]`, from the area of device memory that the layer
+        uses."""
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies that write the new tokens' KV of a layer from its area to host memory."""
+        """Return the copies that write the KV of the new tokens in `layer` from the device to host memory."""
 
 
 class FetchMechanism(Protocol):
-    """Memory of all slots on one device, and the search for places in this memory. Used on the engine's thread."""
+    """Memory of all slots on one device. It also decides where selected keys are stored in this memory. Used on the
+    engine's thread."""
 
     @property
     def basis(self) -> Basis:
-        """Return the basis, in memory of the device that computes with it."""
+        """Return the basis on which keys are projected to partial keys. It is in the memory of the device that computes
+        with it."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of device memory that the mechanism needs in addition to the slots."""
+        """Return the number of bytes of device memory that the mechanism needs in addition to the slots' memory."""
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of device memory that the longest sequence needs with `num_areas` areas."""
+        """Return the number of bytes of device memory that a sequence of the maximum length needs with `num_areas`
+        areas."""
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make the Rows of all slots. `num_rows`: number of Rows that the device has room for at the same time. Called
-        once. Raises an error of OUT_OF_MEMORY, or OSError."""
+        """Make the Row (memory) of every slot. `num_rows` is the number of Rows for which the device has memory at the
+        same time. Must be called once. Raises an error of OUT_OF_MEMORY, or OSError."""
 
     def scored(self, keys: Sequence[Any], lengths: Sequence[int], num_tokens: Sequence[int]) -> ScoredKeys:
-        """Return the ScoredKeys of sequences' partial keys. `lengths`, `num_tokens`: keys and tokens of each sequence,
-        including the new ones."""
+        """Return an object that scores the partial keys of several sequences. `lengths` is each sequence's number of
+        keys, and `num_tokens` is its number of tokens. Both include the new token."""
 
     def begin(self, choosing: Choosing) -> StepKeys:
-        """Begin a step. No copy of the last step may still run."""
+        """Begin a step of the sequences in `choosing`, and return their keys. All copies of the previous step must have
+        ended."""

@@ -1,7 +1,8 @@
-"""Fetching of selected keys (picks) by C++ kernels over addresses, for CPUs and for the device that a CPU emulates.
+"""C++ kernels that find places on the device for selected keys (picks), for CPUs and for the device that a CPU
+emulates.
 
-Each Row has its own memory, which is committed as its sequence grows. Records in host memory hold the keys that are in
-its slots, one record for each area and kv head, which the kernel reads and writes
+Each Row (memory of one slot) has its own memory, which is committed as its sequence grows. Records in host memory list
+the keys that the slots contain, one record for each area and kv head. The kernel reads and writes the records
 (baton/modeling/kernels/sparse/hot_keys.cpp).
 
 Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C slots.
@@ -26,29 +27,31 @@ from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.infinigen import PartialIndex
 
 _RECORD_HEAD = 3
-"""Numbers of a record before its keys, as in the kernel."""
+"""Number of int32 values in a record before its list of keys. The C++ kernel uses the same number."""
 
 
 class RecordedKeys(HotKeys):
-    """HotKeys with records in host memory, which the kernel accesses by address."""
+    """HotKeys whose records (lists of the keys on the device) are in host memory. The C++ kernel accesses the records
+    by address."""
 
     records = torch.empty(0, dtype=torch.int32)
-    """Records of each area, by number."""
+    """Records of all areas. The first dimension is the number of the area. Empty if the slot has no claim."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim, without hot keys."""
+        """Begin a claim on the slot, for a new sequence. It has no hot keys yet."""
         super().open(num_tokens, capacity_tokens)
         numbers = self.size.layout.num_kv_heads * (_RECORD_HEAD + 2 * self.most_slots)
         self.records = torch.zeros(self.size.num_areas, numbers, dtype=torch.int32)
 
     def release(self) -> None:
-        """End the claim, if one exists."""
+        """End the claim on the slot, if one exists, and release its memory."""
         self.records = torch.empty(0, dtype=torch.int32)
         super().release()
 
 
 class NativeStepKeys:
-    """Selecting sequences of one step, accessed by address. Implements StepKeys."""
+    """Sequences that select keys in one step, with the memory addresses of their KV and records. Implements
+    StepKeys."""
 
     def __init__(self, choosing: Choosing, layout: KvLayout) -> None:
         self._hot = hot = [_recorded(row) for row, _ in choosing]
@@ -66,7 +69,8 @@ class NativeStepKeys:
         self._head_bytes = layout.row_bytes // (2 * layout.num_kv_heads)
 
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
-        """Find places for a layer's picks."""
+        """Assign a place (index in device memory) to each key in `picks`, the keys that `layer` selects. Return `picks`
+        with places instead of token indices, and the keys and values that must be fetched to their places."""
         area = self._area(layer)
         is_fresh_B = torch.tensor([each.takes_over(layer) for each in self._hot])
         places_BGK, pairs_BGK2, num_BG = native.operators().admit_picks(
@@ -81,12 +85,12 @@ class NativeStepKeys:
         return Picks(places_BGK, picks.num_BG), heads
 
     def own_keys(self, layer: int) -> Tensor:
-        """Return the new tokens' keys of a layer."""
+        """Return the keys of the new tokens in `layer`."""
         area = self._area(layer)
         return torch.stack([k_AGH[area] for k_AGH in self._own_k])
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies that write the new tokens' KV to host memory."""
+        """Return the copies that write the KV of the new tokens in `layer` from the device to host memory."""
         return RowCopies(self._own_places.of(self._area(layer)), self._own_homes.of(layer), self._row_bytes)
 
     def _area(self, layer: int) -> int:
@@ -95,30 +99,33 @@ class NativeStepKeys:
 
 
 class NativeMechanism:
-    """Rows of all slots, and kernels that find places in them. Implements FetchMechanism."""
+    """FetchMechanism for CPUs: memory of all slots, and C++ kernels that decide where selected keys are stored in
+    it."""
 
     scratch_bytes = 0
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: see FetchedRow. Raises an error of OUT_OF_MEMORY, or OSError."""
+        """`pieces`: device memory through which KV passes in pieces, for pushed keys and for long spans. Each
+        FetchedRow gets it. Raises an error of OUT_OF_MEMORY, or OSError."""
         assert native.load()
         self.basis, self._selection = prepared.basis, prepared.selection
         self._shape, self._device, self._pieces = shape, decoder.device, pieces
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of device memory that the longest sequence needs."""
+        """Return the number of bytes of device memory that a sequence of the maximum length needs."""
         return self._make(num_areas).bytes_for(self._shape.max_slot_tokens).device
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make the Rows of all slots, which commit memory as their sequences grow."""
+        """Make the Row (memory) of every slot. Memory is committed as sequences grow, so `num_rows` is not used."""
         return [self._make(num_areas) for _ in range(self._shape.num_slots)]
 
     def scored(self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]) -> PartialRows:
-        """Return the ScoredKeys of sequences' partial keys."""
+        """Return an object that scores the partial keys of several sequences. `lengths` is each sequence's number of
+        keys, and `num_tokens` is its number of tokens."""
         return PartialRows(keys, lengths, num_tokens)
 
     def begin(self, choosing: Choosing) -> NativeStepKeys:
-        """Begin a step of these sequences."""
+        """Begin a step of the sequences in `choosing`."""
         return NativeStepKeys(choosing, self._shape.layout)
 
     def _make(self, num_areas: int) -> FetchedRow:

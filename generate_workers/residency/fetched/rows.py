@@ -1,10 +1,11 @@
-"""Slots whose KV is stored in host memory, and their spans over the KV that the device has.
+"""Slots whose KV is stored in host memory, and the spans through which a step's attention reads their KV on the device.
 
     host    KV of all layers except the first two
     device  the first two layers' KV, and parts of the policy: for InfiniGen partial keys and hot keys (`hot_keys`)
 
-A sequence of one new token attends to places on the device. A longer span attends to all keys, which are fetched a
-piece at a time; partial results are merged by log-sum-exp.
+A sequence with one new token attends to the selected keys, which have places on the device. A sequence with several new
+tokens attends to all keys, which are fetched a piece at a time. The partial results of the pieces are merged by
+log-sum-exp.
 
 Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -26,25 +27,29 @@ from generate_workers.residency.sparse.infinigen import PartialPart, ScoredRow
 from generate_workers.residency.sparse.selective import SplitSpan
 
 PIECE_TOKENS = 512
-"""Number of tokens of a piece of KV that is fetched to be read once."""
+"""Maximum number of tokens in a piece of KV. A piece is fetched to the device, read once, and overwritten by the next
+piece."""
 
 
 class Pieces:
-    """Device memory through which KV passes in pieces. Used by one thread at a time."""
+    """Device memory for one piece of KV of one layer. Long KV is fetched through it, a piece of at most `PIECE_TOKENS`
+    tokens at a time. Used by one thread at a time."""
 
     def __init__(self, layout: KvLayout, device: Device) -> None:
         """Raises an error of OUT_OF_MEMORY if the buffer cannot be allocated."""
         self.num_bytes = 0
-        """Bytes fetched so far."""
+        """Number of bytes fetched so far."""
         self._buffer = device.buffer(replace(layout, num_layers=1), TokenRange(0, PIECE_TOKENS))
         self._link = device.link
 
     def bring(self, source_T2GH: Tensor) -> Tensor:
-        """Fetch a piece, and return it on the device. The next piece overwrites it."""
+        """Fetch a piece of KV from host memory, and return its copy on the device. The next fetch overwrites the
+        copy."""
         return self._fetch(self._buffer.span(0, TokenRange(0, len(source_T2GH))), source_T2GH)
 
     def bring_keys(self, source_T2GH: Tensor) -> Tensor:
-        """Fetch the keys of a piece, and return them on the device, `[T, G, H]`. The next piece overwrites them."""
+        """Fetch the keys of a piece of KV from host memory, and return the keys on the device, `[T, G, H]`. The next
+        fetch overwrites them."""
         k_TGH = source_T2GH[:, 0].contiguous()
         return self._fetch(self._buffer.data.view(-1)[: k_TGH.numel()].view(k_TGH.shape), k_TGH)
 
@@ -55,11 +60,13 @@ class Pieces:
 
 
 PassingPieces = tuple[Pieces, Pieces]
-"""Pieces for pushed keys, from which partial keys are made, and pieces for long spans."""
+"""Two buffers for pieces of KV. The first is for pushed keys, from which partial keys are made. The second is for spans
+of several new tokens."""
 
 
 class AwayRow(StoredRow):
-    """StoredRow that stores all layers except the first two in host memory, from which longer spans read pieces."""
+    """Memory of one slot (a StoredRow) with the first two layers on the device and all other layers in host memory.
+    Spans of several new tokens read the other layers in pieces."""
 
     def __init__(
         self,
@@ -69,9 +76,10 @@ class AwayRow(StoredRow):
         pieces: Pieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """`parts`: the policy's parts on the device in addition to the first two layers. `pieces`: memory through which
-        longer spans read. `make_whole`: makes memory for the first two layers; None: `device.row_memory`. Raises an
-        error of OUT_OF_MEMORY when the slot's address space cannot be reserved."""
+        """`parts` are the policy's parts on the device, in addition to the first two layers. `pieces` is device memory
+        through which spans of several new tokens read KV. `make_whole`: function that makes memory for the first two
+        layers; None: `device.row_memory`. Raises an error of OUT_OF_MEMORY when the slot's address space cannot be
+        reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         self.whole = PagedKv(whole_of(layout), make_whole or device.row_memory, most)
         self.others = PagedKv(others_of(layout), device.home_memory, most)
@@ -80,13 +88,15 @@ class AwayRow(StoredRow):
         self._make_buffer, self._new = device.buffer, replace(layout, num_layers=1)
 
     def long_span(self, tokens: TokenRange) -> "LongSpan":
-        """Return the span of several new tokens, with device memory for their KV of one layer."""
+        """Return the SequenceSpan of a step that runs several new `tokens`. It has device memory for the new tokens' KV
+        of one layer, which all layers after the first two reuse."""
         whole = BufferSpan(self.whole.buffer, tokens)
         return LongSpan(whole, self.others.buffer, self._make_buffer(self._new, tokens), self._read)
 
 
 class FetchedRow(AwayRow, ScoredRow):
-    """ScoredRow whose selected KV is fetched."""
+    """Memory of one slot whose selected keys and values are fetched to the device. Extends ScoredRow, which has partial
+    keys."""
 
     def __init__(
         self,
@@ -96,46 +106,51 @@ class FetchedRow(AwayRow, ScoredRow):
         pieces: PassingPieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """`keys`: the slot's own parts. `make_whole`: see AwayRow. Raises an error of OUT_OF_MEMORY when the slot's
-        address space cannot be reserved."""
+        """`keys` are the slot's partial keys and hot keys. `pieces`: device memory through which pushed keys and long
+        spans read KV. `make_whole`: function that makes memory for the first two layers; None: `device.row_memory`.
+        Raises an error of OUT_OF_MEMORY when the slot's address space cannot be reserved."""
         self.partial, self.hot = keys
         self._pushed, read = pieces
         super().__init__(shape, device, keys, read, make_whole)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and device memory for the hot keys of a sequence of that length."""
+        """Commit host memory for `tokens`, and device memory for the hot keys of a sequence that ends with `tokens`."""
         super().commit(tokens)
         self.hot.commit(tokens.end)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Make the partial keys, on the device, of tokens whose KV is in host memory."""
+        """Compute the partial keys of `tokens` from `kv_T2GH`, their KV in host memory, and store the partial keys on
+        the device."""
         bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Make room for the new tokens in device memory, and return a step's span over it."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`: the KV that they attend to, and device
+        memory for their own KV. If there are several new tokens, all hot keys are dropped."""
         if len(tokens) != 1:
             self.hot.forget()
             return self.long_span(tokens)
         return self.placed_span(tokens)
 
     def placed_span(self, tokens: TokenRange) -> SplitSpan:
-        """Make room for one new token, and return its span."""
+        """Assign a place on the device to the one new token in `tokens`. Return the SequenceSpan of a step that runs
+        this token: the KV that it attends to, and memory for its own KV."""
         whole, num_places = BufferSpan(self.whole.buffer, tokens), self.hot.places_of(tokens.end)
         return SplitSpan(whole, PlacedSpan(self.hot.buffer, tokens, self.hot.own_place(tokens.start), num_places))
 
 
 def whole_of(layout: KvLayout) -> KvLayout:
-    """Return the layout of the first two layers."""
+    """Return `layout` with only the first two layers, which attend to all keys."""
     return replace(layout, num_layers=NUM_WHOLE_LAYERS)
 
 
 def others_of(layout: KvLayout) -> KvLayout:
-    """Return the layout of the layers after the first two."""
+    """Return `layout` with all layers except the first two, which attend to all keys."""
     return replace(layout, num_layers=layout.num_layers - NUM_WHOLE_LAYERS)
 
 
 def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-    """Make the partial keys of tokens whose KV is in host memory, from keys that are fetched through `pieces`."""
+    """Compute the partial keys of `tokens` from `kv_T2GH`, their KV in host memory. The keys are fetched to the device
+    through `pieces`. Does nothing if `layer` has no partial keys."""
     for part in tokens.split(PIECE_TOKENS) if layer in partial.layers else []:
         home_T2GH = kv_T2GH[part.start - tokens.start : part.end - tokens.start]
         partial.add_keys(layer, part.start, pieces.bring_keys(home_T2GH))
@@ -143,15 +158,17 @@ def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: Toke
 
 @dataclass(frozen=True)
 class PlacedSpan:
-    """SequenceSpan of one new token over places on the device, in layers that select keys."""
+    """SequenceSpan of one new token in the layers that select keys. It covers the places on the device that hold
+    selected keys."""
 
     places: KvBuffer
-    """Areas as layers, and places as tokens. Layer l uses area l modulo their number."""
+    """Device memory for selected keys and values. Its layers are the areas, and its tokens are the places. Layer l uses
+    area l modulo the number of areas."""
     tokens: TokenRange
     own_place: int
-    """Place of the new token in each area."""
+    """Index of the new token's place in each area."""
     num_places: int
-    """Number of places that picks may name."""
+    """Number of places in an area. The places of all selected keys are below this number."""
 
     def own(self, layer: int) -> Tensor:
         return self.places.span(layer % len(self.places.data), TokenRange(self.own_place, self.own_place + 1))
@@ -167,11 +184,12 @@ class PlacedSpan:
 
 @dataclass(frozen=True)
 class LongSpan(PassingSpan):
-    """SequenceSpan of several new tokens. The first layers' KV is on the device; that of others is read in pieces."""
+    """SequenceSpan of several new tokens. The KV of the first two layers is on the device. The earlier KV of the other
+    layers is fetched from host memory in pieces."""
 
     whole: BufferSpan
     home: KvBuffer
-    """KV of the other layers, in host memory."""
+    """KV of all layers except the first two, in host memory."""
     new: KvBuffer
     """Device memory for the new tokens' KV of one layer."""
     pieces: Pieces
@@ -184,7 +202,7 @@ class LongSpan(PassingSpan):
         return self.whole.own(layer) if layer < NUM_WHOLE_LAYERS else self.new.span(0, self.tokens)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield earlier tokens' pieces, then the new tokens."""
+        """Yield the KV of the earlier tokens, a piece at a time, then the KV of the new tokens."""
         if layer < NUM_WHOLE_LAYERS:
             yield from self.whole.segments(layer)
             return
@@ -194,4 +212,4 @@ class LongSpan(PassingSpan):
         yield self.new.rows(0, self.tokens)
 
     def place(self) -> None:
-        """Return None: the KV is not contiguous."""
+        """Return None, because the span's KV is not contiguous."""

@@ -1,13 +1,14 @@
-"""Fetching of selected keys and values (picks) with tensor operations, for GPUs: the host reads no result until a step
-ends.
+"""Tensor operations that find places on a GPU for selected keys and values (picks). The host reads no result until a
+step ends.
 
-The memory of all sequences is in pools, one page per sequence, so that kernels access them by number: the first two
-layers, partial keys, areas of hot keys, and records of the keys in slots. Pools are allocated once, for as many
-sequences as the device has room for. The numbers that a step needs are copied to the device when it begins. After that
-all shapes follow from lengths, and the data on picked, hot and missing keys stays on the device. A kernel that reads
-pinned host memory fetches missing keys (`baton.modeling.kernels.triton.copies`).
+The memory of all sequences is in pools, one page per sequence, so that kernels can address a sequence by its page
+number. There are pools for the first two layers, partial keys, areas of hot keys, and records of the keys in slots.
+Pools are allocated once, for as many sequences as fit on the device. The numbers that a step needs are copied to the
+device when the step begins. After that, all shapes follow from the sequences' lengths, and data on selected, hot and
+missing keys stays on the device. A kernel that reads pinned host memory fetches missing keys
+(`baton.modeling.kernels.triton.copies`).
 
-A pick that is not in a slot gets the next slot, in cyclic order, whose key is not picked now.
+A selected key that is not in a slot gets the next slot, in cyclic order, whose key is not selected now.
 
 Shape suffixes: B sequences of one new token, G kv heads, H head dim, K picks at most, W latest, C slots, A areas, L
 layers, P pages of pools.
@@ -46,38 +47,40 @@ from generate_workers.residency.sparse.infinigen import PartialPart
 from generate_workers.residency.sparse.selective import SplitSpan
 
 _NUMBER_BYTES = 4
-"""Bytes of a number in a record."""
+"""Size in bytes of one number in a record."""
 
 
 class TensorPartialIndex(TensorPartialKeys, PartialPart):
-    """PartialPart in a pool of the device."""
+    """Partial keys of one slot, stored in a page of a pool on the device. Implements PartialPart."""
 
     def __init__(self, layout: KvLayout, basis: Basis, pool: PagePool) -> None:
-        """`pool`: see TensorPartialKeys. One page per sequence."""
+        """`pool`: pool for partial keys, with one page per sequence."""
         layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         super().__init__(layers, layout.num_kv_heads, basis.num_columns, pool)
         self._basis = basis
 
 
 class TensorHotKeys(HotKeys):
-    """HotKeys in a pool, with records on the device."""
+    """HotKeys whose memory is a page of a pool, and whose records are on the device."""
 
     def places_of(self, num_tokens: int) -> int:
-        """Return the number of places of the longest sequence, because any sequence may use all slots."""
+        """Return the number of places in an area. It is the same for all sequences, because any sequence may use all
+        slots."""
         return self.size.num_latest + self.most_slots
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the sequence uses now, including its records."""
+        """Return the number of bytes that the sequence uses now, including its records."""
         return super().num_bytes + (self._record_bytes if super().num_bytes else 0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of the longest sequence, including its records; 0 for no tokens."""
+        """Return the number of bytes that a sequence takes, including its records; 0 if `num_tokens` is 0. Every
+        sequence takes as many bytes as a sequence of the maximum length."""
         return super().bytes_for(num_tokens) + (self._record_bytes if num_tokens else 0)
 
     @property
     def memory(self) -> PoolRow:
-        """Return the sequence's memory in the pool."""
+        """Return the claim's page in the pool of areas."""
         assert isinstance(self._kv.memory, PoolRow)
         return self._kv.memory
 
@@ -87,23 +90,26 @@ class TensorHotKeys(HotKeys):
 
 
 class Records:
-    """Records, on the device, of the keys in the slots of all sequences' areas."""
+    """Tensors on the device that list which key each slot contains, for the areas of all sequences."""
 
     def __init__(self, size: HotSize, num_rows: int, most_slots: int, device: torch.device) -> None:
-        """`num_rows`: number of pages in the pool of areas. Raises an error of OUT_OF_MEMORY."""
+        """`num_rows`: number of pages in the pool of areas. `most_slots`: number of slots per area and kv head. Raises
+        an error of OUT_OF_MEMORY."""
         shape = (size.num_areas, num_rows, size.layout.num_kv_heads, most_slots)
         self.keys_APGC = torch.full(shape, -1, dtype=torch.int32, device=device)
-        """Key in each slot; -1: none."""
+        """Token index of the key in each slot, for each area, page and kv head; -1: the slot is empty."""
         self.turn_APG1 = torch.zeros((*shape[:3], 1), dtype=torch.int32, device=device)
-        """Slot that the next key gets, unless the key in this slot is picked."""
+        """Slot from which the search for the next key's slot begins, for each area, page and kv head. A slot whose key
+        is selected in this step is skipped."""
 
 
 @dataclass(frozen=True)
 class PooledSpan(SplitSpan):
-    """SplitSpan whose memories are pages of pools."""
+    """SplitSpan whose two memories are pages of pools."""
 
     tables: tuple[BlockTable, BlockTable]
-    """Block tables with the sequence's page in the pool of the whole layers, and in the pool of areas."""
+    """Two block tables, each with the sequence's page: in the pool of the first two layers, and in the pool of
+    areas."""
 
     def place(self) -> KvPlace:
         place, (whole, areas) = super().place(), self.tables
@@ -112,16 +118,17 @@ class PooledSpan(SplitSpan):
 
 
 class PooledRow(FetchedRow):
-    """FetchedRow whose device memory is in pools."""
+    """FetchedRow (memory of one slot) whose device memory consists of pages of pools."""
 
     def placed_span(self, tokens: TokenRange) -> PooledSpan:
-        """Make room for one new token, and return its span."""
+        """Assign a place on the device to the one new token in `tokens`. Return the SequenceSpan of a step that runs
+        this token, with the block tables of its memory."""
         span = super().placed_span(tokens)
         return PooledSpan(span.whole, span.others, (_table(self.whole.memory), _table(_hot(self).memory)))
 
 
 class TensorStepKeys:
-    """Selecting sequences of one step, handled with tensor operations. Implements StepKeys."""
+    """Sequences that select keys in one step, processed with tensor operations. Implements StepKeys."""
 
     def __init__(self, choosing: Choosing, layout: KvLayout, records: Records) -> None:
         hot = [_hot(row) for row, _ in choosing]
@@ -145,7 +152,8 @@ class TensorStepKeys:
         self._own_there_LB = self._there_LB + self._own_places_B * layout.row_bytes
 
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
-        """Find places for a layer's picks."""
+        """Assign a place (index in device memory) to each key in `picks`, the keys that `layer` selects. Return `picks`
+        with places instead of token indices, and the keys and values that must be fetched to their places."""
         area, is_fresh_B11 = layer % self._num_areas, self._is_fresh_LB[layer].view(-1, 1, 1)
         keys_BGK, most = picks.keys_BGK, picks.keys_BGK.shape[2]
         is_pick_BGK = torch.arange(most, device=keys_BGK.device) < picks.num_BG.unsqueeze(2)
@@ -163,19 +171,21 @@ class TensorStepKeys:
         return Picks(places_BGK, picks.num_BG), heads
 
     def own_keys(self, layer: int) -> Tensor:
-        """Return the new tokens' keys of a layer."""
+        """Return the keys of the new tokens in `layer`."""
         return self._areas_APS2GH[layer % self._num_areas, self._rows_B, self._own_places_B, 0]
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies that write the new tokens' KV to host memory."""
+        """Return the copies that write the KV of the new tokens in `layer` from the device to host memory."""
         return RowCopies(self._own_there_LB[layer], self._own_homes_LB[layer], self._row_bytes)
 
 
 class TensorMechanism:
-    """Pools of all slots, and the search for places in the pools on a GPU. Implements FetchMechanism."""
+    """FetchMechanism for GPUs: pools of memory for all slots, and tensor operations that decide where selected keys are
+    stored in the pools."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: pieces that are passed to each FetchedRow."""
+        """`pieces`: device memory through which KV passes in pieces, for pushed keys and for long spans. Each
+        FetchedRow gets it."""
         device = decoder.device
         self.basis, self._selection = prepared.basis.to(device.torch_device), prepared.selection
         self._shape, self._device, self._pieces = shape, device, pieces
@@ -188,15 +198,15 @@ class TensorMechanism:
         self._records: Records | None = None
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of device memory that the longest sequence needs."""
+        """Return the number of bytes of device memory that a sequence of the maximum length needs."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         areas = replace(size.layout, num_layers=num_areas).token_bytes * size.num_places(most)
         partial_bytes = self._partial.token_bytes * self._blocks
         return whole_of(layout).token_bytes * most + partial_bytes + areas + _record_bytes(size, size.num_slots(most))
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make pools of `num_rows` pages, and return the Rows of all slots, which allocate a page when a claim
-        begins."""
+        """Allocate pools of `num_rows` pages, and return the Row (memory) of every slot. A slot allocates a page in
+        each pool when its claim begins."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         whole, partials, areas = (
             PagePool(self._device.pool_memory(each, num_rows, num_tokens))
@@ -218,11 +228,12 @@ class TensorMechanism:
     def scored(
         self, keys: Sequence[TensorPartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]
     ) -> TensorPartialRows:
-        """Return the ScoredKeys of sequences' partial keys."""
+        """Return an object that scores the partial keys of several sequences. `lengths` is each sequence's number of
+        keys, and `num_tokens` is its number of tokens."""
         return TensorPartialRows(keys, lengths, num_tokens)
 
     def begin(self, choosing: Choosing) -> TensorStepKeys:
-        """Begin a step of these sequences."""
+        """Begin a step of the sequences in `choosing`. `make_rows` must have been called."""
         assert self._records is not None, "there are no rows yet"
         return TensorStepKeys(choosing, self._shape.layout, self._records)
 

@@ -1,1 +1,1 @@
-"""Policies that store KV in 4 bits per channel."""
+"""Residency policies that store KV in 4 bits per element."""

@@ -1,13 +1,14 @@
-"""KV in 4 bits: group-wise asymmetric quantisation (FlexGen; Sheng et al., 2023, section 5).
+"""Packed KV in 4 bits: group-wise asymmetric quantisation (FlexGen; Sheng et al., 2023, section 5).
 
-The K, or V, vector of one token and head is divided into groups of 64 channels. A group stores its minimum and the step
-between its 16 levels, both in fp16, and for each channel the number of the nearest level: 4.5 bits per element. FlexGen
-stores the reciprocal of the step. The step itself is stored here, because it does not overflow for a narrow group, and
-unpacking needs no division.
+The K vector, or V vector, of one token and head is divided into groups of 64 channels. A group has 16 levels at equal
+distances. It stores its minimum and the step between two levels, both in fp16, and for each channel the number of the
+nearest level. This takes 4.5 bits per element. FlexGen stores the reciprocal of the step. This module stores the step
+itself, because it does not overflow for a narrow group, and because unpacking then needs no division.
 
-Bytes of a packed head: two level numbers per byte, the first channel's in the high half; then the step and the minimum
-of each group. If the head dim is not a multiple of 64, groups have the largest even size below 64 that divides it. A
-group with an infinity, a NaN, or a value beyond fp16 is unpacked as NaN in all channels, so that the loss is visible.
+A packed head begins with the level numbers, two per byte, the first channel's number in the high half. The step and the
+minimum of each group follow. If the head dim is not a multiple of 64, groups have the largest even size below 64 that
+divides the head dim. If a group contains an infinity, a NaN, or a value beyond fp16, all of its channels are unpacked
+as NaN, so that the loss is visible.
 
 C++ kernels pack and unpack (baton/modeling/kernels/sparse/kv_int4.cpp). With torch's own operations, which read the
 memory about twelve times, unpacking took 20 times as long as attention in a step of 16 sequences of 4,096 tokens.
@@ -27,20 +28,21 @@ from baton.types import KvLayout
 
 _MOST_CHANNELS = 64
 _HEAD_DIM_STEP = 4
-"""Number of which each head dim must be a multiple, so that a packed head is a whole number of fp16 elements."""
+"""Divisor of supported head dims: each head dim must be a multiple of this number. A packed head is then a whole number
+of fp16 elements."""
 
 
 def has_int4_kernel() -> bool:
-    """Return whether the kernels for packing can be loaded."""
+    """Return True if the C++ kernels that pack and unpack can be loaded."""
     return native.load()
 
 
 @dataclass(frozen=True)
 class Int4Format:
-    """Packed format of the heads of a layout. Raises ConfigError for heads that cannot be packed."""
+    """Packed 4-bit format of the heads of a KV layout. Raises ConfigError for heads that cannot be packed."""
 
     plain: KvLayout
-    """Layout of the heads before packing and after unpacking: bfloat16 or float32."""
+    """Layout of KV that is not packed, in bfloat16 or float32."""
 
     def __post_init__(self) -> None:
         if self.plain.dtype == "float16":
@@ -51,43 +53,48 @@ class Int4Format:
 
     @property
     def group(self) -> int:
-        """Return the number of channels of a group."""
+        """Return the number of channels in a quantisation group."""
         return max(size for size in range(2, _MOST_CHANNELS + 1, 2) if self.plain.head_dim % size == 0)
 
     @property
     def head_bytes(self) -> int:
-        """Return the bytes of a head's packed K, or V, of one token."""
+        """Return the number of bytes of one packed K vector, or V vector, of one head and token."""
         return self.plain.head_dim // 2 + 4 * (self.plain.head_dim // self.group)
 
     def packed(self, num_layers: int) -> KvLayout:
-        """Return the layout for memory of packed KV in `num_layers` layers. Its elements are two bytes of packed data,
-        not fp16 numbers."""
+        """Return the layout for memory that stores the packed KV of `num_layers` layers. An element of this layout is
+        two bytes of packed data, not an fp16 number."""
         return replace(self.plain, num_layers=num_layers, head_dim=self.head_bytes // 2, dtype="float16")
 
     def pack(self, x_T2GH: Tensor, to_T2GW: Tensor) -> None:
-        """Pack the keys and values of some tokens. Both tensors must be contiguous. Uses only the calling thread, with
-        the GIL released."""
+        """Pack the keys and values of some tokens into `to_T2GW`. Both tensors must be contiguous. Uses only the
+        calling thread, with the GIL released."""
         self.pack_rows(*_addresses(x_T2GH, to_T2GW), torch.tensor([len(x_T2GH)]))
 
     def unpack(self, packed_T2GW: Tensor, to_T2GH: Tensor) -> None:
-        """Unpack the keys and values of some tokens, rounded to the plain dtype. Both tensors must be contiguous. Uses
-        all threads."""
+        """Unpack the keys and values of some tokens into `to_T2GH`, rounded to its dtype. Both tensors must be
+        contiguous. Uses all threads."""
         self.unpack_rows(*_addresses(packed_T2GW, to_T2GH), torch.tensor([len(to_T2GH)]))
 
     def pack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Pack `num_tokens_B` tokens of each sequence from the addresses `from_B` to the addresses `to_B`."""
+        """Pack `num_tokens_B` tokens of each sequence from the addresses `from_B` to the addresses `to_B`, one address
+        per sequence."""
         native.operators().pack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Unpack `num_tokens_B` tokens of each sequence from addresses `from_B` to addresses `to_B`. Uses all
-        threads."""
+        """Unpack the first `num_tokens_B` tokens of each sequence from the addresses `from_B` to the addresses `to_B`,
+        one address per sequence. Uses all threads."""
         native.operators().unpack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
-        """Unpack the keys and values in `picks`, which each kv head has selected among the first `num_tokens_B` tokens
-        of each sequence, to the same token index at address `to_B`. Other bytes at `to_B` do not change. Selected
-        tokens after the first `num_tokens_B` are ignored. Uses all threads. Return the number of unpacked keys. Raises
-        RuntimeError if `picks` has another number of sequences or heads, or a negative index."""
+        """Unpack the selected keys and values in `picks` from the addresses `from_B` to the addresses `to_B`, one
+        address per sequence. Each token is written to the same token index at `to_B`; other bytes at `to_B` do not
+        change. Each kv head has its own picks. Picks that are not among the first `num_tokens_B` tokens of a sequence
+        are ignored.
+
+        Uses all threads. Return the number of unpacked keys. Raises RuntimeError if `picks` has a different number of
+        sequences or heads, or a negative index.
+        """
         lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.keys_BGK.shape[1]
         if num_kv_heads != self.plain.num_kv_heads:
             raise RuntimeError(f"picks are of {num_kv_heads} kv heads, rows of {self.plain.num_kv_heads}")

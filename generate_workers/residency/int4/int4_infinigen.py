@@ -1,8 +1,9 @@
-"""Residency `infinigen_int4`: InfiniGen selects keys (`sparse.infinigen`) from KV stored in 4 bits (`format`).
+"""Residency `infinigen_int4`: KV is stored in 4 bits (`format`), and InfiniGen selects the keys for attention
+(`sparse.infinigen`).
 
 A Residency for `engine.model_runner`. Layers 0 and 1 are not packed, and are read in place. In other layers, a step
-unpacks the keys and values that each kv head selects into the slot's area (memory for one layer's KV), each at its
-token's index. Attention reads them there, together with the step's new token, whose values are not packed yet.
+unpacks the keys and values that each kv head selects into the slot's area (memory for one layer's KV). Each is unpacked
+to its token's index. Attention reads the area, which also contains the KV of the step's new token from before packing.
 
     pushed KV, a prompt's chunk, a step's own token   ->  partial keys, before packing  ->  packed, `home`
     selected keys of a layer                          ->  from `home`, unpacked         ->  the area of that layer
@@ -11,8 +12,9 @@ token's index. Attention reads them there, together with the step's new token, w
     device  layers 0 and 1, partial keys, the area
     link    packed: selected tokens before a step, and back the step's own. For longer spans: all tokens before them
 
-With the same queries, the same keys are selected as by `infinigen`, so a layer's additional error is only that of its
-selected KV in 4 bits. Longer spans (local prefill) attend to all keys, with the packed values of the earlier ones.
+`home` is the memory that stores KV between steps. For the same queries, this policy selects the same keys as
+`infinigen`. A layer's additional error is therefore only the error of its selected KV in 4 bits. Longer spans (local
+prefill) attend to all keys, with packed values of earlier tokens.
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L layers.
 """
@@ -41,7 +43,7 @@ from generate_workers.residency.traits import POLICIES
 
 
 class ScoredInt4Row(Int4Row, ScoredRow):
-    """ScoredRow in 4 bits, with partial keys made before packing."""
+    """Memory of one slot that stores KV in 4 bits, and partial keys that are made before the KV is packed."""
 
     def __init__(
         self,
@@ -52,21 +54,22 @@ class ScoredInt4Row(Int4Row, ScoredRow):
         *,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """`more`: further RowParts on the device. `make_home`: function that makes host memory for the packed layers;
-        None: `make_memory` makes their memory. Raises ConfigError for KV that cannot be packed, and an error of
-        OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
+        """`more`: additional parts of the slot's memory on the device. `make_home`: function that makes host memory for
+        the packed layers; None: `make_memory` makes their memory. Raises ConfigError for KV that cannot be packed, and
+        an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
         self.partial = PartialIndex(shape.layout, basis, shape.max_slot_tokens, make_memory)
         index = self.partial, *more
         super().__init__(shape, make_memory, index, is_apart=make_home is not None, make_home=make_home)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span of a step over the layers that are not packed and over the area."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`. It covers the layers that are not
+        packed, and the area for the other layers."""
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), AreaSpan(self, tokens))
 
 
 @dataclass(frozen=True)
 class AreaSpan:
-    """SequenceSpan over a slot's area, in the layers that select."""
+    """SequenceSpan over a slot's area (memory for one layer's unpacked KV), in the layers that select keys."""
 
     row: ScoredInt4Row
     tokens: TokenRange
@@ -75,8 +78,8 @@ class AreaSpan:
         return self._area.own(layer)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the span's KV. For a sequence of one new token the area holds only the selected keys, which the native
-        decode kernel reads. Other attention gets an unpacked copy of all earlier keys."""
+        """Yield the span's KV for attention other than the native decode kernel. For one new token, the area contains
+        only selected keys, so all earlier keys are unpacked into a copy."""
         if len(self.tokens) != 1:
             yield from self._area.segments(layer)
             return
@@ -96,7 +99,8 @@ I = TypeVar("I", bound=ScoredInt4Row)
 
 
 class InfinigenInt4Step(ScoringStep[I]):
-    """Step that unpacks selected KV and packs new tokens layer by layer, because an area holds one layer."""
+    """Step that unpacks the selected KV before each layer, and packs the new tokens' KV after each layer. It works
+    layer by layer, because an area holds one layer."""
 
     def __init__(
         self,
@@ -110,20 +114,21 @@ class InfinigenInt4Step(ScoringStep[I]):
         self._of_one = PackedRows(form, self.choosing)
         self._of_more = PackedRows(form, [(row, span.tokens) for _, row, span in self.longer])
         self._own_keys = [row.area.buffer.data[0, tokens.start, 0] for row, tokens in self.choosing]
-        """Views of the new keys of the selecting sequences in the current layer, `[G, H]` each."""
+        """Views of the new tokens' keys in the current layer, one `[G, H]` for each sequence that selects keys."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Select keys as ScoringStep does, and unpack the layer's KV for longer spans."""
+        """Select keys as ScoringStep does. For spans of several new tokens, also unpack all earlier KV of `layer`."""
         super().begin(layer, hidden_TD)
         if layer in self._layers:
             self.num_link_bytes += self._of_more.unpack(layer)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Unpack the selected KV into the areas. Return its packed bytes."""
+        """Unpack the keys and values of `picks`, the keys that `layer` selects, into the slots' areas. Return the
+        number of packed bytes."""
         return self._of_one.unpack_picked(layer, picks)
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys, and pack their KV into storage."""
+        """Make the new tokens' partial keys for `layer`, and pack the new tokens' KV into the memory of packed KV."""
         super().end(layer)
         if layer not in self._layers:
             return
@@ -133,13 +138,14 @@ class InfinigenInt4Step(ScoringStep[I]):
 
 
 class InfinigenInt4Residency(RowResidency[ScoredInt4Row]):
-    """Residency that selects keys by partial scores, and stores KV in 4 bits."""
+    """Residency that stores KV in 4 bits, and selects keys by partial scores."""
 
     traits = POLICIES["infinigen_int4"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must be for `decoder`, and the packing kernel must be loaded. Raises ConfigError for KV that
-        cannot be packed; an error of OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
+        """`prepared` must have been made for the model of `decoder`, and the packing kernel must be loaded. Raises
+        ConfigError if the KV cannot be packed. Raises an error of OUT_OF_MEMORY, or OSError, when the slots' address
+        space cannot be reserved."""
         assert has_int4_kernel()
         form = Int4Format(shape.layout)
         rows = [ScoredInt4Row(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]

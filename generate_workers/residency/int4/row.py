@@ -1,8 +1,9 @@
-"""Slots whose KV is stored in 4 bits (`format`). Layers 0 and 1 are not packed; an area holds one unpacked layer.
+"""Slots whose KV is stored in 4 bits (`format`). Layers 0 and 1 are not packed. A slot has an area, which holds one
+unpacked layer for attention.
 
-Shared by residencies `int4` (`whole`) and `infinigen_int4` (`int4_infinigen`). Attention reads the areas. A slot's area
-has one entry per token of its sequence, so that unpacked KV has the same index as in a slot that is not packed. The
-area holds the values of a step's new tokens from before packing.
+Shared by residencies `int4` (`whole`) and `infinigen_int4` (`int4_infinigen`). An area has one entry per token of its
+sequence, so that unpacked KV has the same index as in a slot that is not packed. The KV of a step's new tokens is in
+the area as it was computed, before packing.
 
 Shape suffixes: B sequences, T tokens, G kv heads, H head dim.
 """
@@ -24,8 +25,8 @@ from generate_workers.residency.row_parts import Area, AreaRow, MakeMemory, Page
 
 
 class Int4Row(AreaRow):
-    """StoredRow with layers that are not packed (whole layers) and packed layers in storage, and an area for one layer
-    on the device."""
+    """Memory of one slot (a StoredRow) with three parts: the first two layers, which are not packed, the other layers,
+    which are packed in 4 bits, and on the device an area for one unpacked layer."""
 
     def __init__(
         self,
@@ -36,11 +37,14 @@ class Int4Row(AreaRow):
         is_apart: bool = False,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """`index`: the policy's index for selecting keys; with one, the whole layers count as device memory as well.
-        `is_apart`: True if `make_memory` makes the memory of a device that has its own memory. `make_home`: in this
-        case, function that makes host memory for the packed layers; None: they are stored on the device. Raises
-        ConfigError for KV that cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space cannot be
-        reserved."""
+        """`index`: the policy's index for selecting keys. With an index, the first two layers count as device memory as
+        well. `is_apart`: True if `make_memory` makes memory of a device that has its own memory. `make_home` may be set
+        only then: function that makes host memory for the packed layers. None: the packed layers are stored on the
+        device.
+
+        Raises ConfigError for KV that cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space
+        cannot be reserved.
+        """
         layout, max_tokens, form = shape.layout, shape.max_slot_tokens, Int4Format(shape.layout)
         num_whole = min(layout.num_layers, NUM_WHOLE_LAYERS)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, max_tokens)
@@ -57,12 +61,12 @@ class Int4Row(AreaRow):
 
     @property
     def codes(self) -> PagedKv:
-        """Return the memory of packed KV, from which steps unpack a layer, and into which they pack their new
-        tokens."""
+        """Return the memory of packed KV that steps use. Steps unpack a layer from it, and pack the KV of their new
+        tokens into it."""
         return self.packed
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV into storage. KV of packed layers is packed first."""
+        """Begin to copy pushed KV into the slot. The KV of packed layers is packed first."""
         if layer < NUM_WHOLE_LAYERS:
             return super().write(layer, tokens, data)
         plain = KvBuffer(self.area.layout, tokens)
@@ -73,13 +77,14 @@ class Int4Row(AreaRow):
         return self.packed.write(layer - NUM_WHOLE_LAYERS, tokens, packed.export(0, tokens))
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens`: for a whole layer as StoredRow does, for a packed layer as an unpacked copy."""
+        """Return the KV of `tokens` in a layer as bytes. The KV of a packed layer is returned as an unpacked copy."""
         if layer < NUM_WHOLE_LAYERS:
             return super().export(layer, tokens)
         return self.unpacked(layer, tokens).export(0, tokens)
 
     def unpacked(self, layer: int, tokens: TokenRange) -> KvBuffer:
-        """Return an unpacked copy of `tokens` of a packed layer, in a buffer of one layer in host memory."""
+        """Return an unpacked copy of the KV of `tokens` in a packed layer. The copy is a buffer of one layer in host
+        memory."""
         packed = super().export(layer, tokens)
         plain = KvBuffer(self.area.layout, tokens)
         self._form.unpack(KvBuffer.over(self._form.packed(1), tokens, packed).span(0, tokens), plain.span(0, tokens))
@@ -87,11 +92,12 @@ class Int4Row(AreaRow):
 
 
 class PackedRows:
-    """Packed layers of a step's sequences. Holds addresses of cached and new KV, whose memory must exist as long as
-    this object."""
+    """Packed layers of a step's sequences, as memory addresses of cached and new KV. This memory must exist as long as
+    this object is used."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]]) -> None:
-        """`rows`: sequences, each with its new tokens, whose memory is committed. May be empty."""
+        """`rows`: sequences of the step, each with its new tokens. Memory for the new tokens must be committed. `rows`
+        may be empty."""
         self._form = form
         self._row_bytes = form.packed(1).row_bytes
         self._num_old_B = _numbers(new.start for _, new in rows)
@@ -99,26 +105,26 @@ class PackedRows:
         self._areas_B = _numbers(row.area.buffer.data.data_ptr() for row, _ in rows)
         packed = [row.codes.buffer.data for row, _ in rows]
         self._num_layers = len(packed[0]) if packed else 1
-        """Number of layers in the memory for packed KV. Packed layer l, counted from 0, uses layer l modulo this
-        number."""
+        """Number of layers that the memory of packed KV holds at the same time. Packed layer l, counted from 0, uses
+        layer l modulo this number."""
         self._packed_B = _numbers(data.data_ptr() for data in packed)
         self._layer_bytes_B = _numbers(data.stride(0) * data.element_size() for data in packed)
 
     def unpack(self, layer: int) -> int:
-        """Unpack all cached tokens of a layer into the areas. Return the number of packed bytes."""
+        """Unpack all cached tokens of `layer` into the areas. Return the number of packed bytes that were read."""
         self._form.unpack_rows(self._layer(layer), self._areas_B, self._num_old_B)
         return int(self._num_old_B.sum()) * self._row_bytes
 
     def unpack_picked(self, layer: int, picks: Picks) -> int:
-        """Unpack the keys and values in `picks`, which each kv head has selected in a layer, into the areas. Other
-        bytes of the areas do not change. `picks` may include new tokens, which are in the areas already. Return the
-        number of packed bytes."""
+        """Unpack the keys and values in `picks`, which the kv heads have selected in `layer`, into the areas. Other
+        bytes of the areas do not change. `picks` may include new tokens, which are in the areas already and are
+        skipped. Return the number of packed bytes that were read."""
         num_picks = self._form.unpack_picked(self._layer(layer), self._areas_B, self._num_old_B, picks)
         return num_picks * 2 * self._form.head_bytes
 
     def pack(self, layer: int) -> int:
-        """Pack the new tokens' KV from the areas into the sequences' packed memory. Return the number of packed
-        bytes."""
+        """Pack the new tokens' KV of `layer` from the areas into the sequences' packed memory. Return the number of
+        packed bytes."""
         new_areas_B = self._areas_B + self._num_old_B * self._form.plain.row_bytes
         new_packed_B = self._layer(layer) + self._num_old_B * self._row_bytes
         self._form.pack_rows(new_areas_B, new_packed_B, self._num_new_B)

@@ -1,13 +1,13 @@
 """Residency `int4`: KV is stored in 4 bits (`format`). A step unpacks all KV of each layer, and attends to all of it.
 
 A Residency for `engine.model_runner`, after FlexGen's compression (Sheng et al., 2023, section 5). Layers 0 and 1 are
-not packed, as in InfiniGen's comparisons. KV of the other layers, pushed or computed here, is packed when it is stored,
-so that host memory holds only packed KV of these layers. The packed bytes cross the link: in each step, those of all
-tokens cached before it to the device, and those of the new tokens back. Attention reads an area on the device that
-holds one unpacked layer, with the new tokens' values from before packing.
+not packed, as in InfiniGen's comparisons. The KV of the other layers, pushed or computed here, is packed when it is
+stored, so that host memory holds only packed KV of these layers. In each step, the packed KV of all earlier tokens
+crosses the link to the device, and the packed KV of the new tokens crosses it back. Attention reads an area on the
+device, which holds one unpacked layer, and the new tokens' KV from before packing.
 
-On a device with its own memory, packed KV and layers 0 and 1 are stored on the device as well, so that steps send no KV
-over the link. Pushed KV is packed before it crosses the link.
+On a device with its own memory, packed KV and layers 0 and 1 are stored on the device as well, so steps send no KV over
+the link. Pushed KV is packed before it crosses the link.
 
 A prompt that is prefilled here in chunks attends to the packed values of earlier chunks. FlexGen, which has no chunks,
 attends to the unpacked prompt. The policy needs a CPU as the computing device, and its native kernel. The bandwidth of
@@ -31,7 +31,8 @@ from generate_workers.residency.traits import POLICIES
 
 
 class Int4Step(RowStep[Int4Row]):
-    """StepKv that unpacks each layer into the areas before the layer runs, and packs the new tokens after it."""
+    """Step that unpacks the KV of each layer into the slots' areas before the layer runs, and packs the new tokens' KV
+    after the layer has run."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]], num_bytes_read: int) -> None:
         super().__init__(rows, num_bytes_read)
@@ -40,7 +41,7 @@ class Int4Step(RowStep[Int4Row]):
         self._reads_home = any(row.reads_home for row, _ in rows)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Unpack or copy the layer's cached tokens into the areas."""
+        """Unpack the layer's cached tokens into the slots' areas. Layers 0 and 1, which are not packed, are copied."""
         if layer >= NUM_WHOLE_LAYERS:
             self._count(self._packed.unpack(layer))
             return
@@ -50,7 +51,7 @@ class Int4Step(RowStep[Int4Row]):
             self._count(len(old) * self._whole_row_bytes)
 
     def end(self, layer: int) -> None:
-        """Store the layer's new KV, which is packed except in layers 0 and 1."""
+        """Store the KV of the new tokens in `layer`. It is packed, except in layers 0 and 1."""
         if layer >= NUM_WHOLE_LAYERS:
             self._count(self._packed.pack(layer))
             return
@@ -65,7 +66,7 @@ class Int4Step(RowStep[Int4Row]):
 
 
 class Int4Residency(RowResidency[Int4Row]):
-    """Residency that stores KV in 4 bits, except in layers 0 and 1, with one unpacked layer on the device. 4-bit KV
+    """Residency that stores KV in 4 bits, except in layers 0 and 1. The device holds one unpacked layer. KV in 4 bits
     needs about 28 % of the bytes of bf16."""
 
     traits = POLICIES["int4"]
@@ -82,7 +83,7 @@ class Int4Residency(RowResidency[Int4Row]):
 
 
 def make_int4(shape: KvShape, device: Device) -> Int4Residency:
-    """Return the policy, in the device's memory. Raises ConfigError on a device that does not support it."""
+    """Return residency policy `int4` with memory of `device`. Raises ConfigError if the device does not support it."""
     if device.torch_device.type != "cpu":
         raise ConfigError(f"residency = 'int4' is not supported on device {device.name}: use residency device or host")
     return Int4Residency(shape, device.row_memory, is_apart=not device.is_home)

@@ -1,1 +1,1 @@
-"""Policies that attend only to selected keys: InfiniGen."""
+"""Residency policies with which sequences attend only to selected keys (InfiniGen)."""

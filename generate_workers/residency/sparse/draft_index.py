@@ -1,10 +1,11 @@
-"""Residency `device` that also stores partial keys of each sequence, with which speculative drafts select keys.
-Sequences attend to all keys, as with `device`, so their results do not change. The partial keys are a RowPart of a
-slot: they are released with the slot's claim, and promised and counted as device memory. They are computed from the
-sequence's own KV when drafts first need them (`generate_workers.speculation.infinigen_view`), whether the KV was
-pushed, prefilled locally or copied.
+"""Residency `device` with an additional index of partial keys, with which speculative drafts select keys.
 
-Engine's thread, except the beginning and end of claims. Shape suffixes: T tokens, G kv heads, H head dim.
+Sequences attend to all keys, as with `device`, so their results do not change. The partial keys are a RowPart (part of
+a slot's memory). They are promised and counted as device memory, and are released with the slot's claim. They are
+computed from the sequence's own KV when drafts first need them (`generate_workers.speculation.infinigen_view`). It does
+not matter whether this KV was pushed, prefilled locally or copied.
+
+Used on the engine's thread. Other threads may begin and end claims. Shape suffixes: T tokens, G kv heads, H head dim.
 """
 
 from collections.abc import Callable
@@ -21,24 +22,28 @@ from generate_workers.residency.row_parts import MakeMemory
 from generate_workers.residency.sparse.infinigen import PartialIndex
 
 ReadKv = Callable[[int, TokenRange], Tensor]
-"""Function that returns a layer's KV of a range of a sequence's tokens, `[T, 2, G, H]`."""
+"""Function that returns the KV of a range of a sequence's tokens in one layer, `[T, 2, G, H]`. Arguments: the layer and
+the range."""
 
 
 class DraftIndex(PartialIndex):
-    """RowPart of a slot: partial keys of the tokens for which `follow` was called."""
+    """Partial keys of one slot's sequence, for drafts; a RowPart. It has the partial keys of the tokens that `follow`
+    has processed."""
 
     def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory) -> None:
         """Raises OSError if the address space cannot be reserved."""
         super().__init__(layout, basis, max_tokens, make_memory)
         self._num_followed = 0
-        """Number of the current claim's tokens whose partial keys were made from their final KV."""
+        """Number of the current claim's tokens whose partial keys were computed. Their KV is final."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim, without partial keys. No memory is reserved, because drafts may never need them."""
+        """Begin a claim on the slot, for a new sequence. It has no partial keys yet. No memory is reserved, because
+        drafts may never need partial keys."""
         self._num_followed = 0
 
     def follow(self, num_tokens: int, read: ReadKv) -> None:
-        """Make the missing partial keys of the sequence's first `num_tokens` tokens, whose KV must be final."""
+        """Compute the partial keys of the sequence's first `num_tokens` tokens that do not have them yet. The KV of
+        these tokens must be final. `read` returns it."""
         new = TokenRange(self._num_followed, num_tokens)
         if new:
             for layer in self.layers:
@@ -46,11 +51,11 @@ class DraftIndex(PartialIndex):
         self._num_followed = num_tokens
 
     def copy_from(self, other: PartialKeys, num_tokens: int) -> None:
-        """Do nothing: partial keys are made from the sequence's own KV."""
+        """Do nothing: partial keys are computed later, from the sequence's own KV."""
 
 
 class IndexedResidency(DeviceResidency):
-    """Residency that keeps all KV on the device, and partial keys of all KV."""
+    """Residency that stores all KV on the device, and has partial keys with which drafts select keys."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection) -> None:
         """Raises an error of OUT_OF_MEMORY, or OSError, if the address space cannot be reserved."""

@@ -1,14 +1,16 @@
-"""Residency `infinigen`: keys are selected by approximate partial scores (InfiniGen; Lee et al., OSDI 2024).
+"""Residency `infinigen`: sequences attend only to the keys with the best approximate scores (InfiniGen; Lee et al.,
+OSDI 2024).
 
-A Residency for `engine.model_runner`; `baton.modeling.forward.selection` selects. A partial key is the projection of a
-key to a few columns of a basis, which suffice to approximate the key's scores (baton.modeling.sparse.bases). A partial
-key is stored for every key. Partial keys need a fraction of the keys' bytes, and a step reads all of them instead of
-all keys. Sequences then attend to the keys with the best approximate scores, with the true keys and queries.
+A Residency for `engine.model_runner`. `baton.modeling.forward.selection` selects the keys. A partial key is the
+projection of a key to a few columns of a basis (baton.modeling.sparse.bases). The columns suffice to approximate the
+key's score. A partial key is stored for every key, in a fraction of the key's bytes. A step reads all partial keys
+instead of all keys. Sequences then attend to the keys with the best approximate scores, using the true keys and
+queries.
 
 With lookahead 1, as in the paper, the queries of layer l are guessed before layer l - 1 runs, so that the selected keys
 can be fetched in time. The guess is computed from the input of layer l - 1, with the norm and weights of layer l, at
-the token's position. With lookahead 0, the true queries select keys. This suits devices that fetch no KV, such as a
-CPU, whose kernel reads the stored KV.
+the token's position. With lookahead 0, the true queries select keys. Lookahead 0 suits devices that fetch no KV, such
+as a CPU, whose kernel reads the stored KV.
 
     KV pushed, copied from a slot, of a prompt's chunk or of new tokens   ->  `home`  ->  partial keys
     begin l - 1 (guessed) or picks l (true queries)                       ->  scores over partial keys  ->  picks of l
@@ -37,52 +39,54 @@ from generate_workers.residency.traits import POLICIES
 
 
 class PartialPart(RowPart, Protocol):
-    """RowPart of a slot: partial keys for one basis, in the layers that select keys. Implementations store the partial
-    keys."""
+    """Partial keys of one slot's sequence, in the layers that select keys; a RowPart. Each instance uses one basis.
+    Implementations provide the memory."""
 
     layers: range
     """Layers of the model that have partial keys."""
     _basis: Basis
 
     def expect(self, num_tokens: int) -> None:
-        """Reserve memory for `num_tokens` tokens."""
+        """Reserve memory for the partial keys of `num_tokens` tokens."""
         ...
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:
-        """Make and store the partial keys of consecutive tokens, the first of which has index `first`."""
+        """Project the keys `k_TGH` of consecutive tokens with `projection`, and store the results as partial keys.
+        `first`: index of the first of these tokens."""
         ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim. `num_tokens`: tokens that are certain to be written."""
+        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        `capacity_tokens` is not used."""
         self.expect(num_tokens)
 
     def add(self, layer: int, first: int, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of consecutive tokens, the first of which has index `first`, if the layer selects
-        keys."""
+        """Compute and store the partial keys of the consecutive tokens `kv_T2GH`, if `layer` selects keys. `first`:
+        index of the first of these tokens."""
         if layer in self.layers:
             self.add_keys(layer, first, kv_T2GH[:, 0])
 
     def add_keys(self, layer: int, first: int, k_TGH: Tensor) -> None:
-        """Make the partial keys of consecutive tokens, the first of which has index `first`, in a layer that selects
-        keys."""
+        """Compute and store the partial keys of the consecutive tokens `k_TGH`. `first`: index of the first of these
+        tokens. `layer` must be a layer that selects keys."""
         self.write(layer, first, k_TGH, self._basis.key_projection(layer))
 
 
 class PartialIndex(PartialKeys, PartialPart):
-    """PartialPart that stores the partial keys in CPU memory."""
+    """PartialPart (partial keys of one slot) that stores the partial keys in CPU memory."""
 
     def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory = PagedMemory) -> None:
-        """Raise OSError when the address space cannot be reserved."""
+        """Raises OSError when the address space cannot be reserved."""
         layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         super().__init__(layers, layout.num_kv_heads, basis.num_columns, max_tokens, make_memory)
         self._basis = basis
 
 
 class ScoredKeys(Protocol):
-    """Partial keys of those sequences of a step that have one new token."""
+    """Partial keys of the sequences of a step that have exactly one new token, and the selection of keys by them."""
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection) -> None:
-        """Make and store the new tokens' partial keys."""
+        """Compute and store the partial keys of the new tokens `k_BGH` in `layer`, one token per sequence."""
 
     def select(
         self,
@@ -93,27 +97,29 @@ class ScoredKeys(Protocol):
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the sequences attend to in `layer`. See `PartialRows.select` for the arguments."""
+        """Return the keys that each sequence attends to in `layer`: those with the best scores for the queries `q_BNR`.
+        See `PartialRows.select` for the arguments."""
 
 
 MakeScored = Callable[[Sequence[Any], Sequence[int], Sequence[int]], ScoredKeys]
-"""Function that makes ScoredKeys. Arguments: the sequences' PartialParts, their numbers of keys including the new
-token's, and their numbers of tokens."""
+"""Function that makes the ScoredKeys of several sequences. Arguments, one entry per sequence: partial keys, number of
+keys including the new token's key, and number of tokens."""
 
 
 class ScoredRow(StoredRow):
-    """StoredRow that also stores partial keys."""
+    """Memory of one slot (a StoredRow) that also stores partial keys, with which attention selects keys."""
 
     partial: PartialPart
-    """Partial keys of the stored keys."""
+    """Partial keys of the slot's sequence, in the layers that select keys."""
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of new tokens."""
+        """Compute and store the partial keys of `tokens` from their KV `kv_T2GH`, if `layer` selects keys."""
         self.partial.add(layer, tokens.start, kv_T2GH)
 
 
 class InfinigenRow(SelectiveRow, ScoredRow):
-    """ScoredRow whose new keys can still be read after all layers have run."""
+    """Memory of one slot, with partial keys and with all stored layers of KV in place. The keys of a step's new token
+    can be read in all layers after the forward pass."""
 
     partial: PartialIndex
 
@@ -126,9 +132,9 @@ class InfinigenRow(SelectiveRow, ScoredRow):
         *,
         reads_home: bool = True,
     ) -> None:
-        """`num_places`: number of tokens for which the layers that select keys have room; None: all tokens.
-        `reads_home`: see SelectiveRow. Raises an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot
-        be reserved."""
+        """`num_places`: maximum number of tokens that the layers that select keys can store; None: all tokens.
+        `reads_home`: False if `make_memory` makes memory of a device that has its own memory. Raises an error of
+        OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
         self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens, make_memory)
         super().__init__(shape, make_memory, self.partial, num_places, reads_home=reads_home)
 
@@ -141,8 +147,9 @@ S = TypeVar("S", bound=ScoredRow)
 
 
 class ScoringStep(SelectiveStep[S]):
-    """Step that scores partial keys. A subclass makes the partial keys of the selecting sequences' new tokens. They are
-    needed only after the step, because a token's own key is always selected."""
+    """Step that selects keys by the scores of partial keys. Subclasses compute the partial keys of the new tokens of
+    sequences that select keys. These partial keys are not needed before the next step, because a token's own key is
+    always selected."""
 
     def __init__(
         self,
@@ -151,15 +158,16 @@ class ScoringStep(SelectiveStep[S]):
         decoder: Decoder,
         make_scored: MakeScored = PartialRows,
     ) -> None:
-        """`make_scored`: function that makes the ScoredKeys of the sequences' partial keys, on the device that stores
-        the partial keys."""
+        """`make_scored`: function that makes an object with the partial keys of several sequences. The object is on the
+        device that stores the partial keys."""
         super().__init__(decoder.layout, rows)
         self._places_B = self._places_B.to(decoder.device.torch_device)
         self._prepared = prepared
         self._decoder = decoder
         self._layers = range(NUM_WHOLE_LAYERS, decoder.layout.num_layers)
         self._guessed: dict[int, Picks] = {}
-        """Keys by layer that were selected one layer early, until the layer uses them."""
+        """Selected keys by layer, for layers whose keys were selected one layer early. A layer's entry is removed when
+        the layer runs."""
         if self.choosing and self._layers:
             lengths = [row.num_kept(tokens.start) + 1 for row, tokens in self.choosing]
             num_tokens = [tokens.end for _, tokens in self.choosing]
@@ -168,7 +176,8 @@ class ScoringStep(SelectiveStep[S]):
             self._step = Step(positions, spans=())
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """With lookahead 1, guess the next layer's queries, and select the next layer's keys."""
+        """With lookahead 1, guess the queries of layer `layer` + 1 from `hidden_TD`, and select the keys of that layer.
+        With lookahead 0, do nothing."""
         if self._prepared.lookahead and self.choosing and layer + 1 in self._layers:
             q_BNH = self._decoder.project(layer + 1, self.of_choosing(hidden_TD), self._step)
             self._guessed[layer + 1] = self._select(layer + 1, q_BNH)
@@ -179,12 +188,13 @@ class ScoringStep(SelectiveStep[S]):
         return self._guessed.pop(layer)
 
     def end(self, layer: int) -> None:
-        """Make the partial keys of the longer spans' new tokens."""
+        """Compute and store the partial keys of sequences with several new tokens, in `layer`."""
         for _, row, span in self.longer:
             row.take_in(layer, span.tokens, span.own(layer))
 
     def append_keys(self, layer: int, k_BGH: Tensor) -> None:
-        """Make the partial keys of the selecting sequences' new tokens."""
+        """Compute and store the partial keys of the new tokens `k_BGH` in `layer`, one token for each sequence that
+        selects keys."""
         self._partial.append(layer, k_BGH, self._prepared.basis.key_projection(layer))
 
     def _select(self, layer: int, q_BNH: Tensor, closeness_BGS: Tensor | None = None) -> Picks:
@@ -198,10 +208,10 @@ K = TypeVar("K", bound=InfinigenRow)
 
 
 class InfinigenStep(ScoringStep[K]):
-    """Step that makes its new tokens' partial keys in all layers at once, when the forward pass has ended."""
+    """Step that computes its new tokens' partial keys after the forward pass, for all layers."""
 
     def settle(self) -> None:
-        """Make the partial keys of the selecting sequences' new tokens, in all layers."""
+        """Compute the partial keys of the new tokens of the sequences that select keys, in all layers."""
         if not self.choosing or not self._layers:
             return
         k_LBGH = torch.stack([row.own_keys(tokens.start) for row, tokens in self.choosing], dim=1)
@@ -210,12 +220,12 @@ class InfinigenStep(ScoringStep[K]):
 
 
 class InfinigenResidency(RowResidency[InfinigenRow]):
-    """Residency that selects keys by partial scores, and keeps all KV."""
+    """Residency that selects keys by partial scores, and keeps the KV of all tokens."""
 
     traits = POLICIES["infinigen"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must be for `decoder`. Raises an error of OUT_OF_MEMORY, or OSError, when the address space cannot
-        be reserved."""
+        """`prepared` must have been made for the model of `decoder`. Raises an error of OUT_OF_MEMORY, or OSError, when
+        the address space cannot be reserved."""
         rows = [InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenStep(rows, prepared, decoder))

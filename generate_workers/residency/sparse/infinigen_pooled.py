@@ -1,20 +1,24 @@
-"""Residency `infinigen` with a limit on the tokens whose KV a sequence keeps, in a pool that evicts tokens. A Residency
-for `engine.model_runner`; `pool` decides the place (index in the sequence's memory) of each token. Layers 0 and 1 keep
-all tokens. In the other layers, a sequence has a place for each token that it may keep, and one for the new token of a
-step (its own token). Keys are scored and selected by place. A step records the selected keys in the pool. When the
-forward pass has ended, the own token's K, V and partial key are moved to the place that the pool returns.
+"""Residency `infinigen` with a limit on the number of tokens whose KV a sequence keeps. The kept tokens form a pool,
+which evicts tokens when it is full.
+
+A Residency for `engine.model_runner`. `pool` assigns each token a place, which is an index in the sequence's memory.
+Layers 0 and 1 keep all tokens. In the other layers, a sequence has a place for each token that it may keep, and one
+place for the new token of a step (its own token). Keys are scored and selected by place. A step records the selected
+keys in the pool. When the forward pass has ended, the K, V and partial key of the own token are moved to the place that
+the pool returns.
 
     `home`  all KV of layers 0 and 1; in other layers the places, and the order in which their tokens are evicted
     device  layers 0 and 1, and partial keys of the places
 
-On a device with its own memory, the places are stored on the device as well. A full pool moves a token in each layer
-and kv head at each step, so copies of places would soon hold outdated keys. Also, a pool is small by design.
+`home` is the memory that stores KV between steps. On a device with its own memory, the places are stored on the device
+as well. A full pool moves a token in each layer and kv head at each step, so copies of places would soon contain
+outdated keys. Also, a pool is small by design.
 
-Pushed KV is written to its places as it arrives, so a prompt never takes more than the limit. A prompt that is
-prefilled here and is longer than the limit runs chunk by chunk over the tokens that are kept: the first, the latest,
-and the chunk itself.
+Pushed KV is written to its places as it arrives, so a prompt never uses more memory than the limit. A prompt that is
+prefilled here and is longer than the limit runs chunk by chunk. Each chunk attends to the tokens that are kept: the
+first tokens, the latest tokens, and the chunk itself.
 
-If a sequence cannot exceed its places, its results are bit-identical to those without a pool.
+If a sequence cannot have more tokens than places, its results are bit-identical to those without a pool.
 
 Shape suffixes: L layers that select, T tokens, G kv heads, H head dim, R columns.
 """
@@ -52,11 +56,12 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 
 _BLOCK = 16
-"""Number of keys whose partial keys are stored as one block."""
+"""Number of partial keys that are stored together as one block."""
 
 
 class PooledInfinigenRow(InfinigenRow):
-    """InfinigenRow that stores the layers that select keys in a pool of places."""
+    """Memory of one slot that keeps a limited number of tokens in the layers that select keys. A pool assigns a place
+    to each kept token."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pools: KvPools, slot: int) -> None:
         """Raises an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
@@ -65,39 +70,44 @@ class PooledInfinigenRow(InfinigenRow):
         self._make_buffer = device.buffer
         self._pools, self._slot = pools, slot
         self._can_overflow = False
-        """True if the current claim may have more tokens than places. If False, selected keys are not recorded."""
+        """True if the current claim may have more tokens than its pool keeps. If False, no token is ever evicted, and
+        selected keys are not recorded."""
         self._has_begun = False
-        """True after the first decode step of the claim. Before this step, no key was selected."""
+        """True after the first decode step of the claim has begun. Before it, no key was selected."""
         self._kv_LP2GH: NDArray[np.int64] = self.others.memory.data_LS2GH.view(torch.int64).numpy()
-        """KV of all places. Each int64 holds several elements of K or V, because int64 is faster to copy and numpy has
-        no bf16."""
+        """KV of all kept tokens, by layer and place. An int64 contains several elements of K or V. This type is used
+        because numpy does not support bf16, and because it is fast to copy."""
         self._k_LCGRI: NDArray[np.int16] = self.partial.data_LCGRI.view(torch.int16).numpy()
         self._head_G = np.arange(shape.layout.num_kv_heads)
         self._layer_L1 = np.arange(len(self._kv_LP2GH))[:, None]
 
     @property
     def pool_slot(self) -> int | None:
-        """Return the slot in the pools where selected keys are recorded. None: they are not recorded."""
+        """Return the number of the slot's pool, in which selected keys are recorded. None: they are not recorded,
+        because the sequence never evicts, or evicts in FIFO order."""
         return self._slot if self._can_overflow and self._pools.limit.eviction is not Eviction.FIFO else None
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Return the bytes that are committed now."""
+        """Return the number of bytes of memory that are committed now."""
         return super().num_bytes + KvBytes(home=self._pools.row_bytes if self._can_overflow else 0)
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes of `num_tokens` tokens. Layers that select keys need no more than the bytes of the limit."""
+        """Return the number of bytes of memory for a sequence of `num_tokens` tokens. In layers that select keys, the
+        number stops growing at the limit on kept tokens."""
         whole, num_places = self.whole.bytes_for(num_tokens), min(num_tokens, self._num_places)
         others = self.others.bytes_for(num_places)
         device = whole + self.partial.bytes_for(num_places) + (0 if self.reads_home else others)
         return KvBytes(whole + others + self._pools.row_bytes, device)
 
     def num_kept(self, num_tokens: int) -> int:
-        """Return how many of `num_tokens` tokens are kept: at most the limit."""
+        """Return the number of tokens that are kept of a sequence of `num_tokens` tokens: all of them, but at most the
+        limit."""
         return min(num_tokens, self._pools.limit.num_places)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim. If it raises, no memory is held."""
+        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        `capacity_tokens`: maximum number of tokens. If this raises, no memory stays allocated."""
         self._can_overflow = capacity_tokens > self._pools.limit.num_places
         try:
             self.whole.open(num_tokens, capacity_tokens)
@@ -108,8 +118,8 @@ class PooledInfinigenRow(InfinigenRow):
             raise
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV to storage. In a layer that selects keys, only tokens that have a place now are
-        copied; their KV and partial keys are in place when this returns."""
+        """Begin to copy pushed KV into the slot. In a layer that selects keys, only tokens that have a place in the
+        pool now are copied, and the copies and the tokens' partial keys are complete when this returns."""
         if layer < NUM_WHOLE_LAYERS:
             return self.whole.write(layer, tokens, data)
         row_bytes = data.nbytes // len(tokens)
@@ -120,13 +130,13 @@ class PooledInfinigenRow(InfinigenRow):
         return DoneTransfer()
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens`. Must not be called for a sequence that may evict tokens, because `tokens` may
-        be lost."""
+        """Return the KV of `tokens` in a layer as bytes. Must not be called for a sequence that may evict tokens,
+        because their KV may be lost."""
         assert layer < NUM_WHOLE_LAYERS or not self._can_overflow, "what a pool has evicted cannot be read"
         return super().export(layer, tokens)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for a step's new `tokens`. A token without a place of its own uses the last place."""
+        """Commit memory for the new `tokens` of a step. In a full pool, a new token uses the extra last place."""
         self.whole.memory.commit(tokens)
         start, end = self.num_kept(tokens.start), self.num_kept(tokens.end)
         if len(tokens) == 1 or self._has_begun:
@@ -134,8 +144,9 @@ class PooledInfinigenRow(InfinigenRow):
         self.others.memory.commit(TokenRange(start, end))
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over the places. If not all new tokens of a longer span have a place, they get a separate
-        buffer. For the first decode step, also move the latest tokens of the prompt to the end of the pool."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`. If there are several new tokens and they
+        do not all fit into the pool, they get a separate buffer. For the first decode step, also move the latest tokens
+        of the prompt to the end of the pool."""
         kept, beside = self.others.buffer, None
         if len(tokens) != 1 and tokens.end > self._pools.limit.num_places:
             beside = self._make_buffer(replace(kept.layout, num_layers=1), tokens)
@@ -147,8 +158,9 @@ class PooledInfinigenRow(InfinigenRow):
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Copy new tokens to their places and make their partial keys. Before the first decode step, or if the sequence
-        cannot evict, they are copied in runs; otherwise one by one, each evicting another token."""
+        """Copy the KV of `tokens` to their places in the pool, and compute their partial keys. Before the first decode
+        step, or if the sequence can never be longer than its pool, consecutive tokens are copied together. Otherwise
+        tokens are copied one by one, and each evicts another token when the pool is full."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -160,9 +172,12 @@ class PooledInfinigenRow(InfinigenRow):
                 self.keep(part.start, slice(at, at + 1))
 
     def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
-        """Keep a step's own token, whose partial keys must exist. If the pool is full, move K, V and partial keys as
-        the pool requires. `layers`: counted from the first layer that selects keys. `victims_LG`: places to evict, if
-        known already."""
+        """Add a step's new token at `position` to the pool, after its partial keys were made. If the pool is full, move
+        K, V and partial keys as the pool requires, and evict one token per layer and kv head.
+
+        `layers`: layers to change, counted from the first layer that selects keys. `victims_LG`: places whose tokens
+        are evicted; None: the pool selects them.
+        """
         if not self._can_overflow:
             return
         limit = self._pools.limit
@@ -181,8 +196,8 @@ class PooledInfinigenRow(InfinigenRow):
             k_LCGRI[:, block, :, :, at] = k_LCGRI[:, own_block, :, :, own_at]
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Copy the first `num_tokens` tokens, and the pool, of another slot's sequence, which must have the same
-        capacity."""
+        """Copy the first `num_tokens` tokens of another slot's sequence, and the state of its pool. The sequences must
+        have the same capacity."""
         num_places = self.num_kept(num_tokens)
         self.whole.copy_from(other.whole, num_tokens)
         self.others.copy_from(other.others, num_places)
@@ -192,7 +207,7 @@ class PooledInfinigenRow(InfinigenRow):
             self._pools[self._slot].copy_from(self._pools[other._slot])
 
     def release(self) -> None:
-        """End the claim, if one exists."""
+        """End the claim on the slot, if one exists, and release its memory."""
         super().release()
         if self._can_overflow:
             self._pools.clear(self._slot)
@@ -223,16 +238,16 @@ class PooledInfinigenRow(InfinigenRow):
 
 @dataclass(frozen=True)
 class PooledInfinigenSpan:
-    """SequenceSpan over the places of one sequence, in the layers that select keys."""
+    """SequenceSpan over the kept tokens of one sequence, in the layers that select keys."""
 
     kept: KvBuffer
-    """KV of the places."""
+    """KV of the kept tokens. The token index of this buffer is the token's place in the pool."""
     tokens: TokenRange
     num_kept: int
-    """Number of places with tokens from before the step."""
+    """Number of kept tokens from before the step."""
     beside: KvBuffer | None
-    """Buffer of one layer's new tokens, which have no places yet. None: the new tokens are in the places after the kept
-    tokens."""
+    """Buffer for the new tokens' KV of one layer, if the new tokens do not fit into the pool. None: the new tokens are
+    stored in the pool, directly after the kept tokens."""
 
     def own(self, layer: int) -> Tensor:
         if self.beside is not None:
@@ -240,8 +255,8 @@ class PooledInfinigenSpan:
         return self.kept.span(layer, TokenRange(self.num_kept, self.num_kept + len(self.tokens)))
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the KV of the kept tokens, then of the new tokens. Positions in a pool are not consecutive. The kept
-        keys are numbered as if they directly preceded the new tokens, which suffices for masks."""
+        """Yield the KV of the kept tokens, then of the new tokens. Positions of the kept tokens are not consecutive.
+        For attention masks, the kept keys get positions as if they directly preceded the new tokens."""
         num_keys = self.num_kept + (len(self.tokens) if self.beside is None else 0)
         if num_keys:
             yield replace(
@@ -255,7 +270,7 @@ class PooledInfinigenSpan:
 
 
 class PooledStep(InfinigenStep[PooledInfinigenRow]):
-    """Step that records the selected keys in the pools, and keeps its new tokens there."""
+    """Step that records the selected keys in the sequences' pools, and adds its new tokens to the pools."""
 
     def __init__(
         self,
@@ -286,16 +301,17 @@ class PooledStep(InfinigenStep[PooledInfinigenRow]):
 
 
 class PooledResidency(RowResidency[PooledInfinigenRow]):
-    """Residency that selects keys by partial scores, and keeps a limited number of tokens."""
+    """Residency that selects keys by partial scores, and keeps the KV of a limited number of tokens per sequence."""
 
     traits = POLICIES["infinigen"]
 
     def __init__(
         self, shape: KvShape, device: Device, prepared: PreparedSelection, decoder: Decoder, size: PoolSize
     ) -> None:
-        """`prepared` must be for `decoder`, which is on `device`. The first and latest keys that the prepared selection
-        always selects are never evicted. Raises ConfigError if `size` is too small for these keys, and an error of
-        OUT_OF_MEMORY, or OSError, if the address space cannot be reserved."""
+        """`prepared` must have been made for the model of `decoder`, which must be on `device`. `size`: limit on the
+        kept tokens. The first and latest keys that `prepared` always selects are never evicted. Raises ConfigError if
+        `size` is too small for these keys, and an error of OUT_OF_MEMORY, or OSError, if the address space cannot be
+        reserved."""
         layout, selection = shape.layout, prepared.selection
         assert shape.max_slot_tokens <= MAX_TOKENS, "max_slot_tokens exceeds MAX_TOKENS"
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)

@@ -1,18 +1,18 @@
 """Host pool of InfiniGen (Lee et al., 2024, section 4.4): assigns tokens to places in a sequence's limited memory.
 
-`infinigen_pooled` owns pools and copies KV as they require. A user limits the number of tokens whose KV a sequence may
-keep. When the pool is full, each new token replaces an evicted token, the victim. K, V and partial key are overwritten
-together, so that a place holds all three of the same token. Victims differ between layers and kv heads, because each
-layer and kv head selects its own keys.
+`infinigen_pooled` owns pools, and copies KV as they require. A user limits the number of tokens whose KV a sequence
+keeps. When the pool is full, each new token replaces an evicted token, the victim. The K, V and partial key of a place
+are overwritten together, so that they always belong to the same token. Victims differ between layers and kv heads,
+because each layer and kv head selects its own keys.
 
-The first tokens and the latest are never victims. The paper's pool protects neither; its FIFO rule evicts the first
-tokens at once, and its quality does not recover from this. Depending on Eviction, the victim is the earliest token, the
-token that was selected longest ago, or the token that was selected least often. When a counter is full, all counters of
-the same layer and kv head are halved. Much of a prompt was never selected when the first eviction is necessary: among
-equal tokens, the victim is the token with the lowest score in the current step.
+The first tokens and the latest tokens are never victims. The paper's pool protects neither. Its FIFO rule evicts the
+first tokens at once, and its quality does not recover from this. The Eviction rule determines the victim: the earliest
+token, the token that was selected longest ago, or the token that was selected least often. When a counter is full, all
+counters of the same layer and kv head are halved. At the first eviction, many tokens of a prompt were never selected.
+Among equal tokens, the victim is the token with the lowest score in the current step.
 
-Places are not ordered by position. Attention with selected keys does not need that, since keys are stored after RoPE.
-There are P places, and one more for the new token of a step (its own token). F and R are the numbers of first and
+Places are not ordered by position. Attention to selected keys does not need an order, because keys are stored after
+RoPE. There are P places, and one more for the new token of a step (its own token). F and R are the numbers of first and
 latest tokens that are never evicted. While the pool is not full, a token's place is its position. In a full pool the
 places are
 
@@ -21,12 +21,12 @@ places are
     [P - R + 1, P)  the latest R - 1 tokens before the own one; the next one overwrites the earliest of them
     P               the own token, which is always selected in its step and has no mark yet
 
-So keys that are always selected are at both ends, as a Selection requires. A token that is no longer among the latest
-moves to the victim's place, and the own token moves to the place that this token had.
+Keys that are always selected are therefore at both ends, as a Selection requires. When a step ends, the earliest of the
+latest R - 1 tokens moves to the victim's place. The own token moves to the place that becomes free.
 
-The pieces of a prompt arrive in any order, before any key is selected. With each Eviction, a prompt's first tokens and
-its last tokens are kept. The last tokens are stored in a ring after the first tokens until the sequence's first step,
-when the latest tokens are moved to the end.
+The pieces of a prompt arrive in any order, before any key is selected. With every Eviction rule, the first tokens and
+the last tokens of a prompt are kept. Until the sequence's first step, the last tokens are stored in a ring after the
+first tokens. The first step moves the latest tokens to the end.
 
 A pool handles places, not memory: it returns the places that the caller must copy. Owned by its slot; not thread-safe.
 
@@ -53,34 +53,36 @@ from baton.types import TokenRange
 
 Integers = NDArray[np.int64]
 Orders = NDArray[np.signedinteger[Any]]
-"""Eviction order of tokens, as integers: a mark in the high bits, and in the bits below it the position, which orders
-tokens with equal marks."""
+"""Eviction order of tokens, as integers. The token with the lowest integer is evicted first. The high bits are a mark,
+which depends on the eviction rule. The low bits are the token's position, which orders tokens with equal marks."""
 
 MAX_TOKENS = 1 << 23
-"""Maximum number of tokens of a sequence: positions have 23 bits, next to a counter."""
+"""Maximum number of tokens of a sequence. An eviction order stores the position in 23 bits, next to a counter."""
 _MAX_COUNT = 255
 _FULL_COUNT = 127
-"""Count at which counters are halved. With a much lower value, counts are lost before they are useful. With a much
-higher value, old selections count as much as recent selections (docs/infinigen.md)."""
+"""Default count at which the selection counters of a layer and kv head are halved. With a much lower value, counts are
+lost before they are useful. With a much higher value, old selections count as much as recent selections
+(docs/infinigen.md)."""
 _ALL = slice(None)
 
 
 class Eviction(Enum):
-    """Rule that decides which token a new token evicts. Among equal tokens, the one with the lowest score in the step
-    is evicted or, if there are no scores, the earliest."""
+    """Rule that decides which token is evicted when a new token is added to a full pool. Among equal tokens, the token
+    with the lowest score in the step is evicted. If there are no scores, the earliest token is evicted."""
 
     COUNTER = "counter"
-    """Evict the token that was selected least often: the paper's choice, because it needs no list."""
+    """Evict the token that was selected least often. This is the paper's rule: it needs a counter per token, but no
+    list."""
     LRU = "lru"
-    """Evict the token that was selected longest ago. A token counts as selected when it is added; all tokens of a
-    prompt are added at the same time."""
+    """Evict the token that was selected longest ago. Adding a token counts as selecting it. All tokens of a prompt
+    count as added at the same time."""
     FIFO = "fifo"
-    """Evict the token with the lowest position."""
+    """Evict the token with the lowest position. The protected first tokens are not evicted."""
 
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Size and eviction of pools, as a user configures them."""
+    """Size and eviction rule of pools, as configured by a user."""
 
     num_tokens: int
     """Number of tokens whose KV a sequence keeps in each layer that selects keys."""
@@ -89,17 +91,19 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class PoolLimit:
-    """Limit on a sequence's KV in a layer, and eviction rule. Raises ConfigError for a field out of range."""
+    """Limit on the number of tokens that a sequence keeps in a layer, and eviction rule. Raises ConfigError for a field
+    out of range."""
 
     num_places: int
-    """Number of tokens that a layer keeps."""
+    """Number of tokens that a sequence keeps in each layer."""
     eviction: Eviction = Eviction.COUNTER
     num_first: int = 4
-    """Number of first tokens of the sequence that are never evicted: attention sinks."""
+    """Number of first tokens of a sequence that are never evicted (attention sinks)."""
     num_last: int = 16
-    """Number of latest tokens that are never evicted, including the new one."""
+    """Number of latest tokens of a sequence that are never evicted, including the new token."""
     most_count: int = _FULL_COUNT
-    """Count at which all counters of a layer and kv head are halved; used only with Eviction COUNTER."""
+    """Count, from 2 to 255, at which all counters of a layer and kv head are halved. Used only with Eviction
+    COUNTER."""
 
     def __post_init__(self) -> None:
         if self.num_first < 0:
@@ -115,7 +119,8 @@ class PoolLimit:
 
     @property
     def position_bits(self) -> int:
-        """Return the number of bits of a position in an eviction order. With LRU, marks are positions as well."""
+        """Return the number of low bits of an eviction order that store the token's position. Eviction LRU needs more
+        bits than the others, because its mark in the high bits is a position as well."""
         return 32 if self.eviction is Eviction.LRU else 23
 
     @property
@@ -124,29 +129,30 @@ class PoolLimit:
 
     @property
     def end_others(self) -> int:
-        """Return the end of [num_first, end_others), the places whose tokens may be evicted. The places of the latest
-        tokens follow."""
+        """Return the end of the range of places whose tokens may be evicted: [num_first, end_others). The places of the
+        latest tokens follow this range."""
         return self.num_places - self.num_last + 1
 
     def late_place(self, position: int) -> int:
-        """Return the place in a full pool of one of the latest tokens, which has this position."""
+        """Return the place, in a full pool, of one of the latest tokens that are never evicted. `position`: position of
+        this token."""
         return self.end_others + (position - self.end_others) % (self.num_last - 1)
 
 
 class KvPool:
-    """Places and marks of one sequence's tokens, in all layers that select keys."""
+    """Places and eviction orders of the kept tokens of one sequence, in all layers that select keys."""
 
     def __init__(self, limit: PoolLimit, orders_LGP: Orders) -> None:
         """Make an empty pool. `orders_LGP`: zeros, with one place more than the limit. The pool takes ownership."""
         self.limit = limit
         self._orders_LGP = orders_LGP
-        """Eviction order of the token at each place. The token with the lowest order is evicted first. The order of the
+        """Eviction order of the token at each place. The token with the lowest value is evicted first. The value of the
         last place is not used."""
 
     def take_prompt(self, layer: int, tokens: TokenRange) -> tuple[Integers, Integers]:
-        """Add `tokens` of a prompt, whose pieces may arrive in any order. Return `(positions, places)` of the tokens
-        that must be copied, by ascending position. Other tokens are not kept, because later tokens have their
-        places."""
+        """Add `tokens` of a prompt to the pool. Pieces of a prompt may be added in any order. Return `(positions,
+        places)`: the tokens whose KV must be copied, by ascending position, and their places. The other tokens of the
+        piece are not kept, because later tokens use their places."""
         positions_T = np.arange(tokens.start, tokens.end)
         num_first, num_others = self.limit.num_first, self.limit.num_places - self.limit.num_first
         positions_K = positions_T[(positions_T < num_first) | (positions_T >= tokens.end - num_others)]
@@ -158,8 +164,9 @@ class KvPool:
         return positions_K, places_K
 
     def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
-        """Arrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: the places
-        from and to which tokens must be moved, all at once, in all layers."""
+        """Rearrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: tokens must
+        be moved from the places `sources` to the places `targets`, all at once, in all layers. Both are empty if no
+        token has to be moved."""
         limit = self.limit
         if num_tokens <= limit.num_places or limit.num_last == 1:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -172,11 +179,14 @@ class KvPool:
         return sources, targets
 
     def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
-        """Keep the next token (the own token), which is at place P, or at the place of its position while the pool is
-        not full. Return None if it stays there, else the places of the victims, `[L, G]`. The caller must then move the
-        token at `late_place` to the victim's place, and the own token to `late_place`. If the pool protects no latest
-        token except the own token, the caller must move the own token to the victim's place. `victims_LG`: victims that
-        PoolNotes found; None: no keys were scored."""
+        """Add a step's new token at `position` to the pool. While the pool is not full, the token stays at the place
+        that equals its position, and the result is None. In a full pool, the token is at place P, the last one, and the
+        result has the places of the evicted tokens (victims), `[L, G]`.
+
+        The caller must then move the token at `late_place` to the victim's place, and the new token to `late_place`. If
+        the pool protects no latest token except the new one, the caller must move the new token to the victim's place.
+        `victims_LG`: victims that PoolNotes has found; None: the pool selects them by eviction order.
+        """
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
         order = np.int64(position)
         if limit.eviction is Eviction.LRU:
@@ -196,22 +206,25 @@ class KvPool:
         return victims_LG
 
     def copy_from(self, other: "KvPool") -> None:
-        """Copy the state of a pool with the same limit. The caller must copy the KV, place by place."""
+        """Copy the places and eviction orders of `other`, which must have the same limit. The caller must copy the KV
+        to the same places."""
         assert self.limit == other.limit
         self._orders_LGP[:] = other._orders_LGP
 
 
 class KvPools:
-    """Pools of all slots, in memory that is reserved at the start and committed as it is written."""
+    """Pools of all slots. Their memory is reserved at the start, and committed when it is first written."""
 
     def __init__(self, num_slots: int, num_layers: int, num_kv_heads: int, limit: PoolLimit) -> None:
-        """Raise OSError when the address space cannot be reserved."""
+        """Reserve memory for the pools of `num_slots` slots. Raises OSError when the address space cannot be
+        reserved."""
         self.limit = limit
         self.lists = num_layers, num_kv_heads
-        """Number of layers and number of kv heads. A slot has one list of eviction orders for each pair."""
+        """Number of layers, and number of kv heads. A slot has one list of eviction orders for each layer and kv
+        head."""
         num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
         self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        """Bytes that one slot's orders take, in whole pages."""
+        """Number of bytes of one slot's eviction orders, in whole pages."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would not be freed
         self._mapping = mmap.mmap(-1, num_slots * self.row_bytes, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
@@ -222,13 +235,14 @@ class KvPools:
         self._rows = [KvPool(limit, row_X.reshape(*self.lists, list_size)) for row_X in rows_SX]
         self._start = orders.ctypes.data
         self._starts_L1 = np.arange(num_layers)[:, None] * (num_kv_heads * list_size * limit.order_bytes)
-        """Offset of each layer's lists in bytes, from a slot's first list."""
+        """Offset in bytes of each layer's lists from the start of a slot's memory."""
 
     def __getitem__(self, slot: int) -> KvPool:
         return self._rows[slot]
 
     def addresses(self, slots: Sequence[int | None]) -> Integers:
-        """Return the addresses of the slots' lists of orders, `[L, B]`; 0 for a slot None."""
+        """Return the addresses of the slots' lists of eviction orders, `[L, B]`: for each layer, the list of its first
+        kv head. The address is 0 if a slot is None."""
         is_there_B = np.array([slot is not None for slot in slots])
         firsts_B = self._start + np.array([slot or 0 for slot in slots]) * self.row_bytes
         found: Integers = (firsts_B + self._starts_L1) * is_there_B
@@ -240,12 +254,12 @@ class KvPools:
 
 
 class PoolNotes:
-    """Records the keys that a step's sequences select in their pools, layer by layer, and finds the sequences'
-    victims."""
+    """Records the keys that the sequences of a step select, in their pools, layer by layer. Then returns the tokens to
+    evict (the victims)."""
 
     def __init__(self, pools: KvPools, slots: Sequence[int | None], positions: Sequence[int]) -> None:
-        """`slots`, `positions`: slot and position of the new token of each sequence, which has one new token. Slot
-        None: selections of this sequence are not recorded. Must not be used with FIFO. Requires the kernel
+        """`slots`, `positions`: slot of each sequence of a step, and position of its one new token. If a slot is None,
+        the selections of its sequence are not recorded. Must not be used with Eviction FIFO. Requires the kernel
         `pool_notes`."""
         limit = pools.limit
         assert limit.eviction is not Eviction.FIFO, "it asks for nothing"
@@ -257,8 +271,9 @@ class PoolNotes:
         native.load()
 
     def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
-        """Record the selected keys of a layer. `layer` is counted from the first layer that selects keys. Call this
-        once per layer. `closeness_BGS`: closeness of all kept keys, as `PartialRows.select` writes it."""
+        """Record the keys `picks` that the sequences select in a layer. Must be called once per layer. `layer` is
+        counted from the first layer that selects keys. `closeness_BGS`: closeness of all kept keys to the queries, as
+        written by `PartialRows.select`."""
         limit = self._limit
         most_count = 0 if limit.eviction is Eviction.LRU else limit.most_count
         self._victims_BLG[:, layer] = native.operators().note_picks(
@@ -270,7 +285,8 @@ class PoolNotes:
         )
 
     def victims(self) -> list[Integers | None]:
-        """Return each sequence's victims as places, `[L, G]`, after all layers were recorded; None for a slot None.
-        Results for sequences whose pool is not full are not valid."""
+        """Return the places of each sequence's victims, `[L, G]`: one token to evict per layer and kv head. None for a
+        sequence whose slot is None. Must be called after all layers were recorded. Results for sequences whose pool is
+        not full are not valid."""
         victims_BLG = self._victims_BLG.numpy()
         return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

@@ -1,11 +1,12 @@
-"""Common base of policies that attend to selected keys: storage, layers that stay whole, and counts of bytes read.
+"""Base classes of residency policies that select keys for attention: storage of KV, layers that attend to all keys, and
+counts of bytes read.
 
-Its subclasses are Residencies for `engine.model_runner`. All KV is stored in `home` (`residency.port`). On a CPU,
-attention reads the selected keys in place. On a device with its own memory, policies that are made with this memory
-store all KV on the device, and no KV crosses the link during steps; other policies fetch KV (`residency.fetched`). The
-first two layers (whole layers) attend to all keys, because the important keys cannot be predicted there (InfiniGen; Lee
-et al., 2024). Their KV counts as device memory, as if a device held it together with the policy's index for selecting
-keys. So
+Subclasses are Residencies for `engine.model_runner`. All KV is stored in `home`, the memory that stores KV between
+steps (`residency.port`). On a CPU, attention reads the selected keys in place. On a device with its own memory, some
+policies store all KV on the device, and no KV crosses the link during steps. Other policies fetch KV
+(`residency.fetched`). The first two layers (whole layers) attend to all keys, because the important keys cannot be
+predicted there (InfiniGen; Lee et al., 2024). Their KV counts as device memory, as if a device held it together with
+the policy's index for selecting keys:
 
     `home`  all KV, in whole pages
     device  the first two layers' KV, and the policy's index
@@ -39,23 +40,24 @@ from generate_workers.residency.row_parts import MakeMemory, PagedKv, RowPart, S
 from generate_workers.residency.steps import RowStep
 
 NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
-"""Remedy in errors if drafts cannot attend to selected keys."""
+"""Remedy named in error messages when the configured drafts, which attend to selected keys, are not supported."""
 
 
 _FULL = "use residency device or host"
-"""Remedy in errors if a policy cannot attend to selected keys."""
+"""Remedy named in error messages when a policy that attends to selected keys is not supported."""
 
 
 def require_no_windows(what: str, shape: KvShape, remedy: str = _FULL) -> None:
-    """Raise ConfigError for models with sliding windows, for which keys cannot be selected. `what`: setting that needs
-    the selection, with its value."""
+    """Raise ConfigError if the model has sliding windows, because selecting keys is then not supported. `what`: name
+    and value of the setting that needs the selection, for the message. `remedy`: remedy for the message."""
     if any(window is not None for window in shape.windows):
         raise ConfigError(f"{what} is not supported for models with sliding windows: {remedy}")
 
 
 def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _FULL) -> None:
-    """Raise ConfigError if attention to selected keys is not supported; it needs the CPU's kernels. `what`: setting
-    that needs the selection, with its value. `remedy`: remedy for the message."""
+    """Raise ConfigError if the CPU kernels for attention to selected keys do not support the device or the model.
+    `what`: name and value of the setting that needs the selection, for the message. `remedy`: remedy for the
+    message."""
     where = f"{what} is not supported"
     layout = shape.layout
     if not device.is_home and device.name != "emulated":
@@ -68,11 +70,11 @@ def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _
 
 @dataclass(frozen=True)
 class SplitSpan:
-    """SequenceSpan whose first layers and other layers are stored in two separate memories."""
+    """SequenceSpan whose first two layers and other layers are stored in two separate memories."""
 
     whole: BufferSpan
     others: SequenceSpan
-    """Span of the layers after those of `whole`, counted from 0."""
+    """Span of the other layers. Its layers are counted from 0, which is the first layer after those of `whole`."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -96,8 +98,8 @@ class SplitSpan:
 
 
 class SelectiveRow(StoredRow):
-    """StoredRow with the whole layers in one memory, which counts as `home` and `device`, and the other layers in
-    another memory."""
+    """Memory of one slot (a StoredRow) in two parts: the first two layers, which attend to all keys, and the other
+    layers. The first two layers count as both `home` and device memory."""
 
     def __init__(
         self,
@@ -108,10 +110,10 @@ class SelectiveRow(StoredRow):
         *,
         reads_home: bool = True,
     ) -> None:
-        """`index`: the policy's index on the device, for selecting keys. `num_places`: number of tokens for which the
-        other layers have room; None: all tokens. `reads_home`: False if `make_memory` makes a device's own memory, so
-        that the other layers count as both `home` and `device`. Raises an error of OUT_OF_MEMORY if the slot's address
-        space cannot be reserved."""
+        """`index`: the policy's index on the device, with which it selects keys. `num_places`: maximum number of tokens
+        that the layers after the first two can store; None: all tokens. `reads_home`: False if `make_memory` makes
+        memory of a device that has its own memory. These layers then count as both `home` and device memory. Raises an
+        error of OUT_OF_MEMORY if the slot's address space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, most)
@@ -123,7 +125,8 @@ class SelectiveRow(StoredRow):
         super().__init__([self.whole, self.others], there if index is None else [*there, index])
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span of a step over the two memories."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`. It covers both parts of the slot's
+        memory."""
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), BufferSpan(self.others.buffer, tokens))
 
 
@@ -131,24 +134,24 @@ R = TypeVar("R", bound=StoredRow)
 
 
 class SelectiveStep(ABC, RowStep[R]):
-    """StepKv whose sequences of one new token attend to the keys that `choose` returns."""
+    """Step in which sequences of one new token attend only to the keys that `choose` returns."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[R, TokenRange]]) -> None:
         super().__init__(rows, num_bytes_read=0)
         self.choosing = [(row, tokens) for row, tokens in rows if row.chooses(tokens)]
-        """Sequences of one new token, which select their keys."""
+        """Sequences that select keys, each with its new token. These are the sequences with exactly one new token."""
         self.lengths_B = torch.tensor([tokens.end for _, tokens in self.choosing], dtype=torch.int32)
-        """Number of tokens of each selecting sequence, including the new one."""
+        """Number of tokens, including the new token, of each sequence that selects keys."""
         self.layout = layout
         *starts, self._num_tokens = accumulate((len(tokens) for _, tokens in rows), initial=0)
         self._places_B = torch.tensor(
             [at for at, (row, tokens) in zip(starts, rows, strict=True) if row.chooses(tokens)]
         )
-        """Indices of the selecting sequences' tokens among the tokens of the step."""
+        """Index, among all tokens of the step, of the new token of each sequence that selects keys."""
         placed = zip(starts, rows, self.spans, strict=True)
         self.longer = [(at, row, span) for at, (row, tokens), span in placed if not row.chooses(tokens)]
-        """Sequences that do not select keys, each as the index of its first token among the step's tokens, its Row, and
-        its span."""
+        """Sequences that do not select keys. Each entry has the index of the sequence's first new token among all
+        tokens of the step, its slot's memory, and its span."""
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         num_others = layout.num_layers - num_whole
         num_old = sum(row.num_kept(span.tokens.start) for _, row, span in self.longer)
@@ -160,8 +163,8 @@ class SelectiveStep(ABC, RowStep[R]):
             self.num_link_bytes = layout.row_bytes * num_others * num_old
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the keys that the selecting sequences attend to; None in the whole layers, in which they attend to all
-        keys."""
+        """Return the keys that sequences with one new token attend to in a layer. Return None in the first two layers,
+        in which all sequences attend to all keys."""
         if layer < NUM_WHOLE_LAYERS:
             return None
         picks = self.choose(layer, self.of_choosing(q_TNH))
@@ -172,14 +175,16 @@ class SelectiveStep(ABC, RowStep[R]):
 
     @abstractmethod
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """Return the keys that the selecting sequences attend to, including the keys of their new tokens, in a layer
-        that is not whole. Called once per layer."""
+        """Select the keys that sequences with one new token attend to in a layer, including the keys of the new tokens.
+        Called once per layer, except for the first two layers."""
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Copy the selected keys and values, `num_bytes` bytes in the model's dtype, to the memory of the spans. Return
-        the bytes that cross the link. This class copies nothing, and returns `num_bytes` if `reads_home`, else 0."""
+        """Copy the selected keys and values of a layer to the memory that attention reads. Return the number of bytes
+        that cross the link. `num_bytes`: size of the selected keys and values in the model's dtype. This class copies
+        nothing. It returns `num_bytes` if attention reads host memory directly (`reads_home`), else 0."""
         return num_bytes if self._reads_home else 0
 
     def of_choosing(self, x_T: Tensor) -> Tensor:
-        """Return the selecting sequences' part of `x_T`, which has an entry for each token of the step."""
+        """Return the entries of `x_T` that belong to sequences that select keys. `x_T` has an entry for each token of
+        the step."""
         return x_T if len(self.choosing) == self._num_tokens else x_T[self._places_B]

@@ -1,1 +1,1 @@
-"""The forward pass on GPUs, over KV in pages, by Triton kernels."""
+"""Forward pass on GPUs with Triton kernels, over KV in pages."""

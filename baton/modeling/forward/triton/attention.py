@@ -1,6 +1,9 @@
-"""Attention over a list of KV segments by the Triton kernel: a `baton.modeling.forward.attention.Kernel` for GPUs.
+"""Attention over a list of KV segments with the Triton kernel. Implements `baton.modeling.forward.attention.Kernel` for
+GPUs.
 
-The decoder uses it on a GPU if Triton is installed. T query tokens, S keys, N heads, H head dim.
+The decoder uses it on a GPU if Triton is installed.
+
+Shape letters: T query tokens, S keys, N heads, H head dim.
 """
 
 from torch import Tensor
@@ -12,6 +15,6 @@ from baton.modeling.kv.buffers import KvRows
 
 @piece_by_piece
 def triton_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by the Triton kernel, which reads keys and values in place. Raises ConfigError if Triton is not
+    """Attend with the Triton kernel, which reads keys and values in place. Raises ConfigError if Triton is not
     installed."""
     return prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, Visibility(is_causal=causal, mask_TS=mask_TS))

@@ -1,9 +1,11 @@
-"""Rows of a generation step on a GPU: `baton.modeling.forward.decode_rows.DecodeRows` by Triton kernels.
+"""Attention of the spans of a generation step that have few new tokens, on a GPU. Same interface as
+`baton.modeling.forward.decode_rows.DecodeRows`, but with Triton kernels.
 
-Keys are in pages. A layer takes one launch to append all new keys and values, and one or two to attend, regardless of
-the number of rows. The host reads nothing back.
+Keys are in pages. Each layer needs one kernel launch to append all new keys and values, and one or two launches for the
+attention, regardless of the number of sequences. The host reads no results.
 
-B rows, T tokens of the step, N heads, G kv heads, H head dim, at most C pages of a sequence.
+Shape letters: B new tokens of these spans, T tokens of the step, N heads, G kv heads, H head dim, at most C pages of a
+sequence.
 """
 
 import itertools
@@ -21,16 +23,17 @@ from baton.modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, power_of_two
 from baton.modeling.kv.buffers import KvPlace
 
 _ALIKE = 16
-"""Triton compiles one kernel for all strides that are multiples of this number, and other kernels for other strides."""
+"""Divisor of the strides of block tables. Triton compiles one kernel for all strides that are multiples of 16, and
+further kernels for other strides."""
 
 
 class TritonRows:
-    """Spans of a step that have few new tokens. Their keys are in pages of one pool, or of two pools for different
-    layers."""
+    """Spans of a step that have few new tokens, with KV in pages. The pages are in one pool, or in two pools for
+    different layers."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
-        """`spans`: for each span, the index of its first token among the tokens of the step, and the location of its
-        keys. `windows`: sliding window of each layer."""
+        """Collect the kernel arguments of the spans. `spans`: for each span, the index of its first token among the
+        tokens of the step, and the location of its keys. `windows`: sliding window of each layer in tokens, or None."""
         places = [place for _, place in spans]
         self._pools = [_Pool(places)]
         others = [place.others for place in places if place.others is not None]
@@ -43,14 +46,15 @@ class TritonRows:
         self._windows = windows
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the new keys and values of the rows to their pages. The arguments contain all tokens of the step."""
+        """Write the new keys and values of these spans to their pages. `k_TGH` and `v_TGH` contain the keys and values
+        of all tokens of the step."""
         pool, pages_PS2GH = self._of_layer(layer)
         append_kv(self._of_rows(k_TGH), self._of_rows(v_TGH), pages_PS2GH, pool.new_rows)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the attention of the rows, `[B, N, H]`, in the dtype of the queries. `q_TNH` contains the queries of
-        all tokens of the step. With `picks`, rows attend to exactly these keys, and the layer's window is not applied.
-        """
+        """Return the attention output of the new tokens of these spans, `[B, N, H]`, in the dtype of the queries.
+        `q_TNH` contains the queries of all tokens of the step. With `picks`, each sequence attends to exactly the
+        selected keys, and the layer's sliding window is not applied."""
         pool, pages_PS2GH = self._of_layer(layer)
         if picks is None:
             seen = SeenKeys(window=self._windows[layer], unseen_B2=pool.unseen_B2)
@@ -72,7 +76,7 @@ class TritonRows:
 
 
 class _Pool:
-    """Kernel arguments that describe the rows' KV in one pool of pages."""
+    """Kernel arguments that describe the KV of the spans in one pool of pages."""
 
     def __init__(self, places: Sequence[KvPlace]) -> None:
         tables = [place.table for place in places if place.table is not None]
@@ -92,9 +96,9 @@ class _Pool:
             most_queries=power_of_two(max(place.num_new for place in places)),
             most_keys=most_keys,
         )
-        """Sequences with all of their keys, as an argument for attention."""
+        """Kernel argument for attention: the sequences with all of their keys."""
         self.new_rows = self.rows
-        """Sequences with their keys up to the new ones, as an argument for appending."""
+        """Kernel argument for appending: the sequences with their keys up to the new tokens."""
         if any(place.own is not None for place in places):
             ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
             self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))
@@ -113,9 +117,12 @@ def _alike(num_pages: int) -> int:
 def compile_rows(
     pages_LPS2GH: Tensor, num_heads: int, windows: Sequence[int | None], most_queries: Sequence[int]
 ) -> None:
-    """Compile the kernels for steps over these pages that are not captured, such as those that also prefill, or that
-    verify up to `most_queries` tokens per sequence. Takes about a second for each kernel, the first time on a machine.
-    Writes nothing, because its only sequence has no tokens."""
+    """Compile the kernels for steps that are not captured in a CUDA graph. These are steps that also prefill, and steps
+    that verify up to `most_queries` tokens per sequence.
+
+    Takes about a second per kernel, the first time on a machine. Nothing is written to the pages, because the kernels
+    run on one sequence without tokens.
+    """
     pages_PS2GH, device = pages_LPS2GH[0], pages_LPS2GH.device
     page_tokens, _, num_kv_heads, head_dim = pages_PS2GH.shape[1:]
     q_TNH = pages_PS2GH.new_zeros(1, num_heads, head_dim)

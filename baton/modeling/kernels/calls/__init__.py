@@ -1,1 +1,1 @@
-"""Calls of the kernels in C++: libraries, checked arguments and operators."""
+"""Python interface to the C++ kernels: libraries, argument checks and operators."""

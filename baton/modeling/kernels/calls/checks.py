@@ -1,4 +1,5 @@
-"""Checks of tensors before their addresses are passed to the C++ kernels. Each raises RuntimeError, in one line."""
+"""Checks of tensors before their addresses are passed to the C++ kernels. Each check raises RuntimeError with a
+one-line message."""
 
 from typing import NamedTuple
 
@@ -7,52 +8,55 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32)
 KeyLists = tuple[Tensor, Tensor]
-"""Selected keys of each row and kv head, `[B, G, K]` in each layer, and the length of each list, `[B, G]`, int32."""
+"""Selected keys: for each row and kv head, a list of keys `[B, G, K]` in each layer, and the length of each list `[B,
+G]`. Both are int32."""
 Table = tuple[Tensor | None, int]
-"""Pages of rows, and the number of tokens of a page."""
+"""Block tables: the addresses of the pages of each row, and the number of tokens of a page. The addresses are None if
+KV is contiguous."""
 NO_TABLE: Table = (None, 0)
 
 
 class RowKeys(NamedTuple):
-    """Keys of B rows: their memory, and which of them the rows attend to. Tensors are int64, on the CPU."""
+    """Keys of B rows (new tokens): the memory of the keys, and which of them the rows attend to. All tensors are int64
+    on the CPU."""
 
     addresses_B: Tensor
-    """Address of each row's first key, in each layer. For keys in pages: the offset in bytes of the layer from the
-    first layer."""
+    """Address of the first key of each row, for each layer. If keys are in pages, it is instead the offset in bytes
+    from the first layer to this layer."""
     lengths_B: Tensor
-    """Number of keys of each row, up to and including its own key."""
+    """Number of keys of each row, up to and including the key of the row's own token."""
     table: Table = NO_TABLE
     queries_B: Tensor | None = None
-    """Number of rows of the sequence to which each row belongs. None: one."""
+    """For each row, the number of rows that belong to the same sequence. None: each sequence has one row."""
     unseen_B2: Tensor | None = None
-    """Range of keys that each row does not attend to: first number, and end (exclusive). None: rows
-    attend to all keys."""
+    """Range of keys to which each row does not attend: index of the first key, and end (exclusive). None: no keys are
+    excluded."""
 
 
 def require(holds: bool, text: str) -> None:
-    """Raise RuntimeError with `text` unless the condition holds."""
+    """Raise RuntimeError with `text` unless `holds` is True."""
     if not holds:
         raise RuntimeError(text)
 
 
 def numbers(tensor: Tensor, dtype: torch.dtype, count: int, text: str) -> int:
-    """Return the address of a tensor of `count` contiguous numbers of a dtype, on the CPU. Raises RuntimeError with
-    `text` if the tensor does not fit."""
+    """Return the address of a tensor. Raises RuntimeError with `text` unless the tensor has this dtype, has `count`
+    elements, is contiguous and is on the CPU."""
     if tensor.dtype is not dtype or tensor.numel() != count or not tensor.is_contiguous() or not tensor.is_cpu:
         raise RuntimeError(text)
     return tensor.data_ptr()
 
 
 def optional(tensor: Tensor | None, dtype: torch.dtype, count: int, text: str) -> int | None:
-    """Return the address of a tensor as `numbers` does, or None if the tensor is None."""
+    """Return the address of a tensor after the checks of `numbers`. Return None if the tensor is None."""
     return None if tensor is None else numbers(tensor, dtype, count, text)
 
 
 def row_keys(
     keys: RowKeys, num_kv_heads: int, picks: KeyLists | None, *, num_layers: int = 1
 ) -> tuple[int | None, ...]:
-    """Return the arguments that describe the keys that rows attend to, in the order of RowKeys in
-    attention/decode_checks.h. With `picks`, rows attend to these keys only."""
+    """Check the keys that rows attend to, and return them as kernel arguments, in the order of the struct RowKeys in
+    attention/decode_checks.h. With `picks`, rows attend only to the selected keys."""
     B = keys.lengths_B.numel()
     lengths = numbers(keys.lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous")
     listed = num = queries = unseen = None
@@ -72,7 +76,8 @@ def row_keys(
 
 
 def block_tables(table: Table, num_rows: int) -> tuple[int | None, int, int]:
-    """Return the address of the rows' pages, the number of pages of a row, and the number of tokens of a page."""
+    """Check block tables and return them as kernel arguments: the address of the tables, the number of pages per row,
+    and the number of tokens of a page."""
     pages_BC, page_tokens = table
     if pages_BC is None:
         return None, 0, page_tokens

@@ -1,7 +1,7 @@
-"""Calls the kernels in C++, which are libraries of C functions that use torch's OpenMP runtime.
+"""Calls the C++ kernels, which are built as libraries of C functions that use torch's OpenMP runtime.
 
-A library is not linked to an OpenMP runtime. It finds the functions of the runtime that torch has loaded, so that
-kernels and torch share one pool of threads.
+A library is not linked to an OpenMP runtime. It uses the runtime that torch has loaded, so kernels and torch share one
+thread pool.
 """
 
 import ctypes
@@ -22,19 +22,21 @@ _TYPES: dict[str, Any] = {  # ctypes' common base is not public
     "b": ctypes.c_bool,
     "s": ctypes.c_char_p,
 }
-"""Types of arguments, by the letter that represents each type: pointer, number, threads, double, bool, string."""
+"""Argument types of the libraries' functions, by the letter that stands for each type in a signature: pointer, number,
+number of threads, double, bool, string."""
 
 
 class Library:
-    """One library of kernels. Raises OSError when it cannot be loaded."""
+    """Library of kernels. Raises OSError if it cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
         _share_openmp()
         self._library = ctypes.CDLL(str(path))
 
     def function(self, name: str, arguments: str) -> Function:
-        """Return an entry point, given the letters of its arguments. The function runs without the GIL. It raises
-        RuntimeError with the kernel's message if the kernel refuses its arguments."""
+        """Return the function `name` of the library. `arguments` contains one letter for the type of each argument. The
+        function runs without the GIL. It raises RuntimeError with the kernel's message if the kernel rejects its
+        arguments."""
         function: Any = self._library[f"baton_{name}"]
         function.argtypes = [_TYPES[letter] for letter in arguments]
         function.restype = ctypes.c_char_p
@@ -43,11 +45,11 @@ class Library:
         return checked
 
     def says(self, name: str) -> bool:
-        """Return the boolean result of an entry point without arguments."""
+        """Call the function `name` of the library, which has no arguments, and return its boolean result."""
         return bool(self._library[f"baton_{name}"]())
 
     def destructor(self, name: str) -> Callable[[int], None]:
-        """Return the entry point that frees an object."""
+        """Return the function `name` of the library, which frees an object of a kernel."""
         function = self._library[f"baton_{name}"]
         function.argtypes, function.restype = [ctypes.c_void_p], None
         return function
@@ -59,7 +61,7 @@ def _raise_message(message: bytes | None, function: Any, arguments: Any) -> None
 
 
 class _Symbol(ctypes.Structure):
-    """Dl_info of dlfcn.h: the library and address at which a symbol was found."""
+    """Dl_info of dlfcn.h: the library in which a symbol was found, and its address."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),

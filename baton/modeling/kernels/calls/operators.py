@@ -1,9 +1,10 @@
-"""The C++ kernels as operations on tensors. Each checks its arguments, allocates its results, and uses as many threads
-as torch does.
+"""The C++ kernels as operations on tensors. Each operation checks its arguments, allocates its results, and uses as
+many threads as torch.
 
-`native` loads them. Every operation raises RuntimeError for tensors that do not fit together.
+`native` loads the kernels. Every operation raises RuntimeError for tensors that do not fit together.
 
-T tokens, B rows, N heads, G kv heads, H head dim, K inputs or selected keys, P panels of 32 outputs.
+Shape letters: T tokens, B rows (new tokens of a generation step), N heads, G kv heads, H head dim, K inputs or selected
+keys, P panels of 32 outputs.
 """
 
 import ctypes
@@ -33,14 +34,14 @@ _FourNumbers = ctypes.c_int64 * 4
 
 
 class Operators(SparseOperators):
-    """All kernels built for one instruction set."""
+    """All kernels that were built for one instruction set."""
 
     def __init__(self, libraries: dict[str, Library]) -> None:
-        """`libraries`: one library for each of `native.FOLDERS`."""
+        """Create the operators. `libraries` contains one library for each entry of `native.FOLDERS`."""
         super().__init__(libraries["sparse"])
         attention, layers, sampling = libraries["attention"], libraries["layers"], libraries["sampling"]
         self.has_dots = libraries["linear"].says("has_dots")
-        """True if the library uses the processor's dot products of bf16."""
+        """True if the library uses the processor's instructions for dot products of bf16."""
         self.has_tiles = libraries["linear"].says("has_tiles")
         self._linear = libraries["linear"].function("linear", "pnnpnnnpppdbbpnpst")
         self._turn_heads = layers.function("turn_heads", "pppnnnnnbt")
@@ -57,8 +58,9 @@ class Operators(SparseOperators):
     def linear(
         self, x_TK: Tensor, weights: BoundPanels, gain_K: Tensor | None, eps: float, residual_TN: Tensor | None = None
     ) -> Tensor:
-        """Return the linear layer of x, `[T, N]`, plus the residual. With a gain, RMSNorm is applied to x first. The
-        result is gated if the weights are. The rows of x and of the residual do not need to be adjacent."""
+        """Return the result `[T, N]` of the linear layer, plus `residual_TN` if given. If `gain_K` is given, RMSNorm is
+        applied to `x_TK` first. If the weights are gated, the gate is applied. The rows of `x_TK` and of the residual
+        do not need to be adjacent in memory."""
         (T, K), (x_row, x_column) = x_TK.shape, x_TK.stride()
         if x_TK.dtype is not torch.bfloat16 or not x_TK.is_cpu or x_column != 1 or weights.num_inputs != K:
             raise RuntimeError("x must be bfloat16 rows of the inputs")
@@ -77,7 +79,8 @@ class Operators(SparseOperators):
         return y_TN
 
     def turn_heads(self, x_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> None:
-        """Rotate heads in place by their rotary factors. The sines are negative in the first half."""
+        """Rotate heads in place with the cosines and sines of RoPE. The sines must be negated in the first half of each
+        head."""
         dtype = x_TKH.dtype
         if dtype not in FLOATS:
             raise RuntimeError("heads are bfloat16 or float32")
@@ -98,7 +101,8 @@ class Operators(SparseOperators):
         lengths_B: Tensor,
         table: Table = NO_TABLE,
     ) -> None:
-        """Copy each row's new key and value to the position after the row's first `lengths - 1` keys."""
+        """Store the new key and value of each row (new token) in its KV memory, as its last key. `lengths_B` contains
+        the number of keys of each row, including the new key."""
         _check_rows(k_BGH)
         _check_rows(v_BGH)
         require(v_BGH.shape == k_BGH.shape and v_BGH.dtype is k_BGH.dtype, "keys and values have one shape")
@@ -121,7 +125,8 @@ class Operators(SparseOperators):
         product: str,
         picks: KeyLists | None = None,
     ) -> Tensor:
-        """Return the attention `[B, N, H]` of rows to their own keys. With `picks`, rows attend only to these keys."""
+        """Return the attention output `[B, N, H]` of rows (new tokens), each over its own keys. With `picks`, rows
+        attend only to the selected keys."""
         _check_rows(q_BNH)
         B, N, H = q_BNH.shape
         require(keys.lengths_B.numel() == B, "a length for each row")
@@ -136,8 +141,9 @@ class Operators(SparseOperators):
     def prefill_attention(
         self, q_TNH: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], causal: bool, product: str
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention `[T, N, H]` of queries to pieces of keys and values `[S, G, H]`, and the log-sum-exp
-        `[T, N]` of the scores. With `causal`, query t sees only keys 0 to t of the last piece."""
+        """Return the attention output `[T, N, H]` and the log-sum-exp `[T, N]` of the scores. `keys` and `values` are
+        lists of pieces `[S, G, H]`. Queries attend to all keys. With `causal`, query t attends only to keys 0 to t of
+        the last piece."""
         dtype = q_TNH.dtype
         require(q_TNH.dim() == 3 and q_TNH.stride(2) == 1, "queries have 3 dimensions, the last contiguous")
         require(dtype in FLOATS and q_TNH.is_cpu, "queries must be bfloat16 or float32")
@@ -167,8 +173,8 @@ class Operators(SparseOperators):
         return o_TNH, lse_TN
 
     def largest_tokens(self, logits_BV: Tensor) -> Tensor:
-        """Return the first token with the largest logit of each row, `[B]`. The result is -1 for a row that has a logit
-        that is NaN or infinity."""
+        """Return the index of the largest logit of each row, `[B]`. For equal logits, the lower index is returned. The
+        result is -1 for a row that contains NaN or plus infinity."""
         B, V = _logits(logits_BV)
         tokens_B = torch.empty(B, dtype=torch.int64)
         self._largest_tokens(logits_BV.data_ptr(), B, V, logits_BV.stride(0), tokens_B.data_ptr(), get_num_threads())
@@ -180,10 +186,11 @@ class Operators(SparseOperators):
         rows_R: Tensor,
         draws: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Return a token drawn from each of the rows `rows_R` of the logits, `[R]`. -1 for a row that is not a
-        distribution.
+        """Draw a token from each of the rows `rows_R` of the logits. Return the token ids, `[R]`. The result is -1 for
+        a row whose logits do not form a distribution.
 
-        `draws`: keys of the noise, top-k, logarithms of min-p, top-p, and temperatures, each `[R]`."""
+        `draws`: keys of the noise, top-k, logarithms of min-p, top-p, and temperatures, each `[R]`.
+        """
         B, V = _logits(logits_BV)
         R, (keys_R, top_k_R, floors_R, top_p_R, temperatures_R) = rows_R.numel(), draws
 
@@ -201,13 +208,14 @@ class Operators(SparseOperators):
         return tokens_R
 
     def decode_layers(self, heads: tuple[int, int, int], linears: str, scores: str) -> "DecodeLayers":
-        """Return a DecodeLayers without layers. `heads`: number of heads, number of kv heads and head dim. `linears`
-        and `scores`: multiplication methods of linear layers and of attention."""
+        """Return an empty DecodeLayers, to which layers can be added. `heads`: number of heads, number of kv heads, and
+        head dim. `linears` and `scores`: multiplication methods of linear layers and of attention
+        (`baton.modeling.kernels.products`)."""
         return DecodeLayers(self, heads, linears, scores)
 
 
 class DecodeLayers:
-    """All layers of a model, run by one call. Several threads may call `run` at the same time."""
+    """All layers of a model, run by one native call. Several threads may call `run` at the same time."""
 
     def __init__(self, operators: Operators, heads: tuple[int, int, int], linears: str, scores: str) -> None:
         made = ctypes.c_void_p()
@@ -219,8 +227,8 @@ class DecodeLayers:
         weakref.finalize(self, operators._free_layers, made.value)
 
     def add(self, weights: BoundPanels, gain_K: Tensor | None, eps: float) -> None:
-        """Add the next linear layer, preceded by RMSNorm if a gain is given. Each layer has four, in this order: QKV,
-        output, gate and up, down."""
+        """Add the next linear layer. `gain_K` is the gain of the RMSNorm before it, or None if it has no norm. Each
+        decoder layer has four linear layers, in this order: QKV, output, gate and up, down."""
         require(weights.product == self._linears, "all linear layers multiply in one way")
         gain = optional(gain_K, torch.bfloat16, weights.num_inputs, "a gain must be [K] bfloat16, contiguous")
         self._operators._add_layer(self._layers, *weights.addresses, gain, eps, weights.gated, weights.is_int8)
@@ -229,9 +237,11 @@ class DecodeLayers:
     def run(
         self, hidden_TD: Tensor, factors: tuple[Tensor, Tensor], keys: RowKeys, picks: KeyLists | None = None
     ) -> None:
-        """Run all layers on the hidden states, in place, and append the rows' new keys and values to their KV.
-        `factors`: cosines and sines `[T, H]`. `keys` has the addresses of all layers, `[L, T]`. With `picks`, rows
-        attend to these keys only."""
+        """Run all layers on the hidden states, in place, and append the keys and values of the new tokens to their KV.
+
+        `factors`: cosines and sines of RoPE, both `[T, H]`. `keys`: keys of the new tokens, with the addresses of all
+        layers, `[L, T]`. With `picks`, tokens attend only to the selected keys.
+        """
         T, num_layers = len(hidden_TD), len(self._held) // 4
         require(num_layers > 0, "layers are not complete")
         num_hidden, num_factors = T * self._held[0][0].num_inputs, T * self._head_dim

@@ -1,7 +1,11 @@
-"""Layouts of weights for the linear kernel (baton/modeling/kernels/linear): panels of 32 outputs, read from end to end.
+"""Memory layouts of weights for the linear kernel (baton/modeling/kernels/linear). A weight is stored as panels of 32
+outputs, which the kernel reads sequentially.
 
-`baton.modeling.forward.linear` packs weights with them. The multiplication method and the dtype determine the format. M
-outputs, a multiple of 32. K inputs, P = M / 32 panels. J inputs of a panel: K, or more, padded with zeros.
+`baton.modeling.forward.linear` packs weights with this module. The format depends on the multiplication method and the
+dtype.
+
+Shape letters: M outputs (a multiple of 32), K inputs, P = M / 32 panels, J inputs of a panel (K, or K rounded up with
+zeros as padding).
 """
 
 from dataclasses import dataclass
@@ -14,17 +18,22 @@ from baton.modeling.kernels.calls.checks import optional, require
 from baton.modeling.kernels.products import WIDENED
 
 HALF = 16
-"""Outputs of half a panel."""
+"""Number of outputs of half a panel."""
 PANEL = 2 * HALF
 _TILE_INPUTS = 32
-"""Depth of a tile in inputs."""
+"""Number of inputs of a tile. The inputs of a panel are padded to a multiple of it, except with the method
+`WIDENED`."""
 
 
 def pack_panels(weight_MK: Tensor, product: str) -> Tensor:
-    """Return a weight in panels `[P, J, 32]`. `product` is a multiplication method of baton.modeling.kernels.products.
+    """Pack a weight into panels of 32 outputs, `[P, J, 32]`. `product` is a multiplication method of
+    `baton.modeling.kernels.products`. The order within a panel depends on the dtype and the method.
 
-    int8: input by input, all outputs. bf16 that is widened: input by input, outputs of the first and the second half
-    alternate. Other bf16: pair of inputs by pair, output by output."""
+    - int8: for each input, the weights of all 32 outputs.
+    - bf16 with method WIDENED: for each input, the weights of all outputs. Outputs of the first and the second half
+      of the panel alternate.
+    - bf16 with other methods: for each pair of inputs, the two weights of each output.
+    """
     if weight_MK.dtype == torch.int8:
         padded_MJ = weight_MK if product == WIDENED else _deep(weight_MK)
         return padded_MJ.view(-1, PANEL, padded_MJ.shape[1]).transpose(1, 2).contiguous()
@@ -37,7 +46,8 @@ def pack_panels(weight_MK: Tensor, product: str) -> Tensor:
 
 
 def unpack_rows(panels_PJL: Tensor, at_T: Tensor, num_inputs: int, product: str) -> Tensor:
-    """Return the stored weights of the outputs `at_T`, `[T, K]`, from panels that `pack_panels` made."""
+    """Return rows of the weight from its panels, `[T, K]`. `at_T` contains the indices of the rows. `panels_PJL` must
+    be a result of `pack_panels`."""
     if panels_PJL.dtype == torch.int8:
         return panels_PJL[at_T // PANEL, :num_inputs, at_T % PANEL]
     if product == WIDENED:
@@ -49,7 +59,7 @@ def unpack_rows(panels_PJL: Tensor, at_T: Tensor, num_inputs: int, product: str)
 
 @dataclass(frozen=True)
 class BoundPanels:
-    """Checked weights of a linear layer, as arguments of the kernels. Keeps the tensors allocated."""
+    """Checked weights of a linear layer as kernel arguments. The object keeps the tensors allocated."""
 
     tensors: tuple[Tensor | None, ...]
     num_inputs: int
@@ -57,7 +67,8 @@ class BoundPanels:
     gated: bool
     product: bytes
     addresses: tuple[int | None, ...]
-    """Arguments in the kernels' order: panels, their number, inputs, outputs, scales and bias."""
+    """Kernel arguments in this order: address of the panels, number of panels, number of inputs, number of outputs,
+    addresses of scales and bias."""
     is_int8: bool
 
 
@@ -69,8 +80,9 @@ def bind_panels(
     gated: bool,
     product: str,
 ) -> BoundPanels:
-    """Check weights in panels and return them bound. `weights`: panels, and scales if they are int8. `sizes`: numbers
-    of inputs and outputs. Scales and bias have one number for each output of the panels."""
+    """Check the packed weights of a linear layer, and return them as kernel arguments. `weights`: panels, and the
+    scales of int8 weights or None. `sizes`: number of inputs and number of outputs. Scales and bias must have one
+    number for each output of the panels."""
     (panels_PJL, scales), (num_inputs, num_outputs) = weights, sizes
     is_int8, P = panels_PJL.dtype == torch.int8, len(panels_PJL)
     fits = panels_PJL.dim() == 3 and panels_PJL.shape[1:] == (depth(product, num_inputs), PANEL)
@@ -90,8 +102,8 @@ def bind_panels(
 
 
 def depth(product: str, num_inputs: int) -> int:
-    """Return the number of inputs that a panel of `num_inputs` inputs stores, padding included. `product` is a
-    multiplication method of baton.modeling.kernels.products."""
+    """Return the number of inputs that a panel stores for `num_inputs` inputs, including padding. `product` is a
+    multiplication method of `baton.modeling.kernels.products`."""
     return num_inputs if product == WIDENED else -(-num_inputs // _TILE_INPUTS) * _TILE_INPUTS
 
 

@@ -1,7 +1,10 @@
-"""The C++ kernels of residency policies that keep or read KV selectively, as operations on tensors.
+"""C++ kernels, as operations on tensors, of residency policies that store or read only a part of the KV. A residency
+policy decides where and how the KV of sequences is stored.
 
-`operators` has the other kernels. Rows' memory is passed as addresses, int64 on the CPU. B rows, T tokens, N heads, G
-kv heads, H head dim, R columns of partial keys, at most K selected keys, S keys.
+`operators` has all other kernels. The memory of each row (sequence) is passed as an address, int64 on the CPU.
+
+Shape letters: B rows, T tokens, N heads, G kv heads, H head dim, R columns of partial keys, at most K selected keys, S
+keys.
 """
 
 import ctypes
@@ -17,7 +20,7 @@ _NUMBERS = "numbers of picks must be [B, G] int32, contiguous"
 
 
 class SparseOperators:
-    """Kernels of the folder `sparse`, built for one instruction set."""
+    """Kernels of the source folder `sparse`, built for one instruction set."""
 
     def __init__(self, library: Library) -> None:
         self._admit_picks = library.function("admit_picks", "ppnnnpppppnnpppt")
@@ -38,11 +41,17 @@ class SparseOperators:
         rows: tuple[Tensor, Tensor, Tensor, Tensor],
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the place of each selected key in its row's area, `[B, G, K]`, the missing keys as pairs of key and
-        place, `[B, G, K, 2]`, and their number, `[B, G]` (sparse/hot_keys.cpp).
+        """Find the selected keys in each sequence's cache on the device, and allocate cache slots for keys that are
+        missing (sparse/hot_keys.cpp). A cache, called area, has places for the latest tokens, followed by slots for
+        other keys.
 
-        `rows`: numbers of slots, first of the latest keys, numbers of tokens, and whether a row is fresh. `sizes`:
-        places of the latest keys, and most slots."""
+        Return the place of each selected key, `[B, G, K]`, the missing keys as pairs of key and place, `[B, G, K, 2]`,
+        and their number, `[B, G]`.
+
+        `records_B`: address of the records that list the keys in a sequence's slots. `rows`: for each sequence the
+        number of slots, the first of the latest keys, the number of tokens, and True if its records are new. `sizes`:
+        number of places for latest keys, and maximum number of slots.
+        """
         num_slots_B, latest_B, num_tokens_B, is_fresh_B = rows
         require(picks_BGK.dim() == 3, _LISTS)
         B, G, K = picks_BGK.shape
@@ -64,15 +73,17 @@ class SparseOperators:
         return places_BGK, missing_BGK2, num_missing_BG
 
     def copy_heads(self, from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor, head_bytes: int) -> None:
-        """Copy K and V of keys to their destinations, given as pairs (key, place) for each kv head. Runs on the calling
-        thread only."""
+        """Copy K and V of single keys. `from_B`, `to_B`: source and target address of each sequence's KV. `pairs_BGK2`:
+        for each kv head, pairs of a key's index at the source and its index at the target. `num_BG`: number of pairs of
+        each kv head. `head_bytes`: bytes of one key of a head. Runs on the calling thread only."""
         B, G, K, _ = pairs_BGK2.shape
         pairs = numbers(pairs_BGK2, torch.int32, B * G * K * 2, "pairs must be [B, G, K, 2] int32, contiguous")
         num = numbers(num_BG, torch.int32, B * G, _NUMBERS)
         self._copy_heads(_of_rows(from_B, B), _of_rows(to_B, B), pairs, num, B, G, K, head_bytes)
 
     def copy_rows(self, from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
-        """Copy `num_bytes` bytes of each row. Runs on the calling thread only."""
+        """Copy `num_bytes` bytes from each address in `from_B` to the address in `to_B`. Runs on the calling thread
+        only."""
         B = from_B.numel()
         self._copy_rows(_of_rows(from_B, B), _of_rows(to_B, B), B, num_bytes)
 
@@ -85,12 +96,14 @@ class SparseOperators:
         *,
         closeness_BGS: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys that each kv head of a row selects, `[B, G, K]`, and their number, `[B, G]`. Writes every
-        key's closeness to `closeness_BGS` (sparse/key_selection.cpp).
+        """Select keys for each sequence and kv head (sparse/key_selection.cpp). Return the selected keys, `[B, G, K]`,
+        and their number, `[B, G]`. If `closeness_BGS` is given, the closeness of every key is written to it
+        (`baton.modeling.forward.selection` defines closeness as S_g).
 
-        `rows`: addresses, lengths, numbers of tokens, and number of new tokens of a row that have no partial key yet;
-        their keys are always selected. `limits`: alpha, most share, free keys, and the numbers of
-        first and last keys that are always selected."""
+        `rows`: addresses of partial keys, numbers of keys, numbers of tokens, and the number of new tokens per sequence
+        whose partial keys are not written yet. The keys of these new tokens are always selected. `limits`: the fields
+        alpha, most_share, free_keys, num_first and num_last of `Selection`.
+        """
         has_dtype = q_BNR.dtype is torch.float32 and q_BNR.dim() == 3 and q_BNR.is_cpu
         require(has_dtype and q_BNR.is_contiguous(), "partial queries must be [B, N, R], in float32, contiguous")
         (B, N, R), G = q_BNR.shape, num_kv_heads
@@ -113,8 +126,14 @@ class SparseOperators:
     def project_keys(
         self, k_TGH: Tensor, basis_GHR: Tensor, columns_GR: Tensor | None, addresses: Tensor, numbers_: Tensor
     ) -> None:
-        """Store the partial keys of tokens at the given addresses and numbers: one of each for every token, or only
-        for the first token of a run (sparse/partial_keys.cpp). Runs on the calling thread only."""
+        """Compute the partial keys (keys reduced to fewer columns) of tokens and store them (sparse/partial_keys.cpp).
+        Runs on the calling thread only.
+
+        `addresses`: address of the partial keys of each token's sequence. `numbers_`: index of each token in its
+        sequence. If both have only one element, the tokens are consecutive tokens of one sequence, and the element
+        belongs to the first token. `columns_GR`: columns that the basis selects, or None if the basis does more than
+        select columns.
+        """
         require(
             k_TGH.dim() == 3 and k_TGH.stride(2) == 1 and k_TGH.is_cpu, "keys must be [T, G, H], a head's in one piece"
         )
@@ -143,11 +162,16 @@ class SparseOperators:
         rows: tuple[Tensor, Tensor],
         limits: tuple[int, int, int, int, int],
     ) -> Tensor:
-        """Record a layer's selected keys in the rows' pools. Return the place of a victim for each list of rows that
-        are full, `[B, G]`. Entries of other rows are meaningless (sparse/pool_notes.cpp).
+        """Record a layer's selected keys in the sequences' pools, and choose victims: the tokens to evict next
+        (sparse/pool_notes.cpp). Each kv head of a sequence has a pool with a limited number of places, each for the KV
+        of one token.
 
-        `rows`: addresses and positions. `limits`: number of places, first and end of the places that may be evicted,
-        bits of a position, and the largest count.
+        Return the place of the victim for each sequence and kv head, `[B, G]`. It is meaningful only for sequences
+        whose pool is full.
+
+        `rows`: address of each sequence's records, and position of its step. `limits`: number of places, start and end
+        of the range of places that may be evicted, number of bits of a position, and largest value of a counter (0:
+        records are positions, not counters).
         """
         (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
         lists = "picks must be int32, contiguous"
@@ -164,13 +188,17 @@ class SparseOperators:
         return victims_BG
 
     def pack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, sizes: tuple[int, int, bool]) -> None:
-        """Pack each row's heads in 4 bits (sparse/kv_int4.cpp). Runs on the calling thread only.
+        """Pack heads in 4 bits (sparse/kv_int4.cpp). Runs on the calling thread only.
 
-        `sizes`: head dim, channels of a group, and True if unpacked heads are bf16, False if they are fp32."""
+        `from_B`, `to_B`, `heads_B`: source address, target address and number of heads of each row. `sizes`: head dim,
+        channels of a quantisation group, and True if unpacked heads are bf16, False if they are fp32.
+        """
         self._pack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), *sizes)
 
     def unpack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, sizes: tuple[int, int, bool]) -> None:
-        """Unpack each row's heads. `sizes`: see `pack_kv`."""
+        """Unpack heads that `pack_kv` has packed in 4 bits. `from_B`, `to_B`, `heads_B`: source address, target address
+        and number of heads of each row. `sizes`: head dim, channels of a quantisation group, and True if unpacked heads
+        are bf16, False if they are fp32."""
         self._unpack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), *sizes, get_num_threads())
 
     def unpack_picked_kv(
@@ -181,8 +209,13 @@ class SparseOperators:
         picks: tuple[Tensor, Tensor],
         sizes: tuple[int, int, bool],
     ) -> int:
-        """Unpack K and V of the packed tokens that each kv head selects, to these tokens' places. Return the number of
-        selected keys that were unpacked. `picks`: keys and their numbers. `sizes`: see `pack_kv`."""
+        """Unpack K and V of the tokens that each kv head has selected. Each token is written to its own position in the
+        unpacked memory. Return the number of keys that were unpacked.
+
+        `from_B`, `to_B`: addresses of each sequence's packed and unpacked KV. `picks`: selected keys `[B, G, K]` and
+        their number `[B, G]`. `sizes`: head dim, channels of a quantisation group, and True if unpacked heads are bf16,
+        False if they are fp32.
+        """
         B, unpacked, (picks_BGK, num_BG) = num_tokens_B.numel(), ctypes.c_int64(), picks
         require(picks_BGK.dim() == 3 and len(picks_BGK) == B, "picks must be [B, G, K]")
         _, G, K = picks_BGK.shape

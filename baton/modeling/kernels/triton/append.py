@@ -1,6 +1,6 @@
-"""Appending of KV by Triton: writes new tokens' keys and values to the pages of their sequences, in one launch.
+"""Appends KV with Triton: writes the keys and values of new tokens to the pages of their sequences, in one launch.
 
-T tokens, P pages, S tokens of a page, G kv heads, H head dim.
+Shape letters: T tokens, P pages, S tokens of a page, G kv heads, H head dim.
 """
 
 from torch import Tensor
@@ -12,11 +12,10 @@ from baton.modeling.kernels.triton.tiles import padded, power_of_two
 
 
 def append_kv(k_TGH: Tensor, v_TGH: Tensor, pages_PS2GH: Tensor, rows: StepRows) -> None:
-    """Write the keys and values of the sequences' new tokens to their places in the pages. Does not wait for the
-    device.
+    """Write the keys and values of the sequences' new tokens to their pages. Does not wait for the device.
 
-    Sequences must not share the pages that they write to. Tokens of no sequence are not written. Raises RuntimeError
-    for tensors that do not fit together, and ConfigError if Triton is not installed.
+    Sequences must not share the pages to which they write. Tokens that belong to no sequence are not written. Raises
+    RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed.
     """
     require_triton()
     from baton.modeling.kernels.triton import append_kernel as kernels

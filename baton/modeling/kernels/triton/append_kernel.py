@@ -1,6 +1,6 @@
-"""Kernel that writes new tokens' keys and values to the pages of their sequences. Imports Triton.
+"""Triton kernel that writes the keys and values of new tokens to the pages of their sequences. Imports Triton.
 
-B sequences, G kv heads, H head dim, both padded.
+Shape letters: B sequences, G kv heads (padded), H head dim (padded).
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ class AppendShape:
 
 
 class Places(NamedTuple):
-    """Address of the pages, elements from one page to the next, and addresses of the tensors of `StepRows`."""
+    """Kernel argument: address of the pages, stride of a page in elements, and addresses of the tensors of
+    `StepRows`."""
 
     data: Any
     page_stride: int
@@ -37,7 +38,7 @@ class Places(NamedTuple):
 
 @triton.jit
 def append_token(k: Heads, v: Heads, places: Places, shape: tl.constexpr) -> None:
-    """Write the key and value of one new token. Grid: (B * most_queries,)."""
+    """Kernel that writes the key and value of one new token. Grid: (B * most_queries,)."""
     row = tl.program_id(0) // shape.most_queries
     query = tl.program_id(0) % shape.most_queries
     start = tl.load(places.starts + row)

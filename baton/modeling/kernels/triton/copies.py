@@ -1,9 +1,9 @@
-"""Copies between pinned host memory and a GPU's memory by Triton. The kernels access host memory directly.
+"""Copies between pinned host memory and a GPU's memory with Triton kernels, which access host memory directly.
 
-A GPU reaches pinned host memory by the host's own addresses. So a copy may depend on numbers that only the device
-knows, such as the selected keys that are missing there.
+A GPU can access pinned host memory at the host's own addresses. A copy may therefore depend on values that only the
+device knows, such as the selected keys that are missing on the device.
 
-B sequences, G kv heads, at most K pairs.
+Shape letters: B sequences, G kv heads, at most K pairs.
 """
 
 import torch
@@ -13,15 +13,18 @@ from baton.modeling.kernels.triton.launch import check, on, require_triton
 from baton.modeling.kernels.triton.tiles import power_of_two
 
 _TILE_WORDS = 4096
-"""Most words of keys that one program copies. It copies the same number of words of values."""
+"""Maximum number of words of keys that one program copies. It copies the same number of words of values."""
 
 
 def copy_heads(from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor, head_bytes: int) -> None:
-    """Copy keys and values of kv heads to their places. Does not wait for the device.
+    """Copy single keys and values of kv heads. Does not wait for the device.
 
-    `from_B`, `to_B`: addresses of sequences' KV `[tokens, 2, G, head]`, int64, which the tensors' device can access.
-    `pairs_BGK2`, `num_BG`: each kv head's pairs of a token's number at the source and at the target, and the number of
-    pairs, int32. Their contents are not checked. Raises RuntimeError for tensors that do not fit together, and
+    `from_B`, `to_B`: source and target address of each sequence's KV `[tokens, 2, G, head]`, int64. The tensors' device
+    must be able to access these addresses. `pairs_BGK2`: for each kv head, pairs of a token's index at the source and
+    its index at the target, int32. `num_BG`: number of pairs of each kv head, int32. `head_bytes`: number of bytes of
+    one key of a head.
+
+    The contents of the tensors are not checked. Raises RuntimeError for tensors that do not fit together, and
     ConfigError if Triton is not installed.
     """
     require_triton()
@@ -44,8 +47,9 @@ def copy_heads(from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor,
 
 
 def copy_rows(from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
-    """Copy `num_bytes` bytes from each address of `from_B` to that of `to_B`, int64. Does not wait for the device.
-    Raises the same errors as `copy_heads`."""
+    """Copy `num_bytes` bytes from each address in `from_B` to the address in `to_B`. Both are int64 tensors. Does not
+    wait for the device. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not
+    installed."""
     require_triton()
     from baton.modeling.kernels.triton import copy_kernels as kernels
 

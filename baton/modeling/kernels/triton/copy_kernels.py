@@ -1,6 +1,6 @@
-"""Kernels that copy by addresses, 2 or 4 bytes (a word) at a time. Imports Triton.
+"""Triton kernels that copy between memory addresses, one word (2 or 4 bytes) at a time. Imports Triton.
 
-B sequences, G kv heads, K pairs of a tile, W words of a head, padded.
+Shape letters: B sequences, G kv heads, K pairs of a tile, W words of a head (padded).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ class HeadShape:
 
 
 class Pairs(NamedTuple):
-    """Addresses of the lists of pairs and of their lengths, and the most pairs of a list."""
+    """Kernel argument: address of the lists of pairs, address of the lengths of the lists, and maximum length of a
+    list."""
 
     pairs: Any
     num: Any
@@ -31,14 +32,14 @@ class Pairs(NamedTuple):
 
 @triton.jit
 def pointed(addresses: tl.tensor, row: tl.tensor, word_bytes: tl.constexpr) -> tl.tensor:
-    """Return a sequence's address as a pointer to words."""
+    """Load the address of a sequence and return it as a pointer to words."""
     word: tl.constexpr = tl.int32 if word_bytes == 4 else tl.int16
     return tl.load(addresses + row).to(tl.pointer_type(word))
 
 
 @triton.jit
 def copy_pairs(source: tl.tensor, target: tl.tensor, lists: Pairs, shape: tl.constexpr) -> None:
-    """Copy one tile of keys and values of one sequence and kv head. Grid: (B * G, tiles of pairs)."""
+    """Kernel that copies one tile of keys and values of one sequence and kv head. Grid: (B * G, tiles of pairs)."""
     list_at = tl.program_id(0).to(tl.int64)
     kv_head = list_at % shape.num_kv_heads
     first = tl.program_id(1) * shape.tile_pairs
@@ -68,7 +69,7 @@ def copy_pairs(source: tl.tensor, target: tl.tensor, lists: Pairs, shape: tl.con
 def copy_words(
     source: tl.tensor, target: tl.tensor, num_words: int, tile_words: tl.constexpr, word_bytes: tl.constexpr
 ) -> None:
-    """Copy one tile of words of one sequence. Grid: (B, tiles of words)."""
+    """Kernel that copies one tile of words of one sequence. Grid: (B, tiles of words)."""
     row = tl.program_id(0)
     word_W = tl.program_id(1) * tile_words + tl.arange(0, tile_words)
     word_W = word_W.to(tl.int64)

@@ -1,11 +1,13 @@
-"""Decode attention by Triton: a ragged batch of sequences with few new tokens each, over KV in pages, in one or two
-launches.
+"""Decode attention with Triton, over KV in pages. It serves a ragged batch of sequences with few new tokens each, in
+one or two launches.
 
-Every new token attends to the keys of its sequence up to its own. The first launch divides each sequence's keys into
-splits of equal length. The second merges the results if there may be several splits. The number of splits depends only
-on the bound on keys, so that the same launches serve a CUDA graph regardless of the sequences' lengths.
+Every new token attends to the keys of its sequence up to its own key. The first launch divides the keys of each
+sequence into splits of equal length. If there may be several splits, a second launch merges their results. The number
+of splits depends only on the upper bound on keys. The same launches can therefore be captured in a CUDA graph,
+regardless of the lengths of the sequences.
 
-B sequences, T tokens, N heads, G kv heads, H head dim, P pages, S tokens of a page, at most K selected keys, X splits.
+Shape letters: B sequences, T tokens, N heads, G kv heads, H head dim, P pages, S tokens of a page, at most K selected
+keys, X splits.
 """
 
 import math
@@ -26,26 +28,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """Keys that a sequence attends to, among those up to each new token's own. Keys are numbered from the sequence's
-    first. Tensors are int32, contiguous, on the device of `StepRows`. Their contents are not checked on the host."""
+    """Keys to which the sequences of a step attend, among the keys up to each new token's own key. Keys are numbered
+    from 0 within their sequence. Tensors are int32, contiguous, and on the device of `StepRows`. The host does not
+    check their contents."""
 
     window: int | None = None
-    """Number of latest keys that a new token attends to, including its own. None: all."""
+    """Sliding window: number of latest keys to which a new token attends, including its own key. None: all keys."""
     picks: tuple[Tensor, Tensor] | None = None
-    """Selected keys: `keys_BGK` and `num_BG`, each kv head's own list of keys and its length. Only these are read.
-    Entries that are not keys of the sequence are ignored. None: all keys."""
+    """Selected keys: `keys_BGK`, a list of keys for each sequence and kv head, and `num_BG`, the length of each list.
+    Only the selected keys are read. Entries that are not keys of the sequence are ignored. None: all keys."""
     unseen_B2: Tensor | None = None
-    """Range of keys that a sequence does not attend to: first number, and end (exclusive). None: no keys
+    """Range of keys to which each sequence does not attend: index of the first key, and end (exclusive). None: no keys
     are excluded."""
 
     @property
     def lists_all(self) -> bool:
-        """Return whether sequences attend to all of their keys, in order."""
+        """Return True if all sequences attend to all of their keys."""
         return self.window is None and self.picks is None and self.unseen_B2 is None
 
     def check(self, num_rows: int, num_kv_heads: int, device: torch.device) -> None:
-        """Raise RuntimeError unless shapes and dtypes fit `num_rows` sequences and `num_kv_heads` kv heads on that
-        device."""
+        """Raise RuntimeError unless the tensors have the shapes and dtypes for `num_rows` sequences and `num_kv_heads`
+        kv heads, and are on `device`."""
         check(self.window is None or self.window > 0, f"window = {self.window}: use 1 or more, or None")
         tensors = [] if self.picks is None else list(self.picks)
         if self.picks is not None:
@@ -61,11 +64,12 @@ class SeenKeys:
 
 
 ALL_KEYS = SeenKeys()
-"""Every new token attends to all keys up to its own."""
+"""Default SeenKeys: every new token attends to all keys up to its own."""
 
 
 def most_listed(rows: StepRows, seen: SeenKeys = ALL_KEYS) -> int:
-    """Return the maximum number of keys that a kv head of a sequence may attend to, as far as the host knows."""
+    """Return an upper bound on the number of keys to which a kv head of a sequence attends. The bound depends only on
+    values that the host knows."""
     if seen.picks is not None:
         return seen.picks[0].shape[2]
     if seen.window is not None:
@@ -81,12 +85,14 @@ def decode_attention(
     *,
     tiles: DecodeTiles | None = None,
 ) -> Tensor:
-    """Return the attention `[T, N, H]` of the sequences' new tokens, in their dtype. Does not wait for the device.
+    """Return the attention output `[T, N, H]` of the sequences' new tokens, in the dtype of the queries. Does not wait
+    for the device.
 
-    Scores are scaled by 1 / sqrt(H). Softmax and sums are fp32. A token that attends to no key gets zeros. A token of
-    no sequence gets no result: its memory is not written. `tiles`: other block sizes than those of
-    `baton.modeling.kernels.triton.tiles`, for tests and measurements. Raises RuntimeError for tensors that do not fit
-    together, and ConfigError if Triton is not installed.
+    Scores are scaled by 1 / sqrt(H). Softmax and sums are computed in fp32. The result is zero for a token that attends
+    to no key. For tokens that belong to no sequence, nothing is written.
+
+    `tiles`: block sizes for tests and benchmarks. None: the block sizes of `baton.modeling.kernels.triton.tiles`.
+    Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed.
     """
     require_triton()
     from baton.modeling.kernels.triton import decode_kernels as kernels

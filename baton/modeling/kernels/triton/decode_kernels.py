@@ -1,13 +1,15 @@
-"""Kernels of decode attention: programs that attend to a part of a sequence's keys, and the merging of parts. Imports
-Triton.
+"""Triton kernels of decode attention: one computes the attention of a part of a sequence's keys, the other merges the
+parts. Imports Triton.
 
-A program serves one kv head of one sequence: its M pairs of a query and one of the R heads that share the kv head, with
-one reading of keys. It attends to a *list* of keys: those from the first that some query attends to, without the keys
-that the sequence leaves out, or the keys that the kv head selects. Each split takes `split_keys` entries of the list.
-Keys that are not listed are not read.
+A program serves one kv head of one sequence. It computes M pairs of a query and one of the R heads that share the kv
+head, and reads the keys only once for all pairs.
 
-B sequences (rows), T tokens, N heads, G kv heads, R = N / G, H head dim (padded), M pairs, S keys of a tile, X splits,
-K selected keys.
+A program attends to the keys in a *list*. Without selected keys, the list contains the keys from the first key to which
+some query attends, without the keys that the sequence excludes. Otherwise it contains the keys that the kv head
+selects. Each split takes `split_keys` entries of the list. Keys that are not in the list are not read.
+
+Shape letters: B sequences, T tokens, N heads, G kv heads, R = N / G, H head dim (padded), M pairs, S keys of a tile, X
+splits, K selected keys.
 """
 
 from dataclasses import dataclass
@@ -29,39 +31,40 @@ class DecodeShape:
 
     num_kv_heads: int
     group: int
-    """Number of heads that share a kv head."""
+    """Number of query heads that share a kv head."""
     head_dim: int
     head_pad: int
     page_tokens: int
     window: int
-    """Number of latest keys that a query attends to, including its own. 0: all."""
+    """Sliding window: number of latest keys to which a query attends, including its own key. 0: all keys."""
     has_picks: bool
     has_unseen: bool
     most_queries: int
     num_tiles: int
-    """Programs that share the pairs of a sequence and kv head."""
+    """Number of programs among which the pairs of a query and a head are divided, for each sequence and kv head."""
     tile_rows: int
     tile_keys: int
     split_keys: int
     is_split: bool
-    """True if there may be several splits, which are then merged."""
+    """True if there may be several splits. Their results are then merged by a second launch."""
     in_one_page: bool
-    """True if the keys of each tile are adjacent in one page."""
+    """True if the keys of each tile are adjacent within one page."""
     scale: float
-    """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
+    """Factor on the scores: log2(e) / sqrt(head dim). The softmax uses powers of two."""
     widen: bool
-    """True if operands of products are widened to fp32, which the interpreter needs for bf16."""
+    """True if operands of matrix products are converted to fp32. Triton's interpreter needs this for bf16."""
 
 
 class Pages(NamedTuple):
-    """Pages of keys and values in memory, and elements from one page to the next."""
+    """Kernel argument: address of the pages of keys and values, and stride of a page in elements."""
 
     data: Any
     page_stride: int
 
 
 class Rows(NamedTuple):
-    """Addresses of the tensors of `StepRows`, of lists of selected keys, and of ranges of keys that are left out."""
+    """Kernel argument: addresses of the tensors of `StepRows`, of the lists of selected keys, and of the ranges of
+    excluded keys."""
 
     table: Any
     table_stride: int
@@ -74,7 +77,8 @@ class Rows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Addresses of the results `[T, N, H]`, and of the splits' results `[T, N, X, H]` and log-sum-exps `[T, N, X]`."""
+    """Kernel argument: address of the results `[T, N, H]`, and addresses of the results `[T, N, X, H]` and log-sum-exps
+    `[T, N, X]` of the splits."""
 
     o: Any
     part_o: Any
@@ -83,8 +87,9 @@ class Results(NamedTuple):
 
 @triton.jit
 def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) -> tl.tuple:
-    """Return the length of a sequence's list of keys, the number of its keys, the first listed key, the first excluded
-    key, and the number of excluded keys."""
+    """Describe the list of keys to which a sequence and kv head attend. Return five numbers: the length of the list,
+    the number of keys of the sequence, the first key in the list, the first excluded key, and the number of excluded
+    keys."""
     length = tl.load(rows.lengths + row)
     first = 0
     if shape.window > 0:
@@ -103,8 +108,9 @@ def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) 
 
 @triton.jit
 def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tuple, shape: tl.constexpr) -> tl.tuple:
-    """Return the numbers of the keys at entries of a list, and whether they are keys. For selected keys, `entry_S` are
-    indices into the memory of all lists."""
+    """Return the key index for each entry of a list of keys, and a mask that is True for valid keys. `span` is the
+    result of `listed` without its first element. For selected keys, `entry_S` contains indices into the memory of all
+    lists."""
     length, first, gap, num_left_out = span
     if shape.has_picks:
         key_S = tl.load(rows.picks + entry_S, mask=is_entry_S, other=-1)
@@ -118,8 +124,8 @@ def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tup
 
 @triton.jit
 def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return the index at which the first head of each key begins in the memory of pages. `table` is the block table of
-    the keys' sequence."""
+    """Return the index of each key's first head in the memory of pages. `table` is the block table of the sequence, and
+    `key_S` contains the keys' indices in the sequence."""
     page_S = tl.load(table + key_S // shape.page_tokens, mask=is_key_S, other=0).to(tl.int64)
     token_S = key_S % shape.page_tokens
     return page_S * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
@@ -127,8 +133,9 @@ def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor
 
 @triton.jit
 def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return the index at which the first head of each key begins in the memory of pages, for a tile of keys within one
-    page, from key number `place` on. Reads the page's number once, whereas `placed` reads it for each key."""
+    """Return, for a tile of consecutive keys within one page, the index of each key's first head in the memory of
+    pages. `place` is the index of the first key of the tile in its sequence. This function reads the page number once,
+    whereas `placed` reads it for each key."""
     page = tl.load(table + place // shape.page_tokens).to(tl.int64)
     token_S = place % shape.page_tokens + tl.arange(0, shape.tile_keys)
     return page * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
@@ -136,7 +143,8 @@ def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.cons
 
 @triton.jit
 def attend_split(q: Heads, pages: Pages, rows: Rows, results: Results, shape: tl.constexpr) -> None:
-    """Attend to one split of the list of keys of a sequence and kv head. Grid: (B * tiles, G, X)."""
+    """Kernel that computes attention to one split of the list of keys of a sequence and kv head. Grid: (B * tiles, G,
+    X)."""
     row = tl.program_id(0) // shape.num_tiles
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -197,7 +205,7 @@ def attend_split(q: Heads, pages: Pages, rows: Rows, results: Results, shape: tl
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_splits(rows: Rows, results: Results, num_splits: int, shape: tl.constexpr) -> None:
-    """Merge the results of the splits of a query and head. Grid: (B * most_queries, N)."""
+    """Kernel that merges the results of all splits for one query and head. Grid: (B * most_queries, N)."""
     row = tl.program_id(0) // shape.most_queries
     query = tl.program_id(0) % shape.most_queries
     head = tl.program_id(1)

@@ -1,10 +1,11 @@
-"""Argument of kernels that describes heads of tokens in memory."""
+"""Kernel argument that describes the heads of tokens in memory."""
 
 from typing import Any, NamedTuple
 
 
 class Heads(NamedTuple):
-    """Heads of tokens in memory: base address, and the strides of tokens and heads in elements."""
+    """Kernel argument that describes the heads of tokens in memory: base address, and strides of tokens and heads in
+    elements."""
 
     data: Any
     token_stride: int

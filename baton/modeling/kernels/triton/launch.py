@@ -1,4 +1,5 @@
-"""Helpers for launches of Triton kernels: whether Triton is installed, whether its interpreter runs, and the device."""
+"""Helpers for launching Triton kernels. They check whether Triton is installed and whether its interpreter runs, and
+select the device."""
 
 import functools
 import importlib.util
@@ -15,18 +16,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def has_triton() -> bool:
-    """Return whether Triton is installed."""
+    """Return True if Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def compiles_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether Triton is installed and compiles kernels for tensors of that device, a GPU, and dtype."""
+    """Return True if Triton is installed and can compile kernels for tensors of this device and dtype. The device must
+    be a GPU."""
     return device.type == "cuda" and dtype in DTYPES and has_triton()
 
 
 @functools.cache
 def shared_bytes_of(device: torch.device) -> int | None:
-    """Return the bytes of shared memory that a program may use on the GPU `device`. None for other devices."""
+    """Return the number of bytes of shared memory that a program (thread block) may use on the GPU `device`. None if
+    the device is not a GPU."""
     if device.type != "cuda":
         return None
     from triton.runtime import driver
@@ -43,28 +46,29 @@ def require_triton() -> None:
 
 
 def check(holds: bool, text: str) -> None:
-    """Raise RuntimeError with `text`, as the operators in C++ do, unless the condition holds."""
+    """Raise RuntimeError with `text` unless `holds` is True."""
     if not holds:
         raise RuntimeError(text)
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Return whether Triton's interpreter runs the kernel, because TRITON_INTERPRET=1 was set when the kernel was
-    imported."""
+    """Return True if Triton's interpreter runs the kernel. This is the case if TRITON_INTERPRET=1 was set when the
+    kernel was imported."""
     import triton
 
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
 def widens(kernel: Any, dtype: torch.dtype) -> bool:
-    """Return whether the kernel must widen operands of products to fp32, because the interpreter cannot multiply bf16.
-    The operands are rounded to bf16 before, so that the products are the same."""
+    """Return True if the kernel must convert operands of matrix products to fp32. This is necessary for bf16 in the
+    interpreter, which cannot multiply bf16. The operands have already been rounded to bf16, so the products are the
+    same."""
     return dtype == torch.bfloat16 and is_interpreted(kernel)
 
 
 def on(device: torch.device, kernel: Any) -> AbstractContextManager[Any]:
-    """Return a context in which a kernel is launched on a device. Raises RuntimeError for a CPU, unless the interpreter
-    runs the kernel."""
+    """Return a context manager in which `kernel` is launched on `device`. Raises RuntimeError if the device is a CPU
+    and the kernel is not interpreted."""
     if device.type == "cuda":
         return torch.cuda.device(device)
     text = f"Triton compiles for GPUs, and the tensors are on {device.type}: use the kernels in C++"

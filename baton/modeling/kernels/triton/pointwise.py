@@ -1,9 +1,10 @@
-"""Norms, gates and rotations by Triton: each is one pass over its tokens, whereas torch launches several kernels.
+"""Norms, gates and rotations with Triton. Each operation makes one pass over the tokens, whereas torch launches several
+kernels.
 
-In a decode step with few tokens, a launch costs more than its work. In a long prompt, every pass over the tokens
-matters. Results equal those of torch's operations, but are rounded only once.
+In a decode step with few tokens, a launch costs more than the work of its kernel. In a long prompt, every pass over the
+tokens is significant. Results are those of torch's operations, but are rounded only once.
 
-T tokens, D channels, I gated channels, N heads, H head dim.
+Shape letters: T tokens, D channels, I gated channels, N heads, H head dim.
 """
 
 from torch import Tensor
@@ -13,15 +14,16 @@ from baton.modeling.kernels.triton.launch import DTYPES, check, on, require_trit
 from baton.modeling.kernels.triton.tiles import power_of_two
 
 MOST_CHANNELS = 1 << 14
-"""Most channels of a norm. A program holds all channels of a token."""
+"""Maximum number of channels that a norm supports. One program processes all channels of a token."""
 _GATE_TILE = 1024
 _TURN_ELEMENTS = 1024
-"""Most elements of half heads that a program rotates at once."""
+"""Maximum number of elements of half heads that a program rotates at once."""
 
 
 def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
-    """Return root mean square norms over the last dimension, `[..., D]`, in the dtype of `x_TD`. Does not wait for the
-    device. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed."""
+    """Apply a root mean square norm over the last dimension, and return the result `[..., D]` in the dtype of `x_TD`.
+    Does not wait for the device. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is
+    not installed."""
     require_triton()
     from baton.modeling.kernels.triton import pointwise_kernels as kernels
 
@@ -40,8 +42,9 @@ def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
 
 
 def gate(x_TI: Tensor) -> Tensor:
-    """Return silu of the first half of the channels times the second half, `[T, I]` of `[T, 2 I]` (SwiGLU; Shazeer,
-    2020). Does not wait for the device. Raises the same errors as `rms_norm`."""
+    """Return silu(first half of the channels) times the second half (SwiGLU; Shazeer, 2020). The input is `[T, 2 I]`,
+    the result `[T, I]`. Does not wait for the device. Raises RuntimeError for an unsupported tensor, and ConfigError if
+    Triton is not installed."""
     require_triton()
     from baton.modeling.kernels.triton import pointwise_kernels as kernels
 
@@ -57,9 +60,9 @@ def gate(x_TI: Tensor) -> Tensor:
 
 
 def turn_heads(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
-    """Rotate the heads of all tokens in place, half-split: dimension i pairs with i + H / 2. `sin_T1H` is negative in
-    the first half. Only each head must be contiguous. Does not wait for the device. Raises the same errors as
-    `rms_norm`."""
+    """Apply RoPE to the heads of all tokens in place. Dimension i of a head is paired with i + H / 2. `sin_T1H` must be
+    negated in the first half of each head. Only each head must be contiguous. Does not wait for the device. Raises
+    RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed."""
     require_triton()
     from baton.modeling.kernels.triton import pointwise_kernels as kernels
 

@@ -1,7 +1,8 @@
-"""Kernels of the operations between a layer's products and its attention: norms, gates and rotations, each in one pass
-over its tokens. Imports Triton. Sums and products are fp32, and results are rounded once.
+"""Triton kernels of norms, gates and rotations: the operations between a layer's matrix products and its attention.
+Each kernel makes one pass over the tokens. Sums and products are fp32, and results are rounded once. Imports Triton.
 
-T tokens, D channels (padded), I gated channels, N heads of a token, H head dim, F = H / 2 (padded), X of a tile.
+Shape letters: T tokens, D channels (padded), I gated channels, N heads of a token, H head dim, F = H / 2 (padded), X
+elements of a tile.
 """
 
 from dataclasses import dataclass
@@ -27,14 +28,14 @@ class TurnShape:
 
     num_heads: int
     tile_heads: int
-    """Heads of one program, a power of two."""
+    """Number of heads that one program rotates, a power of two."""
     half_dim: int
     half_pad: int
 
 
 @triton.jit
 def norm_token(x: tl.tensor, gain: tl.tensor, o: tl.tensor, shape: tl.constexpr) -> None:
-    """Divide a token's channels by their root mean square, and multiply them by the gain. Grid: (T,)."""
+    """Kernel that divides a token's channels by their root mean square, and multiplies them by the gain. Grid: (T,)."""
     channel_D = tl.arange(0, shape.width_pad)
     is_channel_D = channel_D < shape.width
     at = tl.program_id(0).to(tl.int64) * shape.width
@@ -46,7 +47,8 @@ def norm_token(x: tl.tensor, gain: tl.tensor, o: tl.tensor, shape: tl.constexpr)
 
 @triton.jit
 def gate_tile(x: tl.tensor, o: tl.tensor, width: tl.constexpr, tile: tl.constexpr) -> None:
-    """Multiply silu of a token's first half of channels by its second half. Grid: (T, tiles of I)."""
+    """Kernel that multiplies silu of the first half of a token's channels by the second half, for one tile. Grid: (T,
+    tiles of I)."""
     token = tl.program_id(0).to(tl.int64)
     channel_X = tl.program_id(1) * tile + tl.arange(0, tile)
     is_channel_X = channel_X < width
@@ -59,7 +61,8 @@ def gate_tile(x: tl.tensor, o: tl.tensor, width: tl.constexpr, tile: tl.constexp
 
 @triton.jit
 def turn_heads(x: Heads, cos: tl.tensor, sin: tl.tensor, shape: tl.constexpr) -> None:
-    """Rotate one tile of a token's heads in place. Grid: (T, tiles of N). Sines are negative in the first half."""
+    """Kernel that rotates one tile of a token's heads in place. Grid: (T, tiles of N). Sines must be negated in the
+    first half of each head."""
     token = tl.program_id(0).to(tl.int64)
     head_X = tl.program_id(1) * shape.tile_heads + tl.arange(0, shape.tile_heads)
     dim_F = tl.arange(0, shape.half_pad)

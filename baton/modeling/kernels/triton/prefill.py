@@ -1,7 +1,7 @@
-"""Prefill attention by Triton, of consecutive queries to one segment of keys. `baton.modeling.forward.attention` merges
-results of several segments by their log-sum-exps.
+"""Prefill attention with Triton, of consecutive queries to one segment of keys. `baton.modeling.forward.attention`
+merges the results of several segments by their log-sum-exps.
 
-T queries, S keys, N heads, G kv heads, H head dim.
+Shape letters: T queries, S keys, N heads, G kv heads, H head dim.
 """
 
 import math
@@ -17,7 +17,7 @@ from baton.modeling.kernels.triton.tiles import PrefillTiles, padded, prefill_ti
 
 @dataclass(frozen=True)
 class Visibility:
-    """Keys of a segment that a query attends to."""
+    """Keys of a segment to which each query attends."""
 
     is_causal: bool = True
     """True if query t attends only to keys 0 to t of the segment."""
@@ -26,23 +26,24 @@ class Visibility:
 
 
 DENSE = Visibility(is_causal=False)
-"""Every query attends to every key."""
+"""Visibility without masks: every query attends to every key."""
 QUERIES = (16, 32, 64, 128)
-"""Numbers of queries that cover all kernels. All numbers between two entries share the kernel of the larger one, and
-numbers above the last share its kernel."""
+"""Numbers of queries for which a kernel is compiled. Other numbers use the kernel of the next larger entry, or of the
+last entry if there is no larger one."""
 
 
 def prefill_attention(
     q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, seen: Visibility = DENSE, *, tiles: PrefillTiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention `[T, N, H]` to the segment's keys, in the queries' dtype, and the log-sum-exps of the scores
-    `[T, N]` in fp32, natural. Does not wait for the device.
+    """Return the attention output `[T, N, H]` over the keys of the segment, in the dtype of the queries, and the
+    natural log-sum-exp `[T, N]` of the scores in fp32. Does not wait for the device.
 
-    Queries, keys and values may be strided views, such as those of `KvRows`: only each head must be contiguous. Scores
-    are scaled by 1 / sqrt(H). Softmax and sums are fp32. A query that attends to no key gets zeros, and a log-sum-exp
-    below -1e29, which is finite so that results can be merged. `tiles`: other block sizes than those of
-    `baton.modeling.kernels.triton.tiles`, for tests and measurements. Raises RuntimeError for tensors that do not fit
-    together, and ConfigError if Triton is not installed.
+    Queries, keys and values may be strided views, such as those of `KvRows`. Only each head must be contiguous. Scores
+    are scaled by 1 / sqrt(H). Softmax and sums are computed in fp32. For a query that attends to no key, the output is
+    zero, and the log-sum-exp is finite and below -1e29, so that results can be merged.
+
+    `tiles`: block sizes for tests and benchmarks. None: the block sizes of `baton.modeling.kernels.triton.tiles`.
+    Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed.
     """
     require_triton()
     from baton.modeling.kernels.triton import prefill_kernel as kernels
@@ -83,10 +84,12 @@ def prefill_attention(
 def compile_prefills(
     heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, with_masks: bool
 ) -> None:
-    """Compile the kernels of all prefills of a model, and `with_masks` those of windows. `heads`: number of heads,
-    number of kv heads and head dim. Takes about a second for each
-    kernel, the first time on a machine. Without this call, the first prompt that needs a kernel waits for it, and so do
-    all streams of the batch."""
+    """Compile all prefill kernels of a model. `heads`: number of heads, number of kv heads, and head dim. `with_masks`:
+    also compile the kernels with masks, which sliding windows need.
+
+    Takes about a second per kernel, the first time on a machine. Without this call, the first prompt that needs a
+    kernel waits for its compilation, and so do all streams of the batch.
+    """
     num_heads, num_kv_heads, head_dim = heads
     for num_queries in QUERIES:
         q_TNH = torch.zeros(num_queries, num_heads, head_dim, dtype=dtype, device=device)

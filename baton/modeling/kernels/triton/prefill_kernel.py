@@ -1,7 +1,8 @@
-"""Kernel of prefill attention: a program computes the attention of a block of one head's queries to a segment of keys.
-Imports Triton.
+"""Triton kernel of prefill attention. A program computes the attention of a block of queries of one head to a segment
+of keys. Imports Triton.
 
-T queries, N heads, R heads that share a kv head, H head dim (padded), M queries of a program, S keys of a tile.
+Shape letters: T queries, N heads, R heads that share a kv head, H head dim (padded), M queries of a program, S keys of
+a tile.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ class PrefillShape:
     """Compile-time parameters of the kernel. Each combination of values is compiled separately."""
 
     group: int
-    """Number of heads that share a kv head."""
+    """Number of query heads that share a kv head."""
     head_dim: int
     head_pad: int
     is_causal: bool
@@ -27,13 +28,14 @@ class PrefillShape:
     tile_rows: int
     tile_keys: int
     scale: float
-    """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
+    """Factor on the scores: log2(e) / sqrt(head dim). The softmax uses powers of two."""
     widen: bool
-    """True if operands of products are widened to fp32, which the interpreter needs for bf16."""
+    """True if operands of matrix products are converted to fp32. Triton's interpreter needs this for bf16."""
 
 
 class Segment(NamedTuple):
-    """Queries, keys and values, and addresses of the results `[T, N, H]`, log-sum-exps `[T, N]` and mask `[T, S]`."""
+    """Kernel argument: queries, keys and values, and the addresses of the results `[T, N, H]`, the log-sum-exps `[T,
+    N]` and the mask `[T, S]`."""
 
     q: Heads
     k: Heads
@@ -45,22 +47,22 @@ class Segment(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Block of one head's queries, and the keys that it attends to."""
+    """Block of queries of one head, and the keys to which the queries attend."""
 
     segment: Segment
     q_MH: Any
     kv_head: Any
     query_M: Any
-    """Numbers of the queries."""
+    """Indices of the queries."""
     is_query_M: Any
     """True for queries that exist, False for padding of the block."""
     end: Any
-    """End of the keys that some query attends to, exclusive."""
+    """Index after the last key to which some query of the block attends."""
 
 
 @triton.jit
 def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Load one head of some tokens, `[X, H]`, with zeros for padding."""
+    """Load one head of several tokens, `[X, H]`. Padding is filled with zeros."""
     dim_H = tl.arange(0, shape.head_pad)
     at_X = token_X.to(tl.int64) * heads.token_stride + head * heads.head_stride
     is_here_XH = is_token_X[:, None] & (dim_H < shape.head_dim)[None, :]
@@ -69,8 +71,9 @@ def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.ten
 
 @triton.jit
 def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
-    """Attend to the tile of keys from number `first` on. Takes and returns the state: largest scores, totals and sums.
-    Without `is_masked` all queries attend to all keys of the tile."""
+    """Attend to one tile of keys, and return the updated state of the online softmax. `first` is the index of the first
+    key of the tile. `state` contains the largest scores, the totals of weights and the weighted sums. If `is_masked` is
+    False, all queries attend to all keys of the tile."""
     segment, q_MH, kv_head, query_M, is_query_M, end = block
     largest_M, total_M, sum_MH = state
     key_S = first + tl.arange(0, shape.tile_keys)
@@ -93,8 +96,8 @@ def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.cons
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys"])
 def attend_block(segment: Segment, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
-    """Compute the attention of one block of one head's queries. Grid: (blocks of queries, N). New values of
-    `num_queries` and `num_keys` do not compile the kernel again."""
+    """Kernel that computes the attention of one block of queries of one head. Grid: (blocks of queries, N). Other
+    values of `num_queries` and `num_keys` do not cause the kernel to be compiled again."""
     number = tl.num_programs(0) - 1 - tl.program_id(0)  # blocks with the most keys first, those with the fewest last
     head = tl.program_id(1)
     query_M = number * shape.tile_rows + tl.arange(0, shape.tile_rows)

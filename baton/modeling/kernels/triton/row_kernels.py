@@ -1,7 +1,8 @@
-"""Arguments of decode attention and of appending KV that describe a generation step's sequences, whose KV is in pages.
+"""Kernel arguments that describe the sequences of a generation step, whose KV is in pages. Used by decode attention and
+by appending of KV.
 
-B sequences (rows of the tensors), T tokens of the step, E = B + 1, at most C pages of a sequence, P pages, S tokens of
-a page, G kv heads, H head dim.
+Shape letters: B sequences, T tokens of the step, E = B + 1, at most C pages of a sequence, P pages, S tokens of a page,
+G kv heads, H head dim.
 """
 
 from dataclasses import dataclass
@@ -14,26 +15,27 @@ from baton.modeling.kernels.triton.launch import DTYPES, check
 
 @dataclass(frozen=True)
 class StepRows:
-    """New tokens and keys of a step's sequences. Holds tensors of the device, which a CUDA graph reads again at each
-    replay: their owner may change their contents between steps, but never their shapes.
+    """New tokens and keys of the sequences of a step. The tensors are on the device, and a CUDA graph reads them again
+    at each replay. Their contents may change between steps, but not their shapes.
 
-    Key number s of sequence b is token s % S of page `table_BC[b, s // S]`. A sequence's new tokens are its last keys.
-    Contents are not checked, because that would wait for the device: they must match the fields' descriptions. Raises
+    Key s of sequence b is token s % S of page `table_BC[b, s // S]`, where S is the number of tokens of a page. The new
+    tokens of a sequence are its last keys. Contents are not checked, because a check would wait for the device. Raises
     RuntimeError for wrong shapes, dtypes or devices.
     """
 
     table_BC: Tensor
-    """Block table of each sequence: numbers of its pages, int32. Entries beyond a sequence's length are not read."""
+    """Block table of each sequence: the indices of its pages, int32. Entries beyond the length of a sequence are not
+    read."""
     lengths_B: Tensor
-    """Number of keys of each sequence, including those of new tokens, int32."""
+    """Number of keys of each sequence, including the keys of new tokens, int32."""
     starts_E: Tensor
-    """Number of each sequence's first new token among the step's, followed by the number of all new tokens, int32. A
-    sequence without new tokens is padding: nothing is computed for it."""
+    """Index of each sequence's first new token among the tokens of the step, int32. The last entry is the total number
+    of new tokens. A sequence without new tokens is padding: nothing is computed for it."""
     most_queries: int
-    """Upper bound on a sequence's new tokens, known to the host."""
+    """Upper bound on the number of new tokens of a sequence. The host knows it."""
     most_keys: int
-    """Upper bound on a sequence's keys, known to the host. A sequence's results depend on it, but not on the other
-    sequences."""
+    """Upper bound on the number of keys of a sequence. The host knows it. The rounding of a sequence's results depends
+    on it, but not on the other sequences."""
 
     def __post_init__(self) -> None:
         tensors = self.table_BC, self.lengths_B, self.starts_E
@@ -50,12 +52,12 @@ class StepRows:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of sequences, padding included."""
+        """Return the number of sequences, including padding."""
         return len(self.lengths_B)
 
     def check_pages(self, pages_PS2GH: Tensor) -> None:
-        """Check the pages of a layer. Raises RuntimeError for a wrong shape, dtype or device, or for fewer pages per
-        sequence than `most_keys` needs."""
+        """Check the pages of a layer. Raises RuntimeError if their shape, dtype or device is wrong, or if the block
+        tables have fewer pages than `most_keys` keys need."""
         check(
             pages_PS2GH.dim() == 5 and pages_PS2GH.shape[2] == 2 and pages_PS2GH.numel() > 0,
             f"pages must be [pages, tokens, 2, kv heads, head dim], not {list(pages_PS2GH.shape)}",
@@ -67,8 +69,8 @@ class StepRows:
         check(self.most_keys <= room, f"most_keys = {self.most_keys}, and the table has room for {room} keys a row")
 
     def check_tokens(self, tokens_TXH: Tensor, pages_PS2GH: Tensor) -> None:
-        """Check the step's queries, keys or values against the pages. Raises RuntimeError for another head dim, dtype
-        or device."""
+        """Check that queries, keys or values of the step's tokens fit the pages. Raises RuntimeError if head dim, dtype
+        or device differ."""
         check(
             tokens_TXH.dim() == 3, f"queries, keys and values are [tokens, heads, head dim], not {tokens_TXH.dim()}-d"
         )

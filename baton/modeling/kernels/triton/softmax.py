@@ -1,20 +1,23 @@
-"""Online softmax that the attention kernels share, as functions that kernels call. Imports Triton.
+"""Online softmax, as Triton functions that the attention kernels call. Imports Triton.
 
-Scores are in units of log2, so that weights are powers of two. M rows of a tile (pairs of a query and a head), S keys,
-H head dim, padded to a power of two.
+Scores are multiplied by log2(e), so that weights are powers of two.
+
+Shape letters: M rows of a tile (pairs of a query and a head), S keys, H head dim, padded to a power of two.
 """
 
 import triton
 import triton.language as tl
 
 NOTHING = tl.constexpr(-1e30)
-"""Largest score, and log-sum-exp, over no keys. Finite, so that the difference of two of them is a number."""
+"""Largest score and log-sum-exp of an empty set of keys. It is finite, because the difference of two infinities would
+be NaN."""
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def product(a_MX: tl.tensor, b_XY: tl.tensor, widen: tl.constexpr) -> tl.tensor:
-    """Multiply two matrices with sums in fp32. Operands in fp32 are not rounded to TF32."""
+    """Multiply two matrices with fp32 accumulation. fp32 operands are not rounded to TF32. With `widen`, operands are
+    converted to fp32 first."""
     if widen:
         a_MX = a_MX.to(tl.float32)
         b_XY = b_XY.to(tl.float32)
@@ -23,7 +26,8 @@ def product(a_MX: tl.tensor, b_XY: tl.tensor, widen: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def begun(num_rows: tl.constexpr, head_pad: tl.constexpr) -> tl.tuple:
-    """Return the initial state: largest scores, totals of weights and weighted sums over no keys."""
+    """Return the initial state of the online softmax, before any key: largest scores, totals of weights, and weighted
+    sums."""
     largest_M = tl.full([num_rows], NOTHING, tl.float32)
     total_M = tl.full([num_rows], 0.0, tl.float32)
     return largest_M, total_M, tl.full([num_rows, head_pad], 0.0, tl.float32)
@@ -31,8 +35,9 @@ def begun(num_rows: tl.constexpr, head_pad: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def weighed(score_MS: tl.tensor, largest_M: tl.tensor, total_M: tl.tensor) -> tl.tuple:
-    """Return the weights of a tile of keys, the factors by which earlier sums shrink, and the new largest scores and
-    totals. A score of minus infinity stands for a key that a row does not attend to."""
+    """Add a tile of keys to the online softmax. Return the weights of the tile, the factors for rescaling earlier sums,
+    the new largest scores, and the new totals of weights. A score of minus infinity marks a key to which a row does not
+    attend."""
     new_M = tl.maximum(largest_M, tl.max(score_MS, 1))
     weight_MS = tl.exp2(score_MS - new_M[:, None])
     shrink_M = tl.exp2(largest_M - new_M)
@@ -41,7 +46,7 @@ def weighed(score_MS: tl.tensor, largest_M: tl.tensor, total_M: tl.tensor) -> tl
 
 @triton.jit
 def ended(largest_M: tl.tensor, total_M: tl.tensor, sum_MH: tl.tensor) -> tl.tuple:
-    """Return the attention, and the log-sum-exp in units of log2: zeros and NOTHING for a row that attended to no
-    key."""
+    """Finish the online softmax. Return the attention output, and the log-sum-exp to base 2. For a row that attended to
+    no key, they are zeros and NOTHING."""
     safe_M = tl.where(total_M == 0.0, 1.0, total_M)
     return sum_MH / safe_M[:, None], largest_M + tl.log2(safe_M)

@@ -1,8 +1,9 @@
-"""Block sizes of the Triton kernels: all are chosen in this module.
+"""Block sizes of all Triton kernels.
 
-Those of 16-bit dtypes with head dim 128 were measured on an H100 (docs/devices.md, "What a GPU reached"). All others
-are derived from the sizes of registers and shared memory. Unless a GPU's shared memory is known to hold more, two
-stages of a program's keys and values take at most 64 KiB of it, and its queries at most 32 KiB.
+The block sizes for 16-bit dtypes with head dim 128 were measured on an H100 (docs/devices.md, "What a GPU reached").
+All others are derived from the sizes of registers and shared memory. By default, a program uses at most 64 KiB of
+shared memory for two stages of keys and values, and at most 32 KiB for queries. It may use more if the GPU is known to
+have more shared memory.
 """
 
 from dataclasses import dataclass
@@ -10,49 +11,50 @@ from dataclasses import dataclass
 import torch
 
 LEAST_SIDE = 16
-"""Minimum side of a matrix that tensor cores multiply. Smaller matrices are padded to it."""
+"""Minimum number of rows and columns of a matrix that tensor cores multiply. Smaller matrices are padded."""
 _STAGE_BYTES = 32 * 1024
 """Maximum number of bytes of keys and values that a program loads at once."""
 _QUERY_BYTES = 32 * 1024
 """Maximum number of bytes of a program's queries."""
 LEAST_SPLIT_KEYS = 512
-"""Least number of keys of a split. One program reads all keys of a list that is not longer."""
+"""Minimum number of keys of a split. A list of keys that is not longer is read by one program."""
 _MOST_SPLITS = 64
 _WIDE_TILES = ((128, 3), (128, 2), (64, 3))
-"""(keys, stages) of a prefill's tiles of 128 queries, the fastest first."""
+"""Tile sizes of prefill attention with blocks of 128 queries, as pairs (keys of a tile, pipeline stages). The fastest
+is first."""
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Division of decode attention among programs. All sizes except `num_splits` are powers of two."""
+    """Block sizes of decode attention. All sizes except `num_splits` are powers of two."""
 
     rows: int
-    """Pairs of a query and a head that a program serves from one reading of keys."""
+    """Number of pairs of a query and a head that a program computes. It reads the keys once for all pairs."""
     keys: int
-    """Keys that a program multiplies at a time."""
+    """Number of keys that a program multiplies at a time."""
     split_keys: int
-    """Keys of a split, which one program reads: a multiple of `keys`."""
+    """Number of keys of a split, which one program reads. A multiple of `keys`."""
     num_splits: int
-    """Programs that share the longest list of keys. Their results are merged."""
+    """Number of splits, and of programs, for the longest list of keys. Their results are merged."""
     num_warps: int
     num_stages: int = 2
 
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """Division of prefill attention among programs, one for each head and block of queries."""
+    """Block sizes of prefill attention. There is one program for each head and block of queries."""
 
     rows: int
-    """Queries of a program, a power of two."""
+    """Number of queries of a program, a power of two."""
     keys: int
-    """Keys that a program multiplies at a time, a power of two."""
+    """Number of keys that a program multiplies at a time, a power of two."""
     num_warps: int
     num_stages: int = 2
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype, num_pairs: int, most_keys: int) -> DecodeTiles:
-    """Return the tiles for sequences with at most `num_pairs` pairs of a query and a head per kv head, each of which
-    attends to at most `most_keys` keys."""
+    """Return the block sizes of decode attention. `num_pairs`: maximum number of pairs of a query and a head per
+    sequence and kv head. `most_keys`: maximum number of keys to which a sequence attends."""
     rows = min(max(power_of_two(num_pairs), LEAST_SIDE), _most_rows(head_dim, dtype), 64)
     keys = _keys(head_dim, dtype)
     split_keys = max(LEAST_SPLIT_KEYS, power_of_two(-(-most_keys // _MOST_SPLITS)))
@@ -61,8 +63,8 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, num_pairs: int, most_keys: i
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int, shared_bytes: int | None = None) -> PrefillTiles:
-    """Return the tiles for `num_queries` queries. `shared_bytes`: shared memory that a program may use, if it is known
-    and only queries, keys and values are stored there; else None."""
+    """Return the block sizes of prefill attention for `num_queries` queries. `shared_bytes`: bytes of shared memory
+    that a program may use for queries, keys and values. None: unknown, or something else is also stored there."""
     most_rows = 32 if dtype == torch.float32 else 128  # fp32 operands are multiplied in registers
     rows = min(max(power_of_two(num_queries), LEAST_SIDE), _most_rows(head_dim, dtype), most_rows)
     if rows == 128 and shared_bytes is not None:
@@ -74,12 +76,12 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int, shared_by
 
 
 def power_of_two(number: int) -> int:
-    """Return the least power of two that is at least `number`, which must be positive."""
+    """Return the smallest power of two that is at least `number`, which must be positive."""
     return 1 << (number - 1).bit_length()
 
 
 def padded(head_dim: int) -> int:
-    """Return the width of tiles that hold heads of `head_dim`. Elements beyond a head are masked."""
+    """Return the width of a tile for heads of `head_dim` elements. Elements beyond the head are masked."""
     return max(power_of_two(head_dim), LEAST_SIDE)
 
 
