@@ -33,7 +33,8 @@ class GroupAdmin:
 
     def state(self) -> ClusterState:
         """Return the state of the cluster. Raises VersionMismatchError if the orchestrator is incompatible."""
-        return cluster_state_from_proto(self._orchestrator.GetClusterState(GetClusterStateRequest(), timeout=_ANSWER_S))
+        answer = self._orchestrator.GetClusterState(GetClusterStateRequest(), timeout=_ANSWER_S)
+        return cluster_state_from_proto(answer)
 
     def drain(self, group: str, *, keep: bool = False, returns: bool = False) -> None:
         """Drain the group, then end its workers, unless `keep` is true. `returns` is true if the caller will start this
@@ -51,9 +52,8 @@ class GroupAdmin:
             with Console(stderr=True).status(f"waiting for {group}"), translate_rpc_errors():
                 self._admin.Undrain(admin_pb2.UndrainRequest(group=group, model=model), timeout=self._timeout_s)
         except DeadlineExceededError as error:
-            raise UnavailableError(
-                f"{group} is not ready after {self._timeout_s:g} s: it continues to start"
-            ) from error
+            late = f"{group} is not ready after {self._timeout_s:g} s: it continues to start"
+            raise UnavailableError(late) from error
 
     def flip(self, group: str, *, undo: bool) -> GroupState | None:
         """Order the group to lend a worker to the other role, or with `undo` to take it back. Return the state of the

@@ -135,8 +135,7 @@ def infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
     """Return policy `infinigen_int4`. Raises ConfigError on a device with memory of its own."""
     device = source.decoder.device
     if not device.is_home:
-        text = f"residency = 'infinigen_int4' is not supported on device {device.name}"
-        raise ConfigError(f"{text}: use residency infinigen, or device cpu")
+        raise ConfigError(f"residency = 'infinigen_int4' needs device cpu: use residency infinigen on {device.name}")
     return InfinigenInt4Residency(shape, device.row_memory, source.load(), source.decoder)
 
 
