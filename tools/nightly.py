@@ -2,11 +2,13 @@
 
 `python -m tools.nightly [--minutes N]` starts with the files whose last pass is the longest ago. It appends one line
 for each file to the ledger tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It skips a
-file whose last run took longer than the time that is left. `--check` runs no tests. It prints a warning for each file
+file whose last run took longer than the time that is left. A file that still runs when the time is over is interrupted,
+recorded as late, and goes to the end of the queue. `--check` runs no tests. It prints a warning for each file
 of the ledger that has not passed for `STALE_COMMITS` commits.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +25,9 @@ LEDGER = ROOT / "tests" / "nightly.tsv"
 HEADER = ("file", "commit", "processor", "result", "seconds")
 STALE_COMMITS = 60
 EXPRESSION = "ci or nightly"
-PASSED, FAILED = "passed", "failed"
+PASSED, FAILED, LATE = "passed", "failed", "late"
+_END_S = 120.0
+"""Seconds that an interrupted test run has to remove what it started."""
 _INSTRUCTIONS = {"amx_tile": "amx", "avx512_bf16": "avx512-bf16", "avx512f": "avx512", "avx2": "avx2"}
 """Processor features that kernels use, and the names for them in the ledger. The best feature comes first."""
 _NOTHING_COLLECTED = 5
@@ -62,10 +66,10 @@ def read_ledger(text: str) -> list[Run]:
 
 
 def oldest_first(files: Iterable[str], runs: Iterable[Run]) -> list[str]:
-    """Return the test files in the order of their last passes in the ledger. Files that have never passed come first,
-    sorted by name."""
-    passed = {run.file: place for place, run in enumerate(runs) if run.result == PASSED}
-    return sorted(files, key=lambda file: (passed.get(file, -1), file))
+    """Return the test files in the order of their last runs in the ledger that passed or were late. Files without such
+    a run come first, sorted by name."""
+    ended = {run.file: place for place, run in enumerate(runs) if run.result != FAILED}
+    return sorted(files, key=lambda file: (ended.get(file, -1), file))
 
 
 def stale_files(runs: Iterable[Run], ages: Mapping[str, int]) -> list[str]:
@@ -100,15 +104,30 @@ def _run_files(files: list[str], runs: list[Run], limit_s: float, console: Conso
             continue
         console.print(f"[{number}/{len(files)}] {file}", markup=False)
         start_s = time.monotonic()
-        status = _pytest(file, "--require-tools").returncode
-        if status == _NOTHING_COLLECTED:
+        result = _run_file(file, left_s)
+        if result is None:
             continue
-        result = FAILED if status else PASSED
         _append(Run(file, commit, processor, result, round(time.monotonic() - start_s)))
-        failed += [file] if status else []
+        failed += [file] if result == FAILED else []
     for file in failed:
         console.print(f"failed: {file}", markup=False)
     return 1 if failed else 0
+
+
+def _run_file(file: str, limit_s: float) -> str | None:
+    """Run the tests of a file for at most `limit_s` seconds. Return the result; None if the file has no such tests."""
+    process = subprocess.Popen(_command(file, "--require-tools"), cwd=ROOT)
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return LATE
+    return None if status == _NOTHING_COLLECTED else FAILED if status else PASSED
 
 
 def _append(run: Run) -> None:
@@ -142,15 +161,16 @@ def _processor() -> str:
 
 def _collect() -> list[str]:
     """Return the test files that contain nightly tests."""
-    run = _pytest("--collect-only", "-q", "tests", capture=True)
+    run = subprocess.run(
+        _command("--collect-only", "-q", "tests"), cwd=ROOT, text=True, capture_output=True, check=False
+    )
     if run.returncode:
         raise SystemExit(run.stdout)
     return sorted({line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line})
 
 
-def _pytest(*arguments: str, capture: bool = False) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "pytest", "-m", EXPRESSION, *arguments]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=capture, check=False)
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-m", EXPRESSION, *arguments]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,12 @@ def test_files_that_never_passed_come_first_then_those_that_passed_longest_ago()
     assert oldest_first(["a", "b", "c", "d", "e"], runs) == ["d", "e", "c", "a", "b"]
 
 
+def test_a_file_that_was_interrupted_goes_to_the_end() -> None:
+    assert oldest_first(["a", "b"], [run("b"), run("a", "late")]) == ["b", "a"]
+    (line,) = stale_files([run(HERE, "late")], {})
+    assert line.startswith(f"{HERE} has not passed at night")
+
+
 def test_a_file_that_has_not_passed_for_too_many_commits_is_named() -> None:
     ages = {"old": STALE_COMMITS + 1, "new": STALE_COMMITS}
     (line,) = stale_files([run(HERE, commit="old"), run(CONFTEST, commit="new")], ages)
