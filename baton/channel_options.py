@@ -3,8 +3,8 @@ I/O.
 
 Versions are compatible if their first two numbers are equal. A caller sends its version as its user agent. Servers
 check it (`baton.transport.status_interceptor`) before they run calls of workers and operators, and send their own
-version in the answer. The calls Generate and GetModel have the same meaning in all versions. They are not checked,
-because clients use them.
+version in the answer. The version of a caller of Generate or GetModel is not checked: these calls have the same meaning
+in all versions, so that clients of any version can use them.
 """
 
 from dataclasses import dataclass

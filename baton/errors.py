@@ -62,8 +62,8 @@ class NotFoundError(BatonError):
 
 
 class StalePrefixError(NotFoundError):
-    """A prefill job was to reuse cached tokens that are no longer in the prefix store. The job may be retried without
-    them."""
+    """A prefill job needs cached tokens that are no longer in the prefix store. The job may be retried without these
+    cached tokens."""
 
 
 class UnavailableError(BatonError):
@@ -128,7 +128,7 @@ class RangeError(TransferError):
 
 
 class IncompletePushError(TransferError):
-    """A KV transfer was to be committed although bytes are missing. The message names the first missing range."""
+    """A KV transfer cannot be committed, because bytes are missing. The message names the first missing range."""
 
 
 class ChainError(BatonError):
@@ -146,12 +146,13 @@ class NotFiniteError(BatonError):
 
 
 class LinkBrokenError(ChainError):
-    """The connection to a neighbouring rank of a prefill chain broke. The ranks must connect again, in a new epoch."""
+    """The connection to a neighbouring rank of a prefill chain broke. The ranks must connect again, which starts a new
+    epoch (set of connections)."""
 
 
 class LinkStalledError(ChainError):
-    """A link between two ranks of a prefill chain made no progress within its timeout. The ranks must connect again, in
-    a new epoch."""
+    """A link between two ranks of a prefill chain made no progress within its timeout. The ranks must connect again,
+    which starts a new epoch (set of connections)."""
 
 
 class EpochEndedError(ChainError):

@@ -64,8 +64,8 @@ def _copied_fields(kind: type[Any], descriptor: Descriptor, *converted: str) -> 
 
 
 def scalars(kind: type[Message], value: object) -> dict[str, Any]:
-    """Return the fields of a value that can be copied to a message of type `kind`: those with the same name in both,
-    except fields that are messages themselves."""
+    """Return those fields of `value` that can be copied to a message of type `kind`, by name. These are the fields that
+    also exist in the message and are not messages themselves."""
     names = [each.name for each in kind.DESCRIPTOR.fields if each.message_type is None]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 

@@ -142,8 +142,8 @@ def translate_rpc_errors() -> Iterator[None]:
 
 
 class _Status(Protocol):
-    """Methods of grpc's error classes that are used here. Both the synchronous and the asyncio class have them, but
-    their common base class does not declare them."""
+    """Protocol with the methods of grpc's error classes that this module calls. The synchronous and the asyncio class
+    both have these methods, but their common base class does not declare them."""
 
     def code(self) -> StatusCode: ...
     def details(self) -> str | None: ...

@@ -63,7 +63,7 @@ class StructuredOutput:
     choice: tuple[str, ...] = ()
     """Permitted outputs. The output is exactly one of these texts. At most 1,024."""
     compiled_bytes: int = field(default=0, compare=False)
-    """Size in bytes of the compiled form, measured by the orchestrator. 0: not measured."""
+    """Size in bytes of the compiled form, as measured by the orchestrator. 0: not measured."""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False, ())]
@@ -117,8 +117,8 @@ def structured_from_option(option: StructuredOption | None) -> StructuredOutput 
 
 
 def check_choice_length(num_choices: int) -> None:
-    """Raise InvalidArgumentError if `choice` of a structured output has too many texts. It is called with their number
-    before the texts are copied."""
+    """Raise InvalidArgumentError if `num_choices`, the number of texts in the field `choice` of a structured output, is
+    too large. Called before the texts are copied."""
     if num_choices > MAX_FORM_CHOICES:
         raise InvalidArgumentError(f"{_FIELD}.choice has {num_choices} entries: use at most {MAX_FORM_CHOICES}")
 
@@ -203,9 +203,9 @@ class SamplingParams:
         self._check_structured()
 
     def of_choice(self, choice: int) -> "SamplingParams":
-        """Return the parameters for one choice, as those of a separate request with one choice. Its seed is `seed` +
-        `choice`. Only choice 0 returns logprobs of the prompt. Values are not validated again, and lists are shared
-        instead of copied."""
+        """Return the parameters with which the choice of index `choice` is sampled, as if it were a request with `n` =
+        1. The seed is `seed` + `choice`. Only choice 0 returns logprobs of the prompt. Values are not validated again,
+        and lists are shared instead of copied."""
         made = copy.copy(self)  # copy.copy does not call __post_init__
         object.__setattr__(made, "n", 1)
         object.__setattr__(made, "seed", (self.seed + choice) % 2**64)

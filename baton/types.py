@@ -21,22 +21,22 @@ StreamNumber = NewType("StreamNumber", int)
 """Number of one stream that an orchestrator opens to a generation group. Not reused when the orchestrator restarts."""
 
 ReserveNumber = NewType("ReserveNumber", int)
-"""Number of one Reserve call, which requests a lease from a generation group. A call whose answer is lost is undone by
-its number. Numbers are not reused when the orchestrator restarts."""
+"""Number of one Reserve call, which requests a lease from a generation group. A caller that does not receive the answer
+can undo the call by this number. Numbers are not reused when the orchestrator restarts."""
 
 SlotId = NewType("SlotId", int)
 """Id of a slot. A slot holds the KV of one sequence in a generation group's batch."""
 
 Stamp = NewType("Stamp", int)
-"""Number that each new lease of a slot increments. Writes with the stamp of an earlier lease are recognised as stale
-and refused."""
+"""Number of a lease. Each new lease gets a larger stamp than all earlier ones, even after a restart of its group.
+Writes with the stamp of an earlier lease of the slot are recognised as stale and refused."""
 
 Epoch = NewType("Epoch", int)
-"""Number of one set of connections between the ranks of a prefill group. It increases each time the ranks reconnect."""
+"""Identifier of one set of connections between the ranks of a prefill group. Each time the ranks reconnect, the new
+connections get a larger epoch."""
 
 MAX_EPOCH = Epoch(2**48 - 1)
-"""Highest epoch that a rank accepts. Real epochs never come close to it, and it fits into the message's 64-bit
-field."""
+"""Largest epoch that a rank accepts. Real epochs never come close to it. It fits into the 64-bit field of messages."""
 
 Rank = NewType("Rank", int)
 """Index of a worker in its group, from 0."""
@@ -77,10 +77,11 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Layout of KV in memory and in messages. Each layer has one row of shape `[2, kv_heads, head_dim]` for each token,
-    with K first and V second.
+    """Layout of KV in memory and in messages. In each layer, the KV of one token is an array of shape `[2, kv_heads,
+    head_dim]`, with K first and V second.
 
-    Keys are stored after RoPE. A token range of one layer is called a piece (docs/decisions/0002-kv-layout.md).
+    Keys are stored after RoPE. The KV of a token range in one layer is called a piece
+    (docs/decisions/0002-kv-layout.md).
     """
 
     model_fingerprint: str
@@ -194,7 +195,8 @@ class DraftRound:
 
 @dataclass(frozen=True)
 class TokenOrigin:
-    """Groups that compute a choice's tokens. Applies from one token on, until a later token has another origin."""
+    """Groups that compute a choice's tokens. An origin is valid for its token and all later tokens, until a token has
+    another origin."""
 
     generation: str
     """Name of the generation group that decodes the choice's tokens."""

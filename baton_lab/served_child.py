@@ -61,8 +61,8 @@ async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[st
 
 
 async def until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """Run `work` and return its result. The first termination signal to this process cancels `work`, and the result is
-    then 128 plus the signal's number. Further signals are ignored."""
+    """Run `work` and return its result. The first termination signal to this process cancels `work`; the result is then
+    128 plus the signal's number. Further signals are ignored."""
     task = asyncio.create_task(work)
     caught: list[int] = []
 

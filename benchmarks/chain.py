@@ -51,16 +51,15 @@ SCHEME_NAMES = (*SCHEMES, "even", "single")
 BAR_TOKENS = "2048,6000"
 BAR_SCHEMES = ("tsp_dense", "zigzag")
 TSP_BARS = {2048: 1.35, 6000: 1.65}
-"""Required ratios of dense TSP's time to KVR-S's time with the SDPA kernel, by prompt length in tokens. With --bars,
-the benchmark fails if a ratio is smaller."""
+"""Minimum ratio of dense TSP's time to KVR-S's time with the SDPA kernel, by prompt length in tokens. Checked with
+--bars."""
 ZIGZAG_BAR = 0.97
-"""Required ratio of zigzag ring attention's time to KVR-S's time, for every length and kernel. With --bars, the
-benchmark fails if the ratio is smaller."""
+"""Minimum ratio of zigzag ring attention's time to KVR-S's time, for every length and kernel. Checked with --bars."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One case of the benchmark: a prompt length, an attention kernel, and the schemes to compare KVR-S with."""
+    """One case of the benchmark: a prompt length, an attention kernel, and the schemes that are compared with KVR-S."""
 
     num_tokens: int
     kernel: str
@@ -69,7 +68,7 @@ class Contest:
 
 
 class Arena:
-    """Processes that are compared: the ranks, and the single process. Also has the cost models by attention kernel.
+    """Processes that are compared (the ranks, and the single process) and one cost model for each attention kernel.
     Every method blocks."""
 
     def __init__(self, ranks: Ranks, single: Ranks | None, calibrations: Mapping[str, Calibration]) -> None:

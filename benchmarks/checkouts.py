@@ -26,8 +26,8 @@ Key = tuple[str, str, str]
 
 
 def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
-    """Run a benchmark in a checkout, and return the values of its result rows. Missed requirements (`--bars`) of the
-    benchmark are ignored. Raises SystemExit with the benchmark's output if it prints no rows."""
+    """Run a benchmark in a checkout, and return the values of its result rows. A failure of the benchmark because of
+    missed requirements (`--bars`) is ignored. Raises SystemExit with the benchmark's output if it prints no rows."""
     name, *options = benchmark
     command = ["env", f"PYTHONPATH={checkout}", sys.executable, "-m", f"benchmarks.{name}", "--json", *options]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)

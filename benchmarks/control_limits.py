@@ -1,8 +1,8 @@
 """Measures the cost of the orchestrator's bookkeeping by size: the prefix index, the statuses of workers, and the view
-of the cluster.
+of the cluster (the list of all groups).
 
     prefix index    eight stores of 125,000 blocks each: memory per block, and the times to write a block, to look up a
-                    block in one store, and to look up one name in all stores
+                    block in one store, and to find all stores that have a block
     worker_poller   CPU time of the orchestrator for the status of one worker. Scripted generation groups in another
                     process report the statuses. In production, the orchestrator queries every worker twice a second,
                     and the supervisor once a second with the same call
@@ -81,7 +81,8 @@ def index_rows(num_blocks: int) -> list[Row]:
 
 
 async def census_row(num_workers: int) -> Row:
-    """Measure the CPU time of this process for the status of one worker, when `num_workers` workers are queried."""
+    """Query the statuses of `num_workers` workers. Return the CPU time that this process (the orchestrator's side)
+    spends on each status."""
     async with child(engines, Groups(num_workers, num_slots=32, step_s=1.0)) as scripted:
         members, clients = Membership(), Clients(SECRET)
         groups = [
@@ -102,8 +103,8 @@ async def census_row(num_workers: int) -> Row:
 
 
 def view_row(num_groups: int) -> Row:
-    """Measure the CPU time to parse a view of `num_groups` groups, half of which are prefill groups and half generation
-    groups."""
+    """Measure the CPU time to parse a view of the cluster that lists `num_groups` groups, half of them prefill groups
+    and half generation groups."""
     half = num_groups // 2
     view = ClusterView(
         tuple(PrefillGroup(f"prefill-{each}", (f"node-{each}:1",), Epoch(0)) for each in range(half)),

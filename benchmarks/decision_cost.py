@@ -158,8 +158,8 @@ def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> 
 
 
 def autoscaler_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
-    """Return the median milliseconds of one decision of the autoscaler. The maximum is `num_groups` groups, and the
-    load needs all of them."""
+    """Return the median milliseconds of one decision of the autoscaler that may run at most `num_groups` groups, under
+    a load that needs all of them."""
     half = num_groups // 2
     config = AutoscalingConfig(min=2, max=num_groups)
     autoscaler = Autoscaler(config, ServiceModel(planner, 1, 32), LeadTimes(30.0, 2.0))

@@ -80,8 +80,9 @@ class Cell:
         return cls(batch, context)
 
     def lengths(self, num_rounds: int) -> list[int]:
-        """Return the initial number of tokens of each sequence for a measurement of `num_rounds` rounds. Sequences grow
-        in each round; half-way through the rounds, their mean length is `context`."""
+        """Return the initial number of tokens of each sequence for a measurement of `num_rounds` rounds. Sequences
+        grow in each round. The initial lengths are chosen so that the mean length is `context` half-way through the
+        rounds."""
         return row_lengths(self.batch, self.context, less=num_rounds * (_STEPS + 1) // 2)
 
 
@@ -143,8 +144,9 @@ def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
 
 
 def bare(chip: Chip, prompt_flops: float) -> Chip:
-    """Return a simplified Chip on which each operation takes max(time to read, time to compute). Its compute rate is
-    max(`chip.flops`, `prompt_flops`), in FLOP/s. It reads KV at the full memory bandwidth."""
+    """Return simplified rates of a processor, with which each operation is predicted to take max(time to read, time
+    to compute). The compute rate is max(`chip.flops`, `prompt_flops`), in FLOP/s. KV is read at the full memory
+    bandwidth."""
     return Chip(max(chip.flops, prompt_flops), chip.memory_bandwidth, chip.memory_bytes)
 
 

@@ -77,8 +77,8 @@ class Served:
 
 
 async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregation, seed: int, quick: bool) -> Served:
-    """Serve the arrivals of one round under the disaggregation policy `way`, while other streams generate tokens.
-    Return the measurements."""
+    """Serve the arrivals of one round while other streams generate tokens. `way` is the disaggregation policy that
+    chooses where prompts are prefilled. Return the measurements."""
     sizes = (QUICK_SHORT, QUICK_LONG, QUICK_SECONDS) if quick else (NUM_SHORT, NUM_LONG, SECONDS)
     async with (
         controlled(cluster, planner, OrchestratorConfig(disaggregation=way)) as scheduler,

@@ -7,8 +7,8 @@ engines each run in their own process. Prompts are text, which the server tokeni
 - `trace=paced`: all streams run at once, each at a few tokens per second, so that the processor suffices for all three
   processes. While all streams run, the benchmark measures the tokens forwarded per second, the server's processor time
   per token in microseconds, and the p99 of the time from the engine to the client. The baseline `made` is the number of
-  tokens that the groups emit. The server's memory per stream is also measured. It does not include the memory
-  that the server uses after a tenth of the streams have run and ended.
+  tokens that the groups emit. The server's memory per stream is measured too: its memory at the end, minus its memory
+  after a first, smaller run (a tenth of the streams), which makes all one-time allocations.
 - `trace=flood`: fewer streams, whose tokens are emitted faster than they can be forwarded.
 - `trace=burst`: short requests at random times within a few seconds. The benchmark measures the p99 of the time to
   first token, and the server's processor time per request.

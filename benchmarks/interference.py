@@ -53,8 +53,8 @@ from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import OrchestratorConfig
 
 BAR = 1.4
-"""Maximum ratio of two 99th percentiles of the time between tokens, for disaggregated streams: while prompts arrive,
-divided by while the streams run alone."""
+"""Maximum ratio, for disaggregated streams, of the 99th percentile of the time between tokens while prompts arrive to
+the same percentile while the streams run alone."""
 _PEER_CHUNKS = {"vllm": 2048, "vllm_256": 256}
 """Maximum number of tokens per engine step of vLLM, by the name of the side."""
 _PEER_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -103,8 +103,8 @@ class Side(Protocol):
 
 
 class RelaySide:
-    """Side of the comparison that runs a local cluster of Baton. This process runs the orchestrator. During the
-    measurement it is bound to `cores`; an empty set leaves it unbound."""
+    """Side of the comparison that runs a local cluster of Baton, with the orchestrator in this process. During the
+    measurement, this process is bound to `cores`; if the set is empty, it is not bound."""
 
     def __init__(self, cluster: LocalCluster, planner: ChainPlanner, cores: Sequence[int]) -> None:
         self._cluster = cluster
@@ -202,8 +202,9 @@ async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) 
 
 
 def report(reporter: Reporter, bars: Bars, sizes: Sizes, found: dict[str, list[Felt]]) -> None:
-    """For each side, report the times between tokens while prompts arrive, compared with those while its streams run
-    alone, and the prompts' times to first token, compared with the side `disaggregated`. Check the limit."""
+    """For each side, report the streams' times between tokens while prompts arrive, compared with those while the
+    streams run alone. Also report the prompts' times to first token, compared with the side `disaggregated`. Check the
+    limit."""
     medians = {name: [_median(each.ttft_s) for each in rounds] for name, rounds in found.items()}
     for name, rounds in found.items():
         keys = case(tokens=sizes.num_tokens, streams=sizes.num_streams, policy=name, trace="steady")

@@ -76,8 +76,8 @@ class SideSpec:
     """True if Baton's kernels may use the processor's AMX instructions."""
 
     def choice(self) -> KernelChoice:
-        """Measure which kernel is faster for which number of rows, and return the result. The sides `panels` and
-        `torch` replace it by a choice that always uses their kernel."""
+        """Return the choice between Baton's and torch's kernel for each number of rows of a linear layer's input. The
+        side `chosen` measures which kernel is faster; `panels` and `torch` always use their own kernel."""
         chosen = measure_choice(tiles=self.tiles)
         if self.name == "panels":
             return replace(chosen, torch_rows=None)
@@ -94,7 +94,7 @@ class Cell:
     batch: int
     context: int
     num_runs: int
-    """Number of runs that are measured on each side."""
+    """Number of measured runs of each side."""
 
     @property
     def num_threads(self) -> int:

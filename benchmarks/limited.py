@@ -98,8 +98,8 @@ class _Watch:
 async def follow(
     scheduler: RequestScheduler, prompt: tuple[int, ...], max_tokens: int, watch: _Watch | None
 ) -> StreamTimes:
-    """Send a prompt, read its stream to the end, and return the times of its tokens. Raises the error that ended the
-    request, if any. `watch` is notified of the first and of the last token; None: not used."""
+    """Send a prompt, read its stream to the end, and return the times of its tokens. If `watch` is not None, notify it
+    of the first and of the last token. Raises the error that ended the request, if any."""
     asked_ns, first_ns, token_ns = time_ns(), 0, []
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     spec = Request(RequestId(uuid.uuid4().hex), prompt, params)

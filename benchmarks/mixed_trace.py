@@ -70,8 +70,8 @@ class Served:
     answers: Sequence[Answer]
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric, such as `tpot_ms` or `ttft_p99_s`. Any other name returns the tokens per
-        second."""
+        """Return the value of the metric `tpot_ms`, `tpot_p99_ms`, `ttft_p99_s` or `largest_gap_ms`. For any other
+        name, return the tokens per second."""
         answers = self.answers
         tpot = [each.tpot_ms for each in answers]
         if name == "tpot_ms":

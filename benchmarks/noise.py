@@ -5,7 +5,7 @@ There are two kinds of disturbance. Both occur in random bursts, in both directi
 schemes (`baselines.pacing`):
 
 - `traffic`: on links of `--link` MB/s, other messages occupy the link for a fraction of the time
-- `delay`: on links of full speed, a message waits until the end of a burst
+- `delay`: on links of full speed, a message that is sent during a burst is delivered only when the burst ends
 
 Quiet and disturbed runs alternate. Output rows compare a scheme's disturbed time with its quiet time (`quiet`). In the
 KV-Runahead paper (ICML 2024, figure 11), the chain lost at most 3.7 % and TSP over 10 %. With `--bars`, the benchmark

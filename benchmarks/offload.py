@@ -10,7 +10,7 @@ tokens. The policies alternate after every two steps, each time after one warm-u
 step compared with `device` and with `host`, bytes over the link per step compared with `host`, and the maximum number
 of bytes on the device compared with all KV. `--also` names additional policies, which run on devices like that of
 `infinigen`. The table at the end, and `--plot`, show all policies and cases as in InfiniGen's figures 14 to 16: the
-step time, the speedup over `host`, and the step time of `device` divided by it.
+step time, the speedup over `host`, and the time of a step of `device` divided by the time of a step of the policy.
 
 `--breakdown CASE` measures the parts of each policy's steps in one additional case (InfiniGen's figure 18): waiting for
 transfers, the policy's own work, attention, linear layers, and the rest. For each policy, timed steps alternate with
@@ -19,8 +19,8 @@ untimed ones (`benchmarks.sides.timed_steps`).
 With `--bars`, the benchmark fails unless all of these are true:
 
 - a step of `infinigen` takes at most 1.6 times as long as one of `device`, and at most a third of one of `host`
-- its bytes over the link are at most 15 % of those of `host`, and equal the bytes that its steps counted
-- at least 70 % of its fetch time overlaps with computation
+- the bytes over the link of `infinigen` are at most 15 % of those of `host`, and the link counts as many as the steps
+- at least 70 % of the fetch time of `infinigen` overlaps with computation
 - the device never stores more than its memory limit
 - in a breakdown, at most a tenth of a step is outside of all parts, and timing adds at most a tenth
 """
@@ -81,7 +81,8 @@ class Cell:
     rate: LinkRate
 
     def name(self, policy: str, **keys: object) -> str:
-        """Return the name of this case for an output row of `policy`. `keys` are appended to the name."""
+        """Return the name of this case for an output row of `policy`. `keys` are further key=value pairs, appended to
+        the name."""
         return case(batch=self.batch, context=self.context, policy=policy, **keys)
 
 
@@ -94,7 +95,7 @@ class Bench:
         self.source = LoadedSelection(decoder, prepared=find_source(decoder, self.folder, args.selection).load())
         self.num_pairs: int = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
         self.limited = ("infinigen", *filter(None, args.also.split(",")))
-        """Names of the policies whose device has memory for only a fraction of all KV."""
+        """Names of the policies whose devices have memory for only a fraction of all KV."""
         self.reporter, self.bars = Reporter("offload", args.json), Bars()
 
     def cell(self, sizes: str) -> Cell:

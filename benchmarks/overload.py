@@ -21,9 +21,10 @@ Its output rows are:
 - seconds from the last arrival to the last first token
 
 `trace=fair` has two tenants. A light tenant sends a tenth of the load that can be served, first alone (baseline
-`alone`), then together with a heavy tenant, which sends twenty times as much. The heavy tenant may not use the reserved
-slots (`NUM_RESERVED`). When the light tenant uses all other slots, its next request waits for a slot, regardless of its
-position in the queue. Output row: p95 of the light tenant's time to first token.
+`alone`), then together with a heavy tenant, which sends twenty times as much. The heavy tenant may not use the
+`NUM_RESERVED` slots that are left to the light tenant. If the light tenant's requests occupy all of these while the
+heavy tenant occupies the rest, the next request waits for a slot even if it is first in the queue. Output row: p95 of
+the light tenant's time to first token.
 
 With `--bars`, the limits are, in the order of the rows: 50 ms; 1.3 times the bound; 0.9 of the capacity; 1.05 times the
 memory; 1.3 times the bound; and for `trace=fair`, 1.5 times `alone`.

@@ -8,8 +8,8 @@ Each round calibrates the model while all ranks are busy, then runs every length
 calibration of the same period. Output rows: KVR-S's time compared with the prediction of its round (`model`), and
 KVR-P's time compared with KVR-S's.
 
-Before the rounds, the benchmark measures how much busy neighbours slow down a rank. All ranks at the same time are
-compared with one rank alone (`idle`). They prefill separate prompts, multiply matrices that fit in cache, copy more
+Before the rounds, the benchmark measures how much a rank is slowed down when the other ranks are busy too, compared
+with one rank alone (`idle`). The ranks prefill separate prompts, multiply matrices that fit in cache, copy more data
 than the caches hold, and run a layer's matrix products and attention. The results show which shared resource slows
 ranks down: products in cache depend on a core's clock and units, and copies depend on memory bandwidth.
 """

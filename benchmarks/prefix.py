@@ -2,15 +2,15 @@
 equal length.
 
 A whole local cluster runs: an orchestrator, a chain of ranks with one thread each, and a generation engine. Each round
-sends a new prompt (`cold`), then a prompt with the same prefix and a different end. The prefix's KV is read from where
-the ranks stored it for the first prompt.
+sends a new prompt (`cold`), then a prompt with the same prefix and a different end. The second prompt reuses the
+prefix's KV, which the ranks stored for the first one.
 
-A second case is the next turn of a chat (named `turn`, with the number of tokens of the first answer). Its prompt
-begins with an earlier prompt and its answer. It is compared with a new prompt of the same length.
+A second case is the next turn of a chat (named `turn`, with the number of tokens of the first answer). The prompt of
+the next turn begins with an earlier prompt and the answer to it. It is compared with a new prompt of the same length.
 
-Output rows: time to first token, and KV bytes pushed to the generation engine. The bytes are also compared with those
-that the engine's node does not have yet (`missing`): all except the whole cached blocks. This ratio should be 1. With
-`--bars`, the benchmark fails if a value misses its limit.
+Output rows: time to first token, and KV bytes pushed to the generation engine. The bytes pushed are also compared with
+the bytes that must be pushed (`missing`): those of all tokens that are not in whole cached blocks, because the engine's
+node already has these blocks. This ratio should be 1. With `--bars`, the benchmark fails if a value misses its limit.
 """
 
 import argparse
@@ -127,15 +127,15 @@ class Case:
     what: str
     """Readable description of the cached prefix."""
     num_lacking: int
-    """Number of the prompt's tokens whose KV must be pushed to the generation engine. Only whole blocks of the cached
-    prefix are on the engine's node already."""
+    """Number of the prompt's tokens whose KV must be pushed to the generation engine. The engine's node already has the
+    KV of the other tokens: the whole blocks of the cached prefix."""
     warm: list[Asked]
     cold: list[Asked]
 
     @property
     def lacking_bytes(self) -> float:
-        """Number of KV bytes of the `num_lacking` tokens. The bytes per token are those of a prompt without a cached
-        prefix, whose KV was pushed completely."""
+        """Number of KV bytes of the `num_lacking` tokens. Computed with the bytes per token that were measured for
+        prompts without a cached prefix, whose KV is pushed completely."""
         cold = self.cold[0]
         return self.num_lacking * cold.num_bytes_pushed / (len(cold.known_ids) - 1)
 

@@ -44,9 +44,9 @@ def link_bytes(token_bytes: int, lengths: Sequence[int]) -> int:
 def compare(
     decoder: Decoder, folder: Path, lengths: list[int], num_pairs: int, device_bytes: int = 0
 ) -> tuple[Pairs, int, int]:
-    """Measure steps of `host` and of `device` alternately. `device_bytes` is the device memory of `host` in bytes; 0
-    means no limit. Return the step times in milliseconds, the bytes that the last step of `host` moved, and the bytes
-    that the formula predicts for this step."""
+    """Measure steps of `host` and of `device` alternately. `device_bytes` limits the device memory of `host`; 0 means
+    no limit. Return the step times in milliseconds, the bytes that the last step of `host` moved over the link, and the
+    bytes that the formula predicts for this step."""
     num_steps = (num_pairs + 1) * (_STEPS + 1)
     slot_tokens = max(lengths) + num_steps + 2
 

@@ -132,8 +132,8 @@ def main() -> int:
 
 
 def compare(on: Setting, trace: Trace, ratios: dict[str, list[float]]) -> list[str]:
-    """Simulate a trace under all policies, and add the ratios of the results to `ratios`. Return the cells of the
-    trace's row in the printed table."""
+    """Simulate a trace under all policies. Append to `ratios` the autoscaler's fraction of requests within both targets
+    divided by that of other policies. Return the cells of the trace's row in the printed table."""
     runs: dict[str, Results] = {policy: on.run(trace, policy)[1] for policy in POLICIES}
     share = {policy: max(results.summary(on.targets)["good_share"], 1e-3) for policy, results in runs.items()}
     if trace.name == "shifting":

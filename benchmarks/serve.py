@@ -49,8 +49,8 @@ ALL_THREADS_BAR = 0.75
 """Minimum tokens per second as a fraction of the bare engine's, with BAR_STREAMS streams. Applies when the engine uses
 all cores and shares them with all other processes."""
 OVERHEAD_BAR_MS = 60.0
-"""Maximum overhead of serving in milliseconds: the median time to first token outside the prefill chain, for a request
-with 512 prompt tokens."""
+"""Maximum overhead of serving in milliseconds, for a request with 512 prompt tokens: the median of the part of the time
+to first token that is not spent in the prefill chain."""
 _METRICS = (("ttft_s", "s"), ("step_ms", "ms"), ("tokens_s", "tokens/s"))
 
 

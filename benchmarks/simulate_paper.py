@@ -1,10 +1,10 @@
 """Compares the predictions of the cost model with the measurements in the tables of the KV-Runahead paper (ICML 2024),
 cell by cell.
 
-The model is calibrated on Llama-7B only. Linear and attention times are fitted to its one-GPU rows. The time to launch
-a layer's kernels, and the latency of a message, are fitted to its row for 1k tokens, where these dominate. The times of
-other models follow from their FLOPs and bytes, without fitted factors. The ranks compute as in the paper's table 5
-(`baton.planning.cost_model.PAPER`), and partitions into chunks are searched at a resolution of 64 tokens.
+The model is calibrated on Llama-7B only. Linear and attention times are fitted to the paper's one-GPU times. The time
+to launch a layer's kernels, and the latency of a message, are fitted to the times for 1k tokens, where these dominate.
+The times of other models follow from their FLOPs and bytes, without fitted factors. The ranks compute as in the paper's
+table 5 (`baton.planning.cost_model.PAPER`), and partitions into chunks are searched at a resolution of 64 tokens.
 
 `python -m benchmarks.simulate_paper` prints the tables in Markdown.
 """
@@ -41,7 +41,7 @@ RESOLUTION = 64
 RANKS = (4, 8)
 SLOW_RANKS = (2, 4)
 SLOW_PROTOCOLS = {10: PAPER, 1: PAPER_OVERLAPPED}
-"""Protocol of the prefill chain on slow links, by bandwidth in GB/s. The paper's times at 10 GB/s match blocking
+"""How the ranks of a chain receive KV on slow links, by bandwidth in GB/s. The paper's times at 10 GB/s match blocking
 receives (2 % median error on two ranks). Its times at 1 GB/s on two ranks are possible only with receives that overlap
 with computation."""
 ROUNDING_S = 0.005
@@ -87,8 +87,8 @@ class SlowRow:
         return min(self.paper, key=lambda ranks: (self.paper[ranks], ranks))
 
     def best_of_ours(self, margin: float) -> int:
-        """Return the smallest number of ranks whose predicted time is close to the shortest one: at most (1 + margin)
-        times as long, plus the rounding error."""
+        """Return the smallest number of ranks whose predicted time is at most (1 + margin) times the shortest predicted
+        time, plus the rounding error."""
         most_s = min(self.ours.values()) * (1 + margin) + ROUNDING_S
         return min(ranks for ranks, ttft_s in self.ours.items() if ttft_s <= most_s)
 

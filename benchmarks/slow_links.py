@@ -109,7 +109,8 @@ class _Bench:
         return self._links_mb_s
 
     def round(self, seed: int, cost: CostModel) -> None:
-        """Run every prompt length on every link once, and predict each time with the cost model `cost`. Record both."""
+        """Run every prompt length on every link once. Record each measured time, and the time that `cost` predicts for
+        it."""
         costs = [at_pace(cost, self._ranks, _pace(mb_s)) for mb_s in self._links_mb_s]
         with progress(f"round {seed + 1}", len(self._lengths) * len(costs)) as advance:
             for num_tokens in self._lengths:
@@ -123,8 +124,8 @@ class _Bench:
                 self._draw_lines(num_tokens, costs)
 
     def curve(self, num_tokens: int) -> Curve:
-        """Return the plot of one prompt length: the measured points of all rounds, and the predicted line over
-        bandwidths. The line is the median of the rounds."""
+        """Return the data to plot for one prompt length: the measured times of all rounds, and the predicted times by
+        bandwidth as medians over the rounds."""
         times = self.times[num_tokens]
         lines = {
             name: [statistics.median(rounds) for rounds in zip(*times.lines[name], strict=True)] for name in SCHEMES

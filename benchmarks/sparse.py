@@ -46,7 +46,8 @@ _TEXTS = Path(__file__).parents[1] / "tests" / "data"
 _READ, _FITTED = "emma.txt.gz", "persuasion.txt.gz"
 _STEPS = 2
 _CHARACTERS = 8
-"""Upper bound of the mean number of characters per token. It determines how much text is tokenized."""
+"""Upper bound of the mean number of characters per token. Only this many characters per required token are
+tokenized."""
 _FITTED_TOKENS = 1024
 _COLUMNS = 0.25
 """Fraction of a head's columns that partial keys contain, if this benchmark fits the basis."""
@@ -55,7 +56,7 @@ _SELECTION = Selection(alpha=5.0, most_share=0.2, num_first=4, num_last=16)
 
 @dataclass(frozen=True)
 class FittedHere(SelectionSource):
-    """Key selection that this benchmark fits itself. Used for a model for which no selection was prepared."""
+    """Key selection that this benchmark fits itself. Used if no selection was prepared for the model."""
 
     text: Sequence[int] = ()
 
@@ -77,8 +78,8 @@ def text_ids(folder: Path, name: str, num_tokens: int) -> list[int]:
 
 
 def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], num_steps: int) -> list[Context]:
-    """Return one context per entry of `lengths`. Each context contains the first `length` tokens of the text, and the
-    `num_steps` tokens that follow. `kv` is the KV of the text."""
+    """Return one context per entry of `lengths`. Each context contains the text up to this length in tokens, and the
+    next `num_steps` tokens, which the steps feed. `kv` is the KV of the text."""
     return [Context(Passage(tuple(token_ids[: length + num_steps + 1]), length), kv) for length in lengths]
 
 

@@ -83,7 +83,7 @@ ALLOWED_BAR = 0.85
 _TEXTS = ("emma", "persuasion", "prideprejudice")
 _DATA = Path(__file__).parents[1] / "tests/data"
 _STRIDE = 9000
-"""Distance in tokens between the starts of two sequences in the same text."""
+"""Distance in tokens between the starts of two prompts that are taken from the same text."""
 _QUOTED_PART = 4
 """With `--texts quotes`, the last part of a prompt is a copy of its beginning. The length of this part is the prompt's
 length divided by _QUOTED_PART."""
@@ -186,7 +186,8 @@ class Bench:
         return found
 
     def peers(self, texts: Sequence[PrefilledText]) -> dict[str, list[float]]:
-        """Return vLLM's tokens per second by policy, one value per round. Empty without `--peer-python`."""
+        """Return vLLM's tokens per second, one value per round, for vLLM's speculation settings: `vllm` (none) and
+        `vllm_ngram`. Empty without `--peer-python`."""
         if self.args.peer_python is None:
             return {}
         model, cores = self.args.peer_model or self.folder, sorted(os.sched_getaffinity(0))
@@ -203,9 +204,9 @@ class Bench:
         return found
 
     def allowed(self, texts: Sequence[PrefilledText], choice: Choice, tokens: float) -> float:
-        """Return the theoretical upper bound of the speedup of a fixed number of drafts, for the drafting method
-        `streaming`. It is computed from the times of bare forward passes. `tokens` is the measured mean number of
-        tokens per round."""
+        """Return the theoretical upper bound of the speedup that `choice` (a fixed number of drafts, by the method
+        `streaming`) can reach. It is computed from the times of bare forward passes. `tokens` is the measured mean
+        number of tokens per round."""
         keys = DraftKeys.of(choice.num_keys, MOST_DRAFTS)
         with self._running(texts, PLAIN) as rows:
             rows.measure(len(texts))

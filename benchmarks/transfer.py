@@ -7,9 +7,10 @@ alternately:
     stream   Baton's push over loopback gRPC
     plain    the same bytes in plain protobuf messages, over loopback gRPC
 
-In Baton's pushes, the receiver checks the stamp, layout, byte count and checksum, and writes the data in place. In the
-baseline `plain`, protobuf parses `KvPiece` messages, which are not checked, and the receiver writes them piece by
-piece. All sides write to new memory, as for a leased slot. Both processes rarely collect garbage, as workers do.
+In Baton's pushes, the receiver checks the lease's stamp, the layout, the byte count and the checksum, and writes the
+data in place. In the baseline `plain`, protobuf parses `KvPiece` messages, which are not checked, and the receiver
+writes them piece by piece. All sides write to new memory, as for a leased slot. Both processes rarely collect garbage,
+as workers do.
 
 Output rows, by `scheme`: gb_s, GB per second; gb_cpu_s, GB per second of processor time of both processes together.
 With `--bars`, the benchmark fails unless from 512 tokens on `shared` moves at least twice as many bytes per second of

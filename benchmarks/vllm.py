@@ -1,15 +1,15 @@
-"""Benchmark of the prefill of a long prompt: compares Baton with vLLM's CPU build, and with the time that the processor
-needs at least.
+"""Benchmark of the prefill of a long prompt: compares Baton with vLLM's CPU build, and with the minimum time that the
+processor needs.
 
 Baton uses two ranks with one thread each, the native kernel, and chunk sizes that are searched for the prompt (KVR-S).
 vLLM uses the same number of threads. It requires `--peer-python PATH`, the Python that `peers/setup_vllm_cpu.sh`
 installs, and `--peer-model DIR`; without them the rows of vLLM are omitted. vLLM runs in one process during the whole
-benchmark. Baton and vLLM are measured alternately, and are idle while the other is measured.
+benchmark. Baton and vLLM are measured alternately, and each is idle while the other is measured.
 
-The baseline `bound` is the time for the model's FLOPs, divided evenly among the ranks. The rates of a layer's matrix
-products and of attention are measured separately, on all ranks at the same time. The time above the bound is reported
-by part: waiting for earlier ranks' KV, commands with sampling, and all other work of the busiest rank (norms,
-rotations, residuals, merging partial attention, lower rates, uneven chunks).
+The baseline `bound` is the time for the model's FLOPs, divided evenly among the ranks. It is computed from the rates of
+a layer's matrix products and of attention, which are measured separately, on all ranks at the same time. The time above
+the bound is reported by part: waiting for earlier ranks' KV, commands with sampling, and all other work of the busiest
+rank (norms, rotations, residuals, merging partial attention, lower rates, uneven chunks).
 
 With `--bars`, the benchmark fails if Baton takes more than 0.8 of vLLM's time, or more than 0.95 if the processor has
 AMX, which vLLM's matrix products use.

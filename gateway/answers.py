@@ -20,11 +20,12 @@ Object = dict[str, Any]
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _TEXT = "text"
-"""Placeholder for the text of a chunk, with which the constant bytes of a choice's chunks are computed once."""
+"""Text of a sample chunk of a choice. The bytes before and after it are the same in all chunks of this choice, and are
+taken from the sample once."""
 
 FINISHES = {None: None, FinishReason.LENGTH: "length", FinishReason.STOP: "stop"}
-"""OpenAI's finish reason for each finish reason of Baton. Other endings of a request are errors, which its stream
-raises."""
+"""OpenAI's finish reason for each finish reason of Baton. A request that ends in any other way is an error: its stream
+raises the error."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Writer(ABC):
         self._begun: set[int] = set()
         """Numbers of the choices of which at least one chunk was written."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """Pairs of the bytes before and after the text in a choice's chunks, by the number of the choice. Most chunks
+        """Constant bytes before and after the text in the chunks of a choice, by the number of the choice. Most chunks
         of a choice differ only in their text."""
 
     def whole(self, found: Sequence[Completion]) -> Object:
@@ -164,8 +165,8 @@ class _Offsets:
         self._next = start
 
     def take(self, token_id: int) -> int:
-        """Return the character offset of the next token. All tokens that share one character have the offset of this
-        character."""
+        """Return the character offset of the next token. If several tokens together form one character, all of them
+        have the offset of this character."""
         offset = self._next
         self._next += len(self._detokenizer.push(token_id))
         return offset
@@ -182,8 +183,8 @@ class Completions(Writer):
         self._offsets: dict[int, _Offsets] = {}
         """Character offsets of the output tokens, by the number of the choice. Empty if logprobs were not requested."""
         self._scored: dict[int, Sequence[SampledToken]] = {}
-        """Prompt tokens with their logprobs, by the number of the prompt. They arrive once in the stream, and are used
-        for all choices of the prompt."""
+        """Prompt tokens with their logprobs, by the number of the prompt. They arrive once in the prompt's stream, and
+        are used in all of its choices."""
 
     def _whole_choice(self, prompt: int, completion: Completion, choice: Choice) -> Object:
         number = self.head.number(prompt, choice.index)

@@ -1,7 +1,8 @@
 """Bodies of HTTP requests, with the names, defaults and limits of OpenAI's API.
 
-Some fields of vLLM and other inference servers are also supported, and so is the field `priority`. Unknown fields are
-ignored, because clients of several servers expect it. Requests with fields of `gateway.fields.unsupported` are refused.
+Some fields of vLLM and other inference servers, and Baton's field `priority`, are also supported. Unknown fields are
+ignored, because some clients send the same fields to servers of several kinds. Requests with fields of
+`gateway.fields.unsupported` are refused.
 """
 
 from collections.abc import Sized
@@ -65,7 +66,7 @@ class StreamOptions(BaseModel):
     """Options for the additional content of a stream."""
 
     include_usage: bool = False
-    """If true, the stream sends a chunk with the request's usage before it ends."""
+    """If true, the last chunk of the stream reports the request's usage."""
 
 
 class SamplingBody(BaseModel):
@@ -121,11 +122,12 @@ class CompletionBody(SamplingBody):
     """Number of most likely tokens to report for each token. None: no logprobs."""
     echo: bool | None = None
     best_of: int | None = None
-    """Only 1 and the value of `n` are accepted, because all choices are returned."""
+    """Only 1 and the value of `n` are accepted: all generated choices are returned, so no best one remains to
+    select."""
 
 
 class Part(BaseModel):
-    """Part of a message's content. Only parts with text, and refusals of the assistant, are supported."""
+    """Part of a message's content. Supported are only parts with text, and refusals in messages of the assistant."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -184,8 +186,8 @@ class Function(BaseModel):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the function's arguments. It is shown to the model. The output is checked against it only if a
-    call is required."""
+    """JSON schema of the function's arguments, which is shown to the model. The arguments that the model writes are
+    constrained to the schema only if a call is required."""
 
 
 class Tool(BaseModel):

@@ -44,7 +44,7 @@ class ParsedChats(Chats):
             pass
 
     def gathered(self, found: Sequence[Usage]) -> Object:
-        """Return the whole answer. It is made from the events that `take` has collected. `found` has the usage of each
+        """Return the whole answer, made from the events that were passed to `take`. `found` has the usage of each
         prompt."""
         choices = [self._gathered_choice(number) for number in sorted(self._gathered)]
         return self._object(self.name) | {"choices": choices, "usage": usage_of(found)}

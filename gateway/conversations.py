@@ -1,8 +1,8 @@
 """Renders chats with tools for one model, and returns the rules for parsing the model's output. Any thread may use this
 module.
 
-Most models have a chat template that describes the tools. SmolLM2's template does not support tools. Therefore the
-system message describes them, with the text that the model was trained on (`gateway.tools.prompt`).
+Most models have a chat template that describes the tools to the model. SmolLM2's template does not support tools. For
+this model, the system message describes them, with the text that it was trained on (`gateway.tools.prompt`).
 """
 
 import hashlib
@@ -94,9 +94,10 @@ class ChatRenderer:
 
 
 def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list[dict[str, Any]]:
-    """Convert messages to the form that chat templates use. The role `developer` becomes `system`, parts of a content
-    are joined by line breaks, and arguments of tool calls become objects. `format_` is the format of the model's tool
-    calls. Raises InvalidArgumentError for parts that are not text, and for tool calls if `format_` is None."""
+    """Convert messages to the form that chat templates use. The role `developer` becomes `system`, the parts of a
+    message's content are joined by line breaks, and arguments of tool calls become objects. `format_` is the format of
+    the model's tool calls; None: the model cannot call tools. Raises InvalidArgumentError for parts that are not text,
+    and for tool calls if `format_` is None."""
     return [_message(f"messages[{index}]", each, format_) for index, each in enumerate(messages)]
 
 

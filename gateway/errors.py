@@ -29,8 +29,8 @@ class ContextTooLongError(errors.InvalidArgumentError):
 
 
 class HeadersTooLongError(errors.InvalidArgumentError):
-    """Raised if a request's line and headers exceed the limit in bytes, or if the headers that identify the caller
-    do."""
+    """Raised if a request's line and headers together, or only the headers that identify the caller, exceed their limit
+    in bytes."""
 
 
 class WrongHostError(errors.PermissionDeniedError):
@@ -58,7 +58,8 @@ _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (errors.UnavailableError, 503, "service_unavailable_error", None),
     (errors.BatonError, 500, "server_error", None),
 )
-"""HTTP status, type and code for each class of errors. The first class that the error is an instance of counts."""
+"""HTTP status, type and code of each class of errors. For an error, the first entry with a class of the error is
+used."""
 _FIELD = re.compile(r"[a-z_]+")
 
 
@@ -69,11 +70,11 @@ class FieldNames:
     fields: Collection[str] = ()
     """Names of fields that may be the value of `param` in an error."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Names that the client uses for fields, by the names that Baton's errors use. A name is replaced at the beginning
-    of an error's text, and after `sampling.`."""
+    """Mapping from the names of fields in Baton's errors to the names that the client uses. A name is replaced at the
+    beginning of an error's text, and after `sampling.`."""
 
     def text(self, error: BatonError) -> str:
-        """Return the text of `error`, in which fields have the names that the client uses."""
+        """Return the text of `error`, with the names of fields replaced by those that the client uses."""
         known = "|".join(map(re.escape, sorted(self.renamed, key=len, reverse=True)))
         ours = rf"(?:^(?:sampling\.)?|(?<![\w/'\"])sampling\.)(?:({known})(?!\w))?"
         return re.sub(ours, lambda found: self.renamed.get(found[1] or "", ""), str(error))
@@ -88,8 +89,8 @@ def status_of(error: BatonError) -> int:
 
 
 def error_body(error: BatonError, names: FieldNames = NO_FIELDS) -> dict[str, Any]:
-    """Return the JSON body of an error answer. Fields of the request have the names that the client uses. If the
-    error's text begins with the name of a field, this name is also the value of `param`."""
+    """Return the JSON body of an error answer. In its text, fields of the request have the names that the client uses
+    (`names`). If the text begins with the name of a field, this name is also the value of `param`."""
     type_, code = next((type_, code) for kind, _, type_, code in _STATUSES if isinstance(error, kind))
     text = names.text(error)
     begun = _FIELD.match(text)

@@ -1,8 +1,8 @@
-"""Opens the socket on which HTTP is served. The server's own process uses it, or a launcher that passes the socket to
+"""Opens the socket on which HTTP is served. Either the server's own process opens it, or a launcher that passes it to
 the server.
 
-A launcher that holds the socket keeps its address across restarts of the server. The module imports no code of the
-server.
+A launcher keeps the socket open while it restarts the server, so that the address does not change. The module imports
+no code of the server.
 """
 
 import socket

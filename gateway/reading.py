@@ -1,7 +1,7 @@
 """Converts the bodies of requests to arguments of `baton.AsyncClient.generate`, and to options of the answer.
 
 Prompts are tokenized in the gateway, because their number of tokens is needed: a chat without a limit on its output may
-fill the rest of the model's context. Tokenizing a long prompt blocks. Therefore the functions are called in a thread.
+fill the rest of the model's context. Tokenizing a long prompt takes long, so the functions are called in a thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class Asked:
     cache_salt: str = ""
     is_streamed: bool = False
     includes_usage: bool = False
-    """True if a stream must report the usage in a chunk before it ends."""
+    """True if a stream must end with a chunk that reports the usage."""
     logprobs: int | None = None
     """Number of most likely tokens to report for each token. None: no logprobs."""
     output: OutputRules = PLAIN

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _OPEN = ("/health", "/metrics")
 """Paths that are still answered during the shutdown."""
 _CUT_S = 5
-"""Timeout in seconds for uvicorn to send the ends of interrupted streams during a shutdown."""
+"""Timeout in seconds for uvicorn to send the last events of interrupted streams during a shutdown."""
 
 
 def run_on_own_loop(serving: Coroutine[Any, Any, T]) -> T:
@@ -103,8 +103,8 @@ class HttpServer:
         """Serve `gateway` on a bound socket. Returns when the server answers requests.
 
         The server owns the socket, and `stop` closes the gateway's upstream. `certificate` enables HTTPS; None: HTTP.
-        `spans` records a trace span of each request, and stays owned by the caller; None: no spans. Raises ConfigError,
-        and closes the socket, when the certificate cannot be read.
+        `spans` makes the tracers that record a span of each request, and stays the caller's. None: no spans are
+        recorded. Raises ConfigError, and closes the socket, when the certificate cannot be read.
         """
         allow_connections()
         host, port, *_ = listening.getsockname()
@@ -136,9 +136,9 @@ class HttpServer:
         return made
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Shut the server down, and close the upstream. New requests are refused with status 503. Running requests get
-        `grace_s` seconds to end. After this time, whole answers get status 503, and streams end with an error event. A
-        second call during the shutdown ends the requests after its own `grace_s`."""
+        """Shut the server down, and close the upstream. New requests are refused with status 503. Running requests may
+        end within `grace_s` seconds. The remaining ones are then ended: with status 503, or with an error event if they
+        are streamed. A second call during the shutdown ends the running requests after the second call's `grace_s`."""
         await self._drain.end(grace_s)
         await self._upstream.close()
         self._server.config.timeout_graceful_shutdown = _CUT_S

@@ -39,8 +39,8 @@ _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """Streaming HTTP response of server-sent events. It closes the source of its lines at the end, even if the client
-    disconnects before the first line."""
+    """Streaming HTTP response of server-sent events. When the response ends, it closes the streams from which its
+    events are made, even if the client disconnects before the first event."""
 
     def __init__(self, lines: AsyncIterator[bytes], stack: AsyncExitStack, headers: Mapping[str, str]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={**headers, **_SSE})
@@ -88,8 +88,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
     """Return the headers that identify the caller, as metadata for calls to the server. If `traces` is true, the
-    caller's trace context is included. It is left out if this process has a trace span of its own, or if gRPC cannot
-    send it.
+    caller's trace context is included, unless this process records a trace span of its own, or gRPC cannot send the
+    context.
 
     Raises UnauthenticatedError for a key that gRPC cannot send, InvalidArgumentError for a tenant that gRPC cannot
     send, and HeadersTooLongError if the headers have more than MAX_CALLER_BYTES bytes.

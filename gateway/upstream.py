@@ -1,5 +1,5 @@
-"""gRPC client of the server behind the gateway. It gets the model, the health, the state, and streams of tokens. Runs
-on the asyncio loop."""
+"""gRPC client of the server behind the gateway. It gets the served model, the server's health, the cluster's state, and
+streams of tokens. Runs on the asyncio loop."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -69,8 +69,8 @@ class Upstream:
 
     @contextmanager
     def unless_closed(self) -> Iterator[None]:
-        """Translate errors in the `with` block: if the code is cancelled because this client was closed, raise
-        UnavailableError."""
+        """Raise UnavailableError instead of RequestCancelledError in the `with` block if the call was cancelled because
+        this client was closed."""
         try:
             yield
         except RequestCancelledError as error:

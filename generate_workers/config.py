@@ -21,7 +21,7 @@ EvictionName = Literal["counter", "lru", "fifo"]
 AcceptanceName = Literal["coupled", "maximal"]
 SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "ngram", "model"]
 CHOOSING_DRAFTS: tuple[SpeculationName, ...] = ("snapkv", "infinigen")
-"""Speculation settings whose drafts attend to keys that are selected from all keys of a sequence."""
+"""Values of the setting speculation with which a draft attends to a selection of all keys of its sequence."""
 
 
 @settings
@@ -35,27 +35,27 @@ class EngineConfig:
     max_prefill_tokens_per_step: Count = 256
     """Maximum number of prompt tokens that a step prefills; with burst_step_s, up to 4 times as many in a burst."""
     max_waiting: Count = 64
-    """Maximum number of choices that wait for a slot for local prefill, in addition to the number of free slots."""
+    """Maximum number of choices that wait for a slot in which this engine prefills them, beyond the free slots."""
     max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
     """Maximum time of a decode step that also prefills, relative to its time without prefill; inf: no limit."""
     mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Seconds that a decode step with prefill may always take, even if max_step_stretch allows less."""
     burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Total seconds by which mixed steps may be late, to end all waiting prefills (refills slowly); 0: none."""
+    """Total seconds by which steps may exceed these limits to end all waiting prefills. Refills slowly. 0: none."""
     residency: ResidencyName = "device"
-    """Policy that stores KV. device, host: all KV in that memory. Others approximate: fewer keys, 4 bits, or both."""
+    """Policy that stores KV. device, host: all KV in that memory. Others: attend to fewer keys, use 4 bits, or both."""
     selection_file: AbsolutePath = ""
-    """File of `baton prepare`, for policies that select keys by it; empty: its default path for this model."""
+    """File of `baton prepare`, by which some policies select keys; empty: its default path for this model."""
     pool_tokens: Annotated[int, Field(ge=0)] = 0
     """With residency infinigen: maximum KV tokens of a sequence in each layer except the first two; 0: no limit."""
     pool_eviction: EvictionName = "counter"
     """Token to evict at pool_tokens: least often selected (counter), least recently selected (lru), oldest (fifo)."""
     kv_memory_bytes: Bytes = 0
-    """KV memory of each engine, like "4GiB"; 0: for all slots, at most half the free memory / num_groups."""
+    """KV memory of each engine, like "4GiB"; 0: enough for all slots, up to half the free memory / num_groups."""
     device_memory_bytes: Bytes = 0
-    """Counted limit of weights and KV, as on a device of this size, like "1GiB"; 0: only kv_memory_bytes."""
+    """Device memory for weights and KV, like "1GiB" (on a CPU only counted); 0: only kv_memory_bytes."""
     speculation: SpeculationName = "auto"
-    """Source of drafts: off, auto, ngram (from the text), model (draft_model), others (own model with few keys)."""
+    """Source of drafts: off, auto, ngram (from the text), model (draft_model), others (served model with few keys)."""
     draft_model: str = ""
     """Name, folder or GGUF file of the draft model, for speculation model. It must have the same tokenizer."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
@@ -67,7 +67,7 @@ class EngineConfig:
     step_graphs: bool = True
     """Run decode steps as CUDA graphs (device cuda with Triton); false: launch each kernel, for comparison."""
     growth_tokens: Count = 256
-    """Output tokens for which a new sequence gets memory; fewer: more sequences fit, and more are preempted."""
+    """Output tokens for which a new sequence gets memory at once; fewer: more sequences fit, more are preempted."""
     watchdog_floor_s: Seconds = 10.0
     """Minimum seconds without progress after which a step counts as hung and the engine is replaced."""
 

@@ -57,18 +57,18 @@ _MESSAGE_BYTES = 2**20
 """Maximum number of bytes of a message that has events of several streams. A message with a single event may be
 larger."""
 _MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Maximum number of bytes of a single event. The event must fit into one message of this service, and of every other
-service between it and the client."""
+"""Maximum number of bytes of a single event. Every service between the engine and the client must be able to send the
+event in one of its messages."""
 
 
 class GroupPrefixes:
-    """Access of a generation group to the prefix store of its node, which is shared with the node's prefill ranks.
-    Leases begin with blocks from the store, answers are saved to the store, and blocks of other nodes are copied to
-    it."""
+    """Access of a generation group to the prefix store of its node, which is shared with the node's prefill ranks. A
+    leased slot may begin with blocks from the store, answers are saved to the store, and blocks of other nodes are
+    copied to it."""
 
     def __init__(self, place: PrefixPlace, slots: SlotTable, secret: ClusterSecret) -> None:
-        """`secret` is sent to workers of other nodes, and is the key of the store's folders. Raises ConfigError if a
-        folder cannot be created."""
+        """`secret` is sent in calls to workers of other nodes, and protects the store's folders. Raises ConfigError if
+        a folder cannot be created."""
         self._node = place.open(slots.layout, slots.clock, secret.text)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
@@ -136,7 +136,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         return self._streams.open(asked, number, _checked_keep(request.keep_s), on_message, naming)
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
-        """End a stream. The stream may be one whose call was lost."""
+        """End a stream, even if the call that opened it was lost."""
         self._streams.cancel(StreamNumber(request.number))
         return generate_pb2.CancelReply()
 
@@ -148,7 +148,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     def close(self) -> None:
-        """Stop the timers of streams that no call reads. Call this when no gRPC call is running."""
+        """Stop the timers of streams whose events no call reads any more. Must be called when no gRPC call is
+        running."""
         self._streams.close()
 
     async def GetStatus(

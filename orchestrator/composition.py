@@ -1,7 +1,7 @@
 """Builds the orchestrator of a process: creates its components and connects them to each other.
 
 Called by `orchestrator.api.host`, whose `orchestrator.api.frontend` serves the components over gRPC, and by
-`deploy.commands.session` without gRPC. On the loop.
+`deploy.commands.session` without gRPC. Runs on the event loop.
 """
 
 import asyncio

@@ -78,8 +78,8 @@ class ChainJob:
 
     @property
     def expected_turn_s(self) -> float:
-        """Return an estimate of the maximum duration, in seconds, of a turn of this job on this rank or an earlier one.
-        The estimate is this rank's slowest turn so far, scaled from the rank's own chunk to the largest chunk of these
+        """Return an estimate, in seconds, of the longest turn of this job on this rank and the earlier ranks of the
+        chain. It is this rank's slowest turn so far, scaled from this rank's chunk to the largest chunk of all these
         ranks."""
         own = len(self.pipeline.own)
         largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.pipeline.own.start)])
@@ -87,15 +87,15 @@ class ChainJob:
 
     @property
     def starved(self) -> bool:
-        """Return True if the job must receive more KV from earlier ranks before it can run a turn or end."""
+        """Return True if the job cannot continue or end before it receives more KV from earlier ranks."""
         if self._needs is not None:
             return self._needs != _MASKS and not self.pipeline.has_received(self._needs)
         return self._computed and not self.pipeline.has_received(self._decoder.config.num_layers - 1)
 
     @property
     def runnable(self) -> bool:
-        """Return True if the engine may call `turn` now. Return False if the job is computed, over or starved, or if it
-        waits for its output grammar."""
+        """Return True if the engine may call `turn` now. Return False if all computations of the job are done, if the
+        job is over, or if it waits for KV of earlier ranks or for its output grammar."""
         masks = self.job.masks
         waits = self._needs == _MASKS and masks is not None and not masks.done()
         return not (self._computed or self.over or self.starved or waits)

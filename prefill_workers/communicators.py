@@ -77,8 +77,9 @@ class Group(Protocol):
 
 
 class Communicator(Protocol):
-    """Transfers payloads between this rank and one other rank. Payloads of each direction arrive in order. A
-    communicator may run one operation at a time, because chains send only from lower to higher ranks."""
+    """Transfers payloads between this rank and one other rank. Payloads of each direction arrive in order. An
+    implementation does not have to support two operations at the same time, because chains send only from lower to
+    higher ranks."""
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return a new uint8 tensor of `num_bytes` bytes, in memory into which the communicator can receive."""

@@ -1,13 +1,14 @@
 """Access to one job's KV in the memory in which a rank computes: host memory or, layer by layer, device memory.
 
 `prefill_workers.kv_pipeline` receives KV into its memory and sends it from there. KV is pushed to slots from host
-memory. There are three cases:
+memory. KV rows are the keys and values of some tokens; a rank's own rows are those of the tokens that it computes.
+There are three cases:
 
     HomeKv      the device computes in host memory: attention reads KV there
     StagedKv    links transfer host memory: the device holds one layer of a job's KV, regardless of the number of layers
-    LinkedKv    links transfer device memory: own and earlier ranks' rows stay there, in as many layers as one rank may
-                be ahead of the next. Only the cached prefix is copied to the device. Own rows are copied to host
-                memory to be pushed
+    LinkedKv    links transfer device memory: the rows of this rank and of earlier ranks stay in device memory until
+                they are used and sent. The cached prefix is copied to the device layer by layer. Own rows are copied to
+                host memory, from which they are pushed
 
 With StagedKv, each layer makes two copies:
 
@@ -159,8 +160,8 @@ class StagedKv:
         return self._own.rows(layer, self.tokens)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV rows of the cached prefix and of earlier ranks in this layer, on the device. `own_rows` has
-        started the copy of the prefix. This method copies the rows of earlier ranks."""
+        """Return the KV rows of the cached prefix and of earlier ranks in this layer, on the device. The copy of the
+        prefix was started by `own_rows`; the rows of earlier ranks are copied now."""
         rows = self._prefix.rows(layer)
         earlier = self._pipeline.earlier
         if len(earlier):
@@ -201,16 +202,17 @@ class LinkedKv:
         layer exists."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Start the copy of the layer's cached prefix to the device. Return the KV rows of the rank's own tokens when
-        the device has written them. Links may then send these rows."""
+        """Start the copy of the layer's cached prefix to the device. Block until the device has written the KV rows of
+        the rank's own tokens, then return these rows. Links may send them after this call."""
         self._prefix.fetch(layer)
         self._link.store(()).result()
         self._read_last()
         return self._own_kv.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV rows of the cached prefix and of earlier ranks in this layer. `own_rows` has started the copy
-        of the prefix. The links have received the rows of earlier ranks directly into device memory."""
+        """Return the KV rows of the cached prefix and of earlier ranks in this layer. The copy of the prefix was
+        started by `own_rows`. The rows of earlier ranks need no copy, because links receive them directly into device
+        memory."""
         rows = self._prefix.rows(layer)
         if len(self._pipeline.earlier):
             rows.append(self._pipeline.earlier_rows(layer))

@@ -58,7 +58,8 @@ class PrefillEngineStatus:
     """Snapshot of an engine's state, which is sent to the supervisor as a heartbeat."""
 
     epoch: Epoch
-    """Number of the current or latest epoch; 0 before the first epoch."""
+    """Identifier of the current or latest epoch (period with one set of links between the ranks); 0 before the first
+    epoch."""
     epoch_error: str
     """Reason why the engine cannot serve jobs now; empty while an epoch is running."""
     num_jobs: int
@@ -75,7 +76,7 @@ class PrefillEngine:
     """Engine of one rank of a prefill group. All public methods may be called from any thread. Only `start_epoch` and
     `close` block.
 
-    `config.watchdog_floor_s` is the minimum of two timeouts in seconds. The first ends the epoch if a peer neither
+    `config.watchdog_floor_s` is a lower bound, in seconds, for two timeouts. The first ends the epoch if a peer neither
     sends nor receives although it should. The second marks this engine as hung if a turn makes no progress.
 
     `make_buffer` allocates the host memory for the jobs' KV; None: the device's own function. If links transfer device
@@ -104,7 +105,8 @@ class PrefillEngine:
         self._starting = threading.Lock()
         self._num_jobs_done = 0
         self._progress = 0
-        """Number of turns that have run, plus number of messages that were sent and received in earlier epochs."""
+        """Number of turns that have run, plus the number of messages that were sent and received in earlier epochs
+        (periods with one set of links)."""
         self._session: EpochSession | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
@@ -115,8 +117,8 @@ class PrefillEngine:
         self._watcher.start()
 
     def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
-        """End the current epoch, and join epoch `epoch` as rank `rank` of `num_ranks` ranks. Blocks until all ranks
-        have joined.
+        """End the current epoch (period with one set of links between the ranks), and join the epoch `epoch` as rank
+        `rank` of `num_ranks` ranks. Blocks until all ranks have joined.
 
         Raises EpochEndedError if `epoch` is not higher than the last one. Raises UnavailableError if the engine is
         closing or hung. Raises all errors of `connect`, which connects the links. After an error, no epoch is running.
@@ -138,9 +140,9 @@ class PrefillEngine:
 
     @contextmanager
     def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
-        """Open a context that announces a job while the caller prepares it for `submit`. The preparation may take any
-        time: messages of other ranks for the job wait, and these ranks are notified to keep waiting. Does nothing if
-        `epoch` is not the current epoch."""
+        """Open a context that announces a job while the caller prepares it for `submit`. The preparation may take
+        any time: messages that other ranks send for this job wait, and those ranks are instructed to keep waiting.
+        Does nothing if `epoch` is not the current epoch."""
         with self._changed:
             session = self._session if self._session is not None and self._session.epoch == epoch else None
             if session is not None:

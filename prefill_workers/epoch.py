@@ -42,7 +42,8 @@ time to read them."""
 
 
 class EpochSession:
-    """Jobs and links of one epoch on one rank. Implements `prefill_workers.links.LinkHandler` for the epoch's links."""
+    """Jobs and links of one epoch (period with one set of links between the group's ranks) on one rank. Implements
+    `prefill_workers.links.LinkHandler` for the epoch's links."""
 
     def __init__(self, epoch: Epoch, rank: Rank, num_ranks: int, watchdog: Watchdog, lock: threading.Condition) -> None:
         self.epoch = epoch
@@ -83,14 +84,14 @@ class EpochSession:
                 self._changed.notify_all()
 
     def announce(self, number: JobId) -> None:
-        """Record that a running call prepares this job. When the call has submitted the job, or has ended without
-        submitting it, it must call `withdraw`."""
+        """Record that a running call prepares this job for submission. The call must call `withdraw` when it has
+        submitted the job, or when it ends without submitting the job."""
         with self._changed:
             self._announced[number] += 1
 
     def withdraw(self, number: JobId) -> None:
-        """End an announcement. The call that announced this job has submitted it, or has ended without submitting
-        it."""
+        """End the effect of one call of `announce`, because the call that prepared this job has submitted it or has
+        ended."""
         with self._changed:
             self._announced[number] -= 1
             if not self._announced[number]:
@@ -156,8 +157,8 @@ class EpochSession:
         """Send ALIVE messages to the ranks that may be waiting for this one, so that they do not treat it as stalled.
 
         If this rank has made progress (`has_worked`), the next rank of each job gets a message. For each announced job,
-        all ranks get one: the previous rank may have sent KV that is not received yet, and the next rank may already
-        wait for KV.
+        all other ranks get one: an earlier rank may wait until the KV that it has sent is received, and a later rank
+        may already wait for KV.
         """
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)

@@ -46,8 +46,9 @@ class Job:
     params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of the request. All choices of the request share the prompt of this job."""
     prefix: tuple[KvBuffer, ...] = ()
-    """Consecutive pieces of cached KV that together cover at least the tokens before `chunks[0].start`. They are
-    read-only, because all ranks of a node read them from the same memory. Empty if no prefix is cached."""
+    """Buffers of cached KV, for consecutive ranges of tokens that together cover at least the tokens before
+    `chunks[0].start`. They are read-only, because all ranks of a node read the same memory. Empty if no prefix is
+    cached."""
     due_s: float = 0.0
     """Due time in seconds on the orchestrator's clock. A rank serves the runnable job with the earliest due time. If
     due times are equal, it serves the job with the lowest number."""
@@ -80,8 +81,8 @@ class Job:
 
     @cached_property
     def cached_pieces(self) -> list[tuple[KvBuffer, TokenRange]]:
-        """Return the memory of the cached tokens, as pairs of a piece of `prefix` and the range of the piece's tokens
-        that are used."""
+        """Return the memory of the cached tokens: pairs of a buffer from `prefix` and the range of prompt tokens that
+        are read from this buffer."""
         pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
         return [(piece, TokenRange(piece.tokens.start, min(piece.tokens.end, self.cached.end))) for piece in pieces]
 
@@ -104,12 +105,12 @@ class KvSender(Protocol):
     """Interface through which a rank sends its own KV to the slot while the chain still runs. Called on the engine's
     thread. No method may block.
 
-    `num_present` is the number of leading prompt tokens whose KV the slot already has. No rank has to push these
-    tokens.
+    `num_present` is the number of leading prompt tokens whose KV the slot already has. Their KV does not have to be
+    pushed.
 
-    `push` and `received` are called any number of times, then `finish` or `abort` once. If the job fails between its
-    last computation and its last message, `abort` is called after `finish`. No method is called after `abort`. An
-    exception from any method except `abort` fails the job with this exception.
+    `push` and `received` are called any number of times, then `finish` or `abort` once. Only if the job fails between
+    its last computation and its last message to another rank, both are called: `abort` after `finish`. No method is
+    called after `abort`. An exception from any method except `abort` fails the job with this exception.
     """
 
     @property
@@ -148,7 +149,8 @@ class JobReport:
     end_ns: int
     """End of the job's last turn. Unix time in nanoseconds."""
     layers: tuple[Interval, ...]
-    """Time interval of each layer. It includes waits, and turns of other jobs."""
+    """Time interval of each layer, from its start to its end. The interval includes waits, and turns of other jobs in
+    between."""
     wait_s: float
     """Total seconds that the job waited for earlier ranks' KV, over all layers."""
     num_bytes_sent: int

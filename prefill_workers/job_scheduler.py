@@ -20,8 +20,8 @@ _MAX_REMEMBERED = 4096
 
 
 class JobScheduler:
-    """Jobs of one rank in one epoch. Also records the numbers of jobs that are no longer served because they are done,
-    aborted or refused."""
+    """Jobs of one rank in one epoch (period with one set of links). Also records the numbers of jobs that are no longer
+    served because they are done, aborted or refused."""
 
     def __init__(self) -> None:
         self._jobs: dict[JobId, ChainJob] = {}

@@ -4,8 +4,8 @@ A layer's KV is sent in pieces. Each rank's chunk is one piece, or several if th
 needs it. Sender and receiver derive the pieces from the job. Let the cached prefix end at token P. A rank that owns the
 tokens [s, e) does the following:
 
-    receives the pieces of [P, s) in place, into memory that belongs to the layer until it was used (LayerBuffers),
-    writes   its own rows [s, e) in place, into a buffer of all layers, from which they are pushed to the slot as well,
+    receives the pieces of [P, s) directly into memory of their layer (LayerBuffers), which is freed after its last use,
+    writes   its own rows [s, e) into a buffer of all layers, from which they are sent on and also pushed to the slot,
     sends    each piece from its place in memory as soon as it is final, that is, received or projected.
 
 So no piece is copied, waits for another piece of its layer, or is sent before its last byte is final. A rank that still
@@ -38,9 +38,9 @@ from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus, Payload
 
 PIECE_TOKENS = 1024
-"""Maximum number of tokens in a piece that its receiver sends on to another rank. Larger pieces make the fixed cost of
-a message negligible. Smaller pieces let the receiver forward a long chunk before all of it has arrived. Must be the
-same on all ranks of a group."""
+"""Maximum number of tokens in a message with KV that its receiver forwards to a further rank. With larger messages, the
+fixed cost per message is negligible. With smaller ones, the receiver can begin to forward a long chunk before all of it
+has arrived. Must be the same on all ranks of a group."""
 
 SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
 """Function that queues a message for sending and never blocks. It has the parameters of `Links.send`."""
@@ -93,8 +93,8 @@ class KvPipeline:
         self._num_received = self._num_layers if self.source is None else 0
         self._num_projected = 0
         self._final: dict[int, list[TokenRange]] = {}
-        """Pieces that are complete but have not been sent, by layer. They wait until all earlier layers have been
-        sent."""
+        """Pieces of KV that are complete but not sent yet, by layer. A layer's pieces wait until all earlier layers
+        have been sent."""
         self._passing_layer = self._num_passed = 0
         """`_passing_layer` is the layer that is being sent. `_num_passed` is the number of its pieces that were passed
         to the link."""
@@ -148,7 +148,8 @@ class KvPipeline:
             self._pass_on(header.layer, (header.tokens,))
 
     def projected(self) -> None:
-        """Record that this rank has written its own KV rows of the next layer, and send them to the next rank."""
+        """Record that this rank has computed the KV rows of its own tokens in one more layer. Send these rows to the
+        next rank."""
         with self._lock:
             self._num_projected += 1
             self._pass_on(self._num_projected - 1, self._own_pieces)
@@ -172,7 +173,7 @@ class KvPipeline:
             self._used(layer)
 
     def sent(self, header: LinkHeader) -> None:
-        """Record that a message of this job was sent. Its KV rows are then not needed for this message any more."""
+        """Record that a message of this job was sent. Its KV rows are freed if this was their last use."""
         with self._lock:
             self.num_bytes_sent += header.num_bytes
             if header.status is LinkStatus.DATA:
@@ -184,12 +185,12 @@ class KvPipeline:
                     self._used(header.layer)
 
     def alive(self) -> None:
-        """Send an ALIVE message to the next rank if it may be waiting for KV of this job. The message makes it keep
+        """Send an ALIVE message to the next rank if that rank may be waiting for KV of this job. The rank then keeps
         waiting."""
         self._tell(LinkStatus.ALIVE)
 
     def abort(self) -> None:
-        """Send an ABORT message to the next rank if it has not received all KV of this job. No more pieces are sent
+        """Send an ABORT message to the next rank, unless that rank has received all KV of this job. No more KV is sent
         afterwards."""
         self._tell(LinkStatus.ABORT)
 

@@ -52,8 +52,8 @@ class LinkStatus(IntEnum):
 
 @dataclass(frozen=True)
 class LinkHeader:
-    """Header at the start of every message. It consists of eight little-endian int64 values. The first value is a magic
-    number."""
+    """Header at the start of every message. It is encoded as eight little-endian int64 values, of which the first is a
+    magic number."""
 
     epoch: Epoch
     job: JobId
@@ -109,8 +109,8 @@ class LinkHandler(Protocol):
         ...
 
     def broken(self, error: ChainError) -> None:
-        """Handle a broken link. It ends all links of this rank. May be called for several links, but not after
-        `close`."""
+        """Handle a broken link. One broken link ends all links of this rank. May be called for several links, but not
+        after `close`."""
         ...
 
 
@@ -133,8 +133,8 @@ class Links(Protocol):
 
     def close(self) -> None:
         """Close the links, and return immediately. Queued messages are dropped, and all peers are notified. Messages
-        that are being sent or received are completed, and the handler is called for them; it is not called for other
-        messages. Peers see the links break. May be called on any thread. Idempotent."""
+        that are being sent or received are completed, and the handler is called for them and for no other message. To
+        the peers, the links appear broken. May be called on any thread. Idempotent."""
         ...
 
     def wait_closed(self, timeout_s: float) -> bool:
@@ -145,8 +145,9 @@ class Links(Protocol):
 
 
 ConnectLinks = Callable[[LinkHandler], Links]
-"""Function that joins an epoch, and returns the rank's links. Its argument handles the messages. Blocks until this rank
-is connected to all others. Raises LinkBrokenError on a timeout."""
+"""Function that connects this rank to all other ranks of its group for one epoch, and returns its links. The
+argument is the handler of the messages that arrive. Blocks until all links are connected. Raises LinkBrokenError on
+a timeout."""
 
 
 def join_all(threads: Sequence[threading.Thread], timeout_s: float) -> bool:

@@ -39,8 +39,8 @@ class PrefixFilling:
 
     def take(self) -> None:
         """Reserve memory in the prefix store for as many of the blocks as fit. May block for some milliseconds. Must be
-        called before the first `write`. If `write` is never called, this call is optional, because `finish` reserves
-        the memory."""
+        called before the first `write`. If `write` is never called, this call may be omitted, because `finish` then
+        reserves the memory."""
         room = self._taken()
         with self._lock:
             if not self._over:
@@ -57,7 +57,7 @@ class PrefixFilling:
 
     def hold(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Keep a view of the KV rows of `tokens` in `layer`, which `finish` will copy. The memory of `data` must not
-        change."""
+        change until then."""
         self._held.append((layer, tokens, data))
 
     def finish(self) -> Filled:

@@ -60,8 +60,8 @@ class PushSender:
         self._session, self._filling = session, filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Push the KV rows of `tokens` in `layer` to the slots, except rows that the slots already have. Keep all of
-        the rows for the prefix store if this rank stores the prompt's KV."""
+        """Push the KV rows of `tokens` in `layer` to the slots, except rows that the slots already have. If this rank
+        stores the prompt's KV in the prefix store, also keep all of these rows for it."""
         missing = TokenRange(min(max(tokens.start, self.num_present), tokens.end), tokens.end)
         if len(missing):
             self._session.offer(layer, missing, data[(len(tokens) - len(missing)) * (data.nbytes // len(tokens)) :])
@@ -75,8 +75,8 @@ class PushSender:
             self._filling.write(layer, tokens, data)
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
-        """Store the first sampled token of each choice, which is sent when the push is committed, and end the push
-        session."""
+        """Record `firsts`, the first sampled token of each choice, and end the push session. The tokens are sent when
+        the push is committed."""
         self.firsts = firsts
         self._session.finish()
 
@@ -117,14 +117,15 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         self._blocks = BlockThreads()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the PrefillRank service with the server. If a prefix store exists, also register the service through
-        which other nodes fetch blocks."""
+        """Register the PrefillRank service with the server. If the node has a prefix store, also register the service
+        from which other nodes fetch blocks."""
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(self, server)
         if self._exchange is not None:
             self._exchange.add_to(server)
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
-        """Join the next epoch. Replies when all ranks have joined. Other calls are served in the meantime."""
+        """Join the next epoch, i.e. connect to all other ranks. Replies when all ranks have joined. Other calls are
+        served in the meantime."""
         rendezvous = rendezvous_from_proto(request, self._host)
         connect = partial(connect_torch_links, rendezvous, backend=self._backend)
         await asyncio.to_thread(

@@ -58,7 +58,8 @@ _Message = tuple[LinkHeader, Payload | None]
 def connect_torch_links(
     rendezvous: Rendezvous, handler: LinkHandler, backend: CommunicatorBackend | None = None
 ) -> "TorchLinks":
-    """Join an epoch, and return its links. Blocks until all ranks have joined. Raises LinkBrokenError on a timeout.
+    """Join an epoch, i.e. connect to all other ranks of the group, and return the links. Blocks until all ranks have
+    joined. Raises LinkBrokenError on a timeout.
 
     `backend` creates communicators for this rank's device; None: payloads are sent through host memory. Payloads are
     sent between devices only if the backends and devices of all ranks allow it.

@@ -24,8 +24,8 @@ from baton.types import Rank
 
 @dataclass(frozen=True, order=True)
 class Due:
-    """Deadline of a peer: the time by which it must show a sign of life, as a value of the clock's `now_s`. Also has
-    the time limit in seconds from which the deadline was computed."""
+    """Deadline by which a peer must show a sign of life, as a value of the clock's `now_s`, and the time limit in
+    seconds from which the deadline was computed."""
 
     deadline_s: float
     peer: Rank

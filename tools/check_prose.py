@@ -199,8 +199,8 @@ def blank(match: re.Match[str]) -> str:
 
 
 def strings(tree: ast.Module, rest: str) -> Iterator[Text]:
-    """Yield the docstrings and other strings of a module. The kind of a string depends on the call in which it is an
-    argument. A string outside such calls has the kind `rest`."""
+    """Yield the docstrings and other strings of a module, each with its kind of text. The kind of a string depends on
+    the call that it is an argument of. `rest`: kind of strings that are not arguments of such a call."""
     pending: list[tuple[ast.AST, str]] = [(tree, rest)]
     while pending:
         node, scope = pending.pop()
@@ -222,8 +222,8 @@ def strings(tree: ast.Module, rest: str) -> Iterator[Text]:
 
 
 def as_prose(text: Text, rest: str) -> list[Text]:
-    """Return a list with the text, or an empty list if the text is to be ignored. A text of kind `rest` is ignored if
-    it has fewer than LEAST_WORDS words."""
+    """Return a list with the text, or an empty list if the text is not checked. `rest`: kind of text that is checked
+    only if it has at least LEAST_WORDS words."""
     return [] if text.scope == rest and len(text.text.split()) < LEAST_WORDS else [text]
 
 
@@ -297,8 +297,8 @@ def write_baseline(path: Path, counts: Counts) -> None:
 
 
 def shrunk(baseline: Counts, counts: Counts, renamed: dict[str, str]) -> Counts:
-    """Return the baseline with renamed files under their new names. Counts that are higher than the current counts are
-    lowered to them."""
+    """Return a copy of `baseline` in which renamed files have their new names, and in which no count is higher than the
+    current count in `counts`."""
     moved: Counter[tuple[str, str]] = Counter()
     for (file, name), number in baseline.items():
         moved[renamed.get(file, file), name] += number
@@ -320,8 +320,8 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def complaints(found: list[Hit], baseline: Counts) -> list[str]:
-    """Return one line for each hit in a file that has more hits than its baseline. Also return one line for each count
-    in the baseline that is too high."""
+    """Return one line for each hit in a file that has more hits than its baseline allows. Also return one line for each
+    count of the baseline that must be lowered, because the file has fewer hits."""
     counts = count(found)
     keys = [(hit, (hit.file, hit.pattern.name)) for hit in found]
     return [str(hit) for hit, key in keys if counts[key] > baseline.get(key, 0)] + [

@@ -73,8 +73,8 @@ def oldest_first(files: Iterable[str], runs: Iterable[Run]) -> list[str]:
 
 
 def stale_files(runs: Iterable[Run], ages: Mapping[str, int]) -> list[str]:
-    """Return one warning for each existing file in the ledger that has not passed recently, i.e. within the last
-    `STALE_COMMITS` commits. `ages` has the number of later commits for each commit."""
+    """Return one warning for each test file of the ledger that still exists and whose last passing run is more than
+    `STALE_COMMITS` commits old, or that has never passed. `ages`: number of commits since each commit, by commit."""
     passed: dict[str, int | None] = {}
     for run in runs:
         passed.setdefault(run.file, None)

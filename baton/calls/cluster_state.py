@@ -32,8 +32,8 @@ class GroupState:
     is_ready: bool
     """True if new requests may be sent to the group."""
     num_leaked: int
-    """Number of slots and prefill jobs that have been occupied for more than 2 s, although the orchestrator knows no
-    request for them."""
+    """Number of slots and of prefill jobs that have been in use for more than 2 s although no request that the
+    orchestrator knows uses them."""
     num_requests: int
     """Number of requests that the group serves for this orchestrator."""
     is_drained: bool = False

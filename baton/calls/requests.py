@@ -48,9 +48,9 @@ def make_request(
     priority: str = "standard",
     fields: orchestrator_pb2.GenerateRequest | None = None,
 ) -> orchestrator_pb2.GenerateRequest:
-    """Return the message of a request. `fields` contains further fields of the message. If it has no request id, a new
-    id is generated. Raises InvalidArgumentError for a request that cannot be sent, and TypeError for an unknown
-    sampling option."""
+    """Return the message of a request. `fields` contains further fields of the message. If `fields` contains no request
+    id, a new id is generated. Raises InvalidArgumentError for a request that cannot be sent, and TypeError for an
+    unknown sampling option."""
     if params is not None and options:
         raise InvalidArgumentError(f"params and {', '.join(options)} contradict: give one SamplingParams, or options")
     request = orchestrator_pb2.GenerateRequest(

@@ -104,7 +104,7 @@ class StreamState:
 
     @property
     def request_id(self) -> str:
-        """Id of the request. The client chooses it. If the client chose no id, the server does."""
+        """Id of the request: the id that the client chose, or else the id that the server chose."""
         return self._request.request_id
 
     @property
@@ -284,5 +284,5 @@ _ERROR_OF: dict[FinishReason, type[BatonError]] = {
     FinishReason.DEADLINE: DeadlineExceededError,
     FinishReason.ERROR: BatonError,
 }
-"""Exception class for each finish reason. Used if a server ended a stream without an error status. BatonError, the base
-class of the others, comes last."""
+"""Exception class for each finish reason of a failed stream. Also used to find the finish reason of an exception: that
+of the first class of which it is an instance. Therefore BatonError, the base class of the others, is last."""

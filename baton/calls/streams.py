@@ -82,8 +82,9 @@ class BaseStream(Generic[CallT]):
 class Stream(BaseStream[Call]):
     """Stream of a running request. Iterate over it once, in one thread. Any thread may call `cancel`.
 
-    The stream yields a TokenEvent for each token as soon as it is generated. The last event of a choice sets `finish`,
-    and contains all text that was withheld until then. This event may have no token.
+    The stream yields a TokenEvent for each token as soon as it is generated. The last event of a choice sets `finish`.
+    It contains all text that was withheld until then, such as a possible start of a stop string. This event may have no
+    token.
 
     If the connection to the server is lost, the stream waits, reconnects and continues where it stopped: no token is
     repeated or missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after the

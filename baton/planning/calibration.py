@@ -3,11 +3,14 @@
   {"kind": "baton-calibration", "schema": 1,
    "model": "smollm2-135m", "hardware": "2 x AMD EPYC, 1 thread a rank", "kernel": "causal",
    "shape": {ModelShape's fields},
-   "prefill_points": [[tokens, seconds], ...],            one rank alone, whole prompts
-   "rank_rows": [[tokens, before, last, seconds], ...],   ranks of chains whose ranks were all busy
-   "link_points": [[bytes, seconds], ...],                single messages between neighbours
+   "prefill_points": [[tokens, seconds], ...],            whole prompts, each computed by one rank alone
+   "rank_rows": [[tokens, before, last, seconds], ...],   one entry per rank of a chain, see below
+   "link_points": [[bytes, seconds], ...],                single messages between neighbouring ranks
    "cost": {"linear_s": ..., "pair_s": ..., "fixed_s": ..., "issue_s": ..., "head_s": ..., "copy_s": ...},
-   "link": {"latency_s": ..., "bandwidth": ...}, "push": null, or as link}
+   "link": {"latency_s": ..., "bandwidth": ...}, "push": null or an object like "link"}
+
+Entries of `rank_rows` are measured while all ranks of the chain compute: number of tokens of the rank's chunk, number
+of keys before the chunk, whether the rank is the last one of its chain, and the rank's compute time.
 
 A file without measurements contains costs that are derived from the hardware's nominal rates. The fingerprint of a
 calibration identifies the model and hardware. Tables of partitions store this fingerprint, so that they are used only
@@ -55,7 +58,8 @@ class Calibration:
     """Measurements, as (bytes, seconds), of single messages between neighbouring ranks of a chain."""
     cost: CostModel
     rank_rows: tuple[RankRow, ...] = ()
-    """Measurements of chunks that the ranks of a chain computed while all ranks were busy."""
+    """Measurements of ranks of prefill chains, one entry per rank: the time in which the rank computed its chunk while
+    all other ranks of the chain also computed."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError, naming the field, if a number cannot be the result of a measurement."""
@@ -88,10 +92,10 @@ def calibrate_chain(
     relative residual of `rank_rows`.
 
     `origin` specifies the model and hardware, and the costs that are not measured. `request_s` is the time in seconds
-    of a request that is not spent in the chain; it is stored as `head_s`. If `link_points` is empty (a chain of one
-    rank), the link model of `origin` is kept. If larger messages did not take longer, as on a fast idle link, only its
-    bandwidth is kept. Raises InvalidArgumentError if there are too few rows, or if times do not increase with the
-    number of tokens.
+    that a request spends outside the chain; it is stored as `head_s`. If `link_points` is empty (a chain of one rank),
+    the link model of `origin` is kept. If larger messages did not take longer, as on a fast idle link, only the
+    bandwidth of `origin` is kept. Raises InvalidArgumentError if there are too few rows, or if times do not increase
+    with the number of tokens.
     """
     former = origin.cost
     fit = fit_ranks(rank_rows, former, BATON)
@@ -182,8 +186,9 @@ def _calibration(data: dict[str, Any]) -> Calibration:
 
 
 def measured_link(points: Points, former: LinkModel) -> LinkModel:
-    """Return the link model fitted to `points`, which are measured (bytes, seconds) of single messages. `former` is the
-    previous link model. Its bandwidth is kept if larger messages did not take longer in the measurements."""
+    """Return the link model fitted to `points`, which are measured (bytes, seconds) of single messages. If larger
+    messages did not take longer in the measurements, the result has the bandwidth of `former`, the previous link
+    model."""
     try:
         return fit_link(points)
     except InvalidArgumentError:  # all sizes are equal, or larger ones took no longer: only the latency can be fitted

@@ -4,7 +4,7 @@ it.
   linear_s   seconds for the matrix products of one token in a layer
   pair_s     seconds for the attention of one (query, key) pair in a layer
   fixed_s    seconds that every chunk adds to a layer
-  issue_s    minimum seconds of a layer, in which the host launches its kernels while the device still computes
+  issue_s    minimum seconds of a layer: the time that the host needs to launch the layer's kernels
   kv_bytes   bytes of one token's K and V in a layer
   link       latency in seconds and bandwidth in bytes per second
 
@@ -91,8 +91,8 @@ class CostModel:
 
 
 class Kernel(Enum):
-    """Attention kernel, by the (query, key) pairs that it computes. The queries are those of the rank's chunk. The keys
-    are all keys up to the end of the chunk."""
+    """Kind of attention kernel. The kinds differ in the (query, key) pairs that they compute. The queries are those of
+    the rank's chunk. The keys are all keys up to the end of the chunk."""
 
     DENSE = "dense"
     """All pairs are computed and masked afterwards, as in the KV-Runahead paper."""

@@ -46,7 +46,7 @@ class PrefillFit:
 
 
 def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
-    """Fit prefill costs to chunks that ranks of chains computed while all ranks were busy. From `known`, only
+    """Fit prefill costs to measurements of ranks, each made while all ranks of its chain computed. From `known`, only
     `num_layers` and `project_share` are used. Raises InvalidArgumentError if there are too few rows."""
     check_points(
         "rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows]
@@ -81,8 +81,8 @@ def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[
     """Fit the cost of generation steps to measurements, which are pairs of a step's work and its seconds (above 0).
     Return the cost, and the largest relative deviation of a measured step from it.
 
-    If no step compared more than one query with a key, the steps do not determine the cost of a pair, and that of
-    `known` is kept.
+    If no step compared a key with more than one query, the cost of an additional (query, key) pair cannot be determined
+    from the steps. In this case `pair_s` of `known` is kept.
     """
     columns = np.array([work.columns for work, _ in steps], np.float64)
     num_told = 4 if columns[:, 3].any() else 3
@@ -91,8 +91,9 @@ def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[
 
 
 def check_points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tuple[NDArray[np.float64], ...]:
-    """Return the points' numbers of tokens and their seconds as arrays. Raises InvalidArgumentError, which names
-    `name`, for fewer than two different points, or for values that are not positive and finite."""
+    """Return the first and the second numbers of the points as two arrays. The first are for example numbers of tokens,
+    and `what` names them; the second are seconds. Raises InvalidArgumentError, which names `name`, for fewer than two
+    different points, or for values that are not positive and finite."""
     if len({x for x, _ in points}) < 2:
         raise InvalidArgumentError(f"{name}: {len(points)} given, with fewer than 2 different {what}: measure more")
     if not all(0 < each < math.inf for point in points for each in point):

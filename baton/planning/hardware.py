@@ -11,8 +11,9 @@ from baton.planning.model_shape import ModelShape
 from baton.planning.work_cost import WorkCost
 
 _MIXED_TOKENS = 16
-"""Number of tokens over which the cost of reading experts is averaged, in a mixture of experts. Each further token of a
-step reads fewer experts that the step has not read yet. Costs are linear, so the mean over this many tokens is used."""
+"""Number of tokens over which the cost of reading experts is averaged, in a mixture of experts. A further token of a
+step adds experts to read, but the more tokens the step has, the fewer experts are added. A cost model has only one cost
+per token, so the mean over this many tokens is used."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -
     """Return the cost of a generation step, derived from the model's FLOPs and bytes and the rates of the hardware.
 
     `weight_bytes` is the size of all weights that a step with one token reads. In a mixture of experts, each further
-    token reads additional experts. The cost of a token includes the mean of their bytes over the first `_MIXED_TOKENS`
-    tokens.
+    token reads additional experts. The cost of a token includes the time to read the additional experts of one further
+    token, averaged over a step of `_MIXED_TOKENS` tokens.
     """
     further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
     further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)

@@ -26,8 +26,8 @@ from baton.types import TokenRange
 _NUM_RECENT = 16
 """Maximum number of recent jobs from which the median is computed."""
 _PASSED_OVER = 64
-"""Number of consecutive decisions against an option after which its oldest observation is dropped. The option is the
-one whose duration the Pace object predicts."""
+"""Number of consecutive decisions against an option after which the oldest observation of its duration is dropped. An
+option is for example local prefill, or fetching cached KV. Each Pace object predicts the duration of one option."""
 _MOST = 32.0
 """Maximum factor by which one job may count as slower or faster than its prediction."""
 
@@ -55,7 +55,7 @@ class Pace:
         """Recent jobs, each as (observed seconds, predicted seconds). The assumed job is the first entry until it is
         dropped."""
         self._num_passed_over = 0
-        """Number of decisions against the predicted option since the last observation was added or dropped."""
+        """Number of calls of `pass_over` since the last observation was added or dropped."""
         self._latest_ns: dict[Hashable, int] = {}
         """Start time of the latest known job in unix nanoseconds, by (group, rank)."""
 
@@ -65,8 +65,8 @@ class Pace:
 
     @property
     def fixed_s(self) -> float:
-        """Fixed time of a job in seconds, which is added to its prediction times `factor`. 0 if no short job was
-        observed."""
+        """Fixed time of a job in seconds. The corrected prediction of a job is its nominal prediction times `factor`,
+        plus this time. 0 if no short job was observed."""
         factor, long_s = self.factor, self._long_s
         short = [
             observed_s - factor * predicted_s
@@ -109,9 +109,9 @@ class Pace:
             self._recent.append((observed_s, predicted_s))
 
     def pass_over(self) -> None:
-        """Record a decision against the option whose duration this object predicts. After `_PASSED_OVER` consecutive
-        decisions, the oldest observation is dropped. Otherwise an option that was slow once would never be tried
-        again."""
+        """Record that the option whose duration this object predicts (for example, fetching cached KV) was not chosen.
+        After `_PASSED_OVER` such decisions in a row, the oldest observation is dropped. Otherwise an option that was
+        slow once would never be tried again."""
         self._num_passed_over += 1
         if self._num_passed_over >= _PASSED_OVER:
             self._num_passed_over = 0

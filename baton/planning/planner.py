@@ -32,15 +32,15 @@ from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
 _SEARCHED_RANKS = 8
-"""Maximum number of ranks for which knots are searched; a search for this many ranks takes a second. For longer chains,
-a few partitions are compared by their predicted times."""
+"""Maximum number of ranks for which knots (best partitions for some context lengths) are searched; a search for this
+many ranks takes a second. For longer chains, a few partitions are compared by their predicted times."""
 _CLOSE_RANKS = 4
-"""Maximum number of ranks for which the lengths of neighbouring knots differ by a factor of 2. Between such knots,
-interpolation costs 1 or 2 % of speed. For longer chains the factor is 4."""
+"""Maximum number of ranks for which the context lengths of neighbouring knots (searched partitions) differ by a factor
+of two. Interpolation between such knots costs 1 or 2 % of speed. For longer chains the factor is four."""
 _LEAST_KNOT = 16
 _BELIEVED_S = 0.5
-"""Nominal duration in seconds of the assumed first job, which took exactly as long as predicted (see `Pace`). A real
-job with a longer prediction has more weight than the assumed one."""
+"""Nominal duration in seconds of a first job that is only assumed. It counts as an observation that took exactly as
+long as predicted (see `Pace`). A real job with a longer prediction has more weight than the assumed one."""
 _FETCH_S = 0.004
 """Nominal fixed time in seconds of fetching cached KV: two calls, a connection, and opening files. Latency of the link
 and transfer of bytes are not included."""
@@ -48,8 +48,8 @@ and transfer of bytes are not included."""
 
 @dataclass(frozen=True)
 class PredictionBasis:
-    """Calibration, costs and knots from which predictions are computed. Immutable: to change it, the planner replaces
-    the whole object."""
+    """Calibration, costs and knots (best partitions for some context lengths) from which predictions are computed.
+    Immutable: to change it, the planner replaces the whole object."""
 
     calibration: Calibration
     cost: CostModel
@@ -74,8 +74,8 @@ class ChainPlanner:
         local: LocalPrefill | None = None,
         table: PartitionTable | None = None,
     ) -> None:
-        """Create a planner, and search knots for prompts of up to `max_tokens` tokens. Longer prompts are partitioned
-        in the same proportions as prompts of `max_tokens` tokens.
+        """Create a planner, and search knots (best partitions for some context lengths) for prompts of up to
+        `max_tokens` tokens. Longer prompts are partitioned in the same proportions as prompts of `max_tokens` tokens.
 
         `table`: knots of a planner with equal arguments; if given, nothing is searched. `steps`: durations of
         generation steps; if None, `step_s` raises ConfigError. `local`: configuration of local prefill. If `steps` or
@@ -118,8 +118,8 @@ class ChainPlanner:
         self.steps = steps
 
     def search(self, calibration: Calibration) -> PredictionBasis:
-        """Search the knots for a calibration, and return a basis that can be passed to `adopt`. The planner is not
-        changed. Blocks until the search has ended.
+        """Search the knots (best partitions for some context lengths) for a calibration, and return a basis that can be
+        passed to `adopt`. The planner is not changed. Blocks until the search has ended.
 
         The lengths of knots range from few tokens to `max_tokens`, with a constant factor between neighbouring knots.
         """
@@ -139,7 +139,8 @@ class ChainPlanner:
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
         """Record the durations that the ranks of `group` measured for a finished job. If costs are nominal, they are
-        scaled by these durations from now on. If costs are measured, only the prediction for pushing KV changes."""
+        scaled by these durations from now on. If costs are measured, only the predicted time of pushing KV to the
+        generation group changes."""
         basis = self._basis
         if not ranks:
             return
@@ -160,9 +161,10 @@ class ChainPlanner:
         """Partition `tokens` into consecutive, non-empty ranges, one for each rank in rank order. Tokens before
         `tokens.start` are cached. If there are fewer tokens than ranks, return one range for each token.
 
-        Two candidates are compared by their predicted times if a prefix is cached or if knots are far apart: the
-        proportions interpolated from the knots, and chunks with equal compute times. This is necessary because knots
-        are searched without a cached prefix, and after a cached prefix the best chunks are more equal.
+        If a prefix is cached, or if the knots (searched partitions) are for context lengths that are far apart, two
+        candidates are compared by their predicted times: the proportions interpolated from the knots, and chunks with
+        equal compute times. This is necessary because knots are searched without a cached prefix, and after a cached
+        prefix the best chunks are more equal.
 
         Raises InvalidArgumentError if there are no tokens, or if `num_ranks` is not in 1 to `max_ranks`.
         """
@@ -223,13 +225,13 @@ class ChainPlanner:
         """Return two predicted durations in seconds of a local prefill, in which a generation group computes `tokens`
         itself.
 
-        The first is the duration of the prompt's computation, the second that of the decode steps of other sequences
-        that delay it.
+        The first is the duration of the prompt's computation. The second is the total duration of the decode steps of
+        other sequences, which delay the prompt.
 
         Tokens before `tokens.start` are cached. `num_rows` is the number of other sequences in the batch, and `context`
-        their mean number of tokens. Both durations are scaled by `local_factor`. `alone_s` is the result of the method
-        `alone_s` for the same tokens; pass it if it is known, because computing it takes most of the time of this call.
-        Returns None if `local` or `steps` is None.
+        their mean number of tokens. Both durations are multiplied by `local_factor`, and an observed fixed time is
+        added to the first. `alone_s` is the result of the method `alone_s` for the same tokens; pass it if it is known,
+        because computing it takes most of the time of this call. Returns None if `local` or `steps` is None.
         """
         prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
         if self.local is None or self.steps is None or prefill_s is None:
@@ -246,7 +248,7 @@ class ChainPlanner:
 
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
         """Record that a generation group computed a prompt itself in `observed_s` seconds. `predicted_s` is the sum of
-        the two durations of `local_s`, before they are scaled by observed durations."""
+        the two durations of `local_s`, but without the corrections that are derived from observed durations."""
         self._local_pace.note(observed_s, predicted_s)
 
     def pass_over_local(self) -> None:
@@ -294,8 +296,8 @@ class ChainPlanner:
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
         """Return the duration in seconds of the longest single operation of a layer in the chain. An operation is the
-        computation of a layer on one rank, or a message on a link. A chain that makes no progress for much longer has
-        stalled."""
+        computation of a layer on one rank, or a message on a link. A chain that makes no progress for much longer than
+        this duration has stalled."""
         lengths, cached = _lengths(chunks)
         cost = self.cost
         work = work_of(np.array([lengths], dtype=np.float64), cost, BATON, cached)

@@ -45,7 +45,8 @@ class Round:
     """Number of drafts of each sequence, in the order of the sequences. If all numbers are 0, the round is a normal
     decode step."""
     offers: tuple[int, ...]
-    """Index of the chosen prospect in each sequence's list of prospects. 0 for a sequence without drafts."""
+    """Index of the chosen prospect (option for making drafts) in each sequence's list. 0 for a sequence without
+    drafts."""
     num_tokens: float
     """Expected number of tokens from the round, summed over all sequences."""
     draft_s: float
@@ -69,9 +70,9 @@ def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: W
     """Return the round with the largest expected number of tokens per second. Of equal rounds, return the one with
     fewer draft steps.
 
-    `rows` holds one list of prospects for each sequence. The prospects of a sequence have the same `context`, and one
-    of them is chosen. `cost` is the cost of steps of the model. `draft_cost` is the cost of draft steps if another
-    model executes them; None: the same as `cost`.
+    `rows` holds one list of prospects (options for making drafts) for each sequence. The prospects of a sequence have
+    the same `context`, and one of them is chosen. `cost` is the cost of steps of the model. `draft_cost` is the cost of
+    draft steps if another model executes them; None: the same as `cost`.
 
     Each further draft of a sequence adds a fixed time, and fewer expected tokens than the draft before it. At a rate of
     r tokens per second, a draft is worthwhile if it adds more tokens than r times its seconds. For each sequence, the
@@ -103,8 +104,8 @@ def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: W
 
 @dataclass(frozen=True)
 class _Priced:
-    """Prospect together with the time in seconds of one of its drafts, in a draft step and in the step that
-    verifies."""
+    """Prospect (option for making drafts) together with the seconds that one of its drafts adds to a draft step and to
+    the step that verifies."""
 
     prospect: Prospect
     draft_s: float
@@ -117,10 +118,11 @@ class _Priced:
         return cls(prospect, draft_s, cost.token_s + prospect.context * cost.pair_s)
 
     def best(self, num_steps: int, rate: float) -> tuple[float, int]:
-        """Return the largest surplus of this prospect, and the number of drafts with which it is reached.
+        """Return the largest surplus that this option for making drafts can reach, and the number of drafts with which
+        it does.
 
         The surplus is the expected number of tokens from drafts, minus `rate` (tokens per second) times the seconds of
-        the drafts. At most `num_steps` drafts are made if drafting needs steps.
+        the drafts. If the option needs draft steps, at most `num_steps` drafts are made.
         """
         prospect, seconds = self.prospect, self.draft_s + self.verify_s
         most = min(prospect.most_drafts, num_steps) if prospect.draft_keys else prospect.most_drafts

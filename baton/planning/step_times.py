@@ -122,15 +122,15 @@ def tabulate(
     seconds: Sequence[Sequence[float]],
     rounds: Sequence[tuple[StepWork, float]] = (),
 ) -> tuple[StepTimes, float]:
-    """Create step times from measurements. Return them, and the largest relative deviation of a measured time from the
-    cost that is fitted to them.
+    """Create step times from measurements. Return the step times, and the largest relative deviation of a measured time
+    from the time that the fitted cost predicts.
 
     `origin` specifies the model and hardware. `seconds` has one entry for each of `batches`, and each entry has one
     time for each of `contexts`. `rounds` contains measured rounds with drafts, as (work, seconds).
 
-    If `rounds` is empty, the cost of a pair is taken from `origin`. In this case, the fitted cost depends on the number
-    of sequences only if several batch sizes were measured, and on the number of tokens only if several contexts were
-    measured. Raises ConfigError for invalid axes or times.
+    If `rounds` is empty, the fitted cost takes its coefficient `pair_s` from `origin`. In this case, the fitted cost
+    depends on the number of sequences only if several batch sizes were measured, and on the number of tokens only if
+    several contexts were measured. Raises ConfigError for invalid axes or times.
     """
     table = tuple(map(tuple, seconds))
     made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)
@@ -177,8 +177,8 @@ def load(path: Path) -> StepTimes:
 def load_kept(path: Path) -> StepTimes | None:
     """Read step times from a path that `path_beside` has returned. Returns None if the file does not exist.
 
-    Raises the errors of `load`. Also raises ConfigError if the fingerprint in the file's name does not match the model
-    and hardware in the file.
+    Raises the errors of `load`. Also raises ConfigError if the fingerprint in the file's name is not that of the model
+    and hardware that the file describes.
     """
     if not path.exists():
         return None

@@ -23,8 +23,8 @@ def chain_terms(
     *,
     is_elsewhere: bool,
 ) -> PlacementTerms:
-    """Return the predicted times of a prefill by an idle chain, which pushes the KV to a generation group that runs
-    `batch`.
+    """Return the predicted times of a prefill by an idle chain, which pushes the KV to a generation group that decodes
+    the sequences `batch` meanwhile.
 
     `prefill_s` is the compute time of the chain in seconds, and `num_pushed` the number of tokens whose KV is pushed.
     `is_elsewhere` is True if no rank of the chain is on the group's node.
@@ -40,9 +40,9 @@ def chain_terms(
 
 
 def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_elsewhere: bool) -> float:
-    """Return the time in seconds from the end of a prefill chain until the generation group has the KV of `num_pushed`
-    tokens. `prefill_s` is the compute time of the chain. `is_elsewhere` is True if no rank of the chain is on the
-    group's node."""
+    """Return the time in seconds from the end of a chain's computation until the generation group has the KV of
+    `num_pushed` tokens. `prefill_s` is the compute time of the chain. `is_elsewhere` is True if no rank of the chain is
+    on the group's node."""
     pushed_s = planner.push_s(num_pushed, prefill_s)
     # to another node, the last piece there, and the commit's answer back
     return pushed_s + 2 * planner.cost.link.latency_s if is_elsewhere else pushed_s
@@ -51,11 +51,11 @@ def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_e
 def local_terms(
     planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, alone_s: float | None = None
 ) -> PlacementTerms | None:
-    """Return the predicted times of a local prefill of `tokens` on a generation group that runs `batch` and has no
-    waiting prompts.
+    """Return the predicted times of a local prefill of `tokens`, computed by a generation group that decodes the
+    sequences `batch` meanwhile and has no waiting prompts.
 
-    `alone_s` is the result of the planner's method `alone_s` for these tokens; None: it is computed. Returns None if
-    the planner has no configuration of local prefill or no step times.
+    `alone_s` is the result of `planner.alone_s` for these tokens, if the caller already has it; None: it is computed.
+    Returns None if the planner has no configuration of local prefill or no step times.
     """
     num_rows, context = batch
     found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context, alone_s)

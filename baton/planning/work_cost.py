@@ -1,8 +1,8 @@
 """Cost of a generation step, computed from the number of its tokens, the keys that it reads, and the pairs of a query
 and a key that it compares.
 
-Let a step have T tokens and read S keys. Let E be the number of pairs beyond one query for each key. The step takes
-about
+Let a step have T tokens and read S keys. Each key is compared with at least one query; let E be the number of query-key
+pairs in addition to this one pair per key. The step takes about
 
     step + T token + S key + E pair
 
@@ -46,8 +46,8 @@ class StepWork:
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
-        """Return the four quantities by which the fields of a WorkCost are multiplied, in the order of these fields:
-        steps, tokens, keys, and additional pairs."""
+        """Return the four quantities of this work: steps, tokens, keys, and pairs beyond one per key. Multiplied by the
+        fields of a WorkCost, which have the same order, they give the predicted duration."""
         return self.num_steps, self.num_tokens, self.num_keys, self.num_pairs - self.num_keys
 
 
@@ -96,7 +96,8 @@ class WorkCost:
     key_s: float
     """Time in seconds to read one key and its value, in all layers."""
     pair_s: float
-    """Time in seconds to compare one more query with a key that the step reads anyway, in all layers."""
+    """Time in seconds to compare one more query with a key that the step already reads for another query, in all
+    layers."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -48,12 +48,14 @@ class Crash:
     trace: str
     """Stack trace of the thread that crashed, in several lines."""
     computing: tuple[str, ...]
-    """Fingerprints, in hexadecimal, of the requests that were being computed and that were recorded in the note."""
+    """Fingerprints, in hexadecimal, of the requests that the process was computing, as far as the note recorded
+    them."""
 
 
 def fingerprint(request_id: str, prompt_ids: Sequence[int]) -> bytes:
     """Return the fingerprint by which crash notes identify a request. All attempts of a request have the same
-    fingerprint. A choice that is retried alone, with the id ID/NUMBER, has the fingerprint of its request ID."""
+    fingerprint. If one choice is retried as a request of its own, with the id ID/NUMBER, it has the fingerprint of the
+    request ID."""
     name, _, choice = request_id.rpartition("/")
     made = hashlib.blake2b(digest_size=_NAME_BYTES)
     made.update((name if choice.isdigit() else request_id).encode() + b"\0")

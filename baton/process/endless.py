@@ -23,8 +23,8 @@ Report = Callable[[str], None]
 async def repeat(
     what: str, turn: Callable[[], Awaitable[None]], pauses: Backoff, report: Report | None = None
 ) -> NoReturn:
-    """Call `turn` repeatedly until this task is cancelled. If a call fails, the failure is logged and reported, and the
-    call is repeated after a pause of `pauses`."""
+    """Call `turn` again and again until this task is cancelled. If a call fails, log and report the failure, and call
+    `turn` again after a pause of `pauses`. `what` names the work in the report."""
     while True:
         await until_done(what, turn, pauses, report)
 
@@ -66,8 +66,8 @@ def tell_failure(what: str, error: BaseException | None, report: Report | None =
 
 
 def describe(error: BaseException) -> str:
-    """Return a description of an error in one line. It contains the error's text, after its class name unless it is a
-    BatonError."""
+    """Return a description of an error in one line: the error's text, preceded by the name of its class unless the
+    error is a BatonError."""
     return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
 
 

@@ -27,8 +27,8 @@ def has_span() -> bool:
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Return gRPC metadata that contains the current span of this thread or task, so that spans of the server become
-    its children. Empty if there is no current span."""
+    """Return gRPC metadata that identifies the current span of this thread or task. A server that receives the metadata
+    creates its spans as children of this span. Empty if there is no current span."""
     if not has_span():
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -20,8 +20,8 @@ that the work waits is measured.
 A thread with a running child process does not count as idle, because the first turn may compile kernels and wait for
 the compiler.
 
-At most two periods are counted between two calls of `look`. Otherwise an engine would be reported as hung if the thread
-that calls `look` was not scheduled.
+Between two calls of `look`, at most 2 x `period_s` seconds are counted, even if more time has passed. Otherwise an
+engine would be reported as hung if the thread that calls `look` was not scheduled for a long time.
 
 On CUDA, the host thread spins while it waits for the device (the runtime's default). This counts as processor time.
 """
@@ -36,10 +36,10 @@ from typing import Self
 from baton.process.clock import Clock
 
 EXPECTED_TURNS = 4
-"""Multiple of a turn's expected duration. An engine that takes longer without using processor time is considered
-hung."""
+"""Factor by which a turn may exceed its expected duration while its thread uses nearly no processor time. After a
+longer time, the engine is considered hung."""
 _LOOKS = 4
-"""Minimum number of calls of `look` within the shortest limit."""
+"""Number of calls of `look` that must fit into the shortest limit. It determines the period of the calls."""
 _ENDLESS = 30
 """Maximum duration of a turn as a multiple of its idle limit. It applies even if the turn uses processor time."""
 _WORK = 0.01
@@ -50,8 +50,8 @@ that a waiting thread uses would count as work."""
 
 
 def limit_s(floor_s: float, turn_s: float) -> float:
-    """Return the maximum time in seconds that a turn may use no processor time. `turn_s` is the expected duration of
-    the turn, and `floor_s` is the shortest limit."""
+    """Return the maximum time in seconds for which a turn's thread may use nearly no processor time. `turn_s` is the
+    expected duration of the turn, and `floor_s` is the shortest limit."""
     return max(floor_s, EXPECTED_TURNS * turn_s)
 
 

@@ -55,8 +55,8 @@ class WidthOption:
     """Predicted time in seconds until the end of the request's prefill. It includes the time in which the ranks compute
     earlier requests."""
     others_s: float
-    """Predicted delay of other prompts in seconds, summed over these prompts. They are the prompts in flight, and an
-    equal number of later prompts."""
+    """Predicted delay of other prompts in seconds, summed over these prompts. Counted are the prompts in the group's
+    queue, and the same number of prompts that are assumed to arrive later."""
 
     @property
     def cost_s(self) -> float:
@@ -107,7 +107,7 @@ class PlacementTerms:
     transfer_s: float
     """Seconds of the KV transfer that do not overlap with the computation of the prompt."""
     others_s: float
-    """Seconds by which this option delays other prompts, summed over these prompts."""
+    """Seconds by which this option delays the prompts of other requests, summed over these prompts."""
     fetch_s: float = 0.0
     """Seconds to fetch cached KV from the prefix store of another node before the prefill. 0 if nothing is fetched."""
 
@@ -139,8 +139,9 @@ class Placement:
     """Reason for the decision, as one word.
 
     A chain prefills the request: chain_faster, always (configured), or not_predicted (no prediction exists for the
-    group). The generation group itself prefills the request: local_faster, never (configured), prompt_scores,
-    no_prefill_groups, or none_ready.
+    group). The generation group itself prefills the request: local_faster, never (configured), prompt_scores (the
+    request asks for prompt logprobs, which chains do not compute), no_prefill_groups, or none_ready (no prefill group
+    is ready).
     """
     chain: PlacementTerms | None = None
     """Predicted times if a chain prefills the request. None if they were not predicted."""

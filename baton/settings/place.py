@@ -64,7 +64,7 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     model_folder: Path = field(kw_only=True)
     """Hugging Face folder of the model. It is already downloaded and converted."""
     model: str = ""
-    """Name by which a node on which `model_folder` does not exist finds the model. Empty: the node cannot serve."""
+    """Model name, by which a node without `model_folder` finds the model. Empty: such a node cannot serve."""
     model_search: tuple[Path, ...] = ()
     """Folders that a node without `model_folder` searches first for a folder with the same name."""
     host: str = LOOPBACK
@@ -86,6 +86,6 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     secret: str = field(default="", repr=False)
     """Secret of the cluster, which callers of the worker must send. Required: a worker without it does not start."""
     step_times: str = ""
-    """File of measured step times, with which an engine plans drafts at first. Empty or missing: nominal costs."""
+    """File of measured step times, from which an engine plans its first drafts. Empty or missing: nominal costs."""
     crash_note: str = ""
     """Path of the process's crash note, a file that the process itself creates. Empty: no crash note."""

@@ -22,7 +22,8 @@ _MEMORY_OF_BYTE = 160
 _MEMORY_SHARE = 0.25
 """Fraction of the free memory that may be used to read requests."""
 _RETRY_S = 0.1
-"""Time in seconds after which a rejected request should be retried. About ten thousand tokens are read in this time."""
+"""Time in seconds after which the client of a rejected request should retry. In this time, the process reads about ten
+thousand tokens."""
 
 
 class BoundedReading:

@@ -16,8 +16,9 @@ MARK = "\ufdd0"
 """Mark that splits control tokens in texts: a noncharacter of Unicode, which is not meant for interchange. It is
 removed from texts that contain it."""
 _CONTENT_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Tokens that begin and end sections of a message, such as reasoning. Clients send back outputs that contain them.
-Therefore they count as control tokens only if they are special tokens of the model."""
+"""Tokens that begin and end sections of a message, such as reasoning. The model writes them in its outputs, and clients
+send these outputs back as earlier messages. Therefore such a token counts as a control token, which may not occur in
+texts, only if it is a special token of the model."""
 _USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 

@@ -19,9 +19,9 @@ from itertools import islice
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Number of last tokens that are kept when too many tokens are pending (`_cut`). A character consists of at most this
-number of tokens, so only broken characters are split. For the same reason, this number of tokens at the end of a prompt
-contains the prompt's last character."""
+"""Number of tokens that stay pending when the number of pending tokens is too large and the earlier ones are cut off
+(`_cut`). A character has at most this number of tokens, so a cut can split only a character that is not valid UTF-8.
+For the same reason, this number of tokens at the end of a prompt contains the prompt's last character."""
 
 
 def text_after(
@@ -36,12 +36,13 @@ def text_after(
 
 class Detokenizer:
     """Incremental decoder of one stream. The texts returned by all calls of `push`, followed by the text returned by
-    `flush`, are the text of the pushed tokens after the prompt. Without a prompt, this text equals `decode(ids)`.
+    `flush`, are the text that the pushed tokens have after the prompt. Without a prompt, this text equals
+    `decode(ids)`.
 
-    There is one exception. If a run of byte tokens is not valid UTF-8 as a whole, byte-fallback decoders convert the
-    whole run to U+FFFD, including its valid characters. Valid characters that `push` has already returned stay in the
-    text. For the same reason, the text of a run with more than ten successive U+FFFD may contain more of them than the
-    result of `decode`.
+    There is one exception, for tokenizers that write unknown characters as sequences of byte tokens. If such a sequence
+    is not valid UTF-8 as a whole, `decode` converts all of it to U+FFFD, including its valid characters. Valid
+    characters that `push` has already returned stay in the text. For the same reason, the text of a sequence with more
+    than ten successive U+FFFD may contain more of them than the result of `decode`.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Detokenizer:
         self._is_silent = is_silent
         self._context_ids: list[int] = []
         self._context = ""
-        """Text of the tokens in `_context_ids`. It consists of the prompt's last characters, or of complete characters
-        that have already been returned."""
+        """Text of the tokens in `_context_ids`: the prompt's last characters, or complete characters that were already
+        returned."""
         self._pending_ids: list[int] = []
         self._num_sent = 0
         """Number of characters of the pending tokens' text that have already been returned."""

@@ -33,8 +33,8 @@ _PATIENCE_S = 60.0
 """Timeout in seconds for an answer of a child process. After it, the child process is killed. The limit on processor
 time normally ends the process earlier, unless the process is stopped."""
 _MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
-"""Signals that are attributed to the form if they end a child process. The form is then rejected. Other signals have
-other causes."""
+"""Signals that count as caused by the form if they end a child process, so that the form is rejected. A child process
+that another signal has ended was killed for another reason."""
 
 _Outputs = tuple[tuple[int, ...], ...]
 """Output tokens of each choice of a resumed request."""
@@ -116,7 +116,7 @@ class FormProver:
         self._kept: OrderedDict[StructuredOutput, int | str] = OrderedDict()
         self._num_kept_bytes = 0
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks by owner. A lock is held while one of the owner's forms is compiled."""
+        """Locks by owner (tenant). The lock of an owner is held while one of the owner's forms is compiled."""
         self._proofs = dict[object, asyncio.Task[int | str]]()
         """Running checks, by (form, outputs). Requests with an equal form and outputs share one check."""
 

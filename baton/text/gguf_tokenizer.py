@@ -37,8 +37,8 @@ _SPECIAL_TOKENS = {
 }
 
 Fields = dict[str, Any]
-"""Metadata of a GGUF file whose keys begin with `tokenizer.`. This prefix is removed from the keys, for example
-`ggml.tokens` and `chat_template`."""
+"""Metadata of a GGUF file whose keys begin with `tokenizer.`, without this prefix. Example of keys: `ggml.tokens` and
+`chat_template`."""
 
 
 def write_tokenizer(gguf_path: Path, folder: Path) -> None:

@@ -28,8 +28,8 @@ from baton.text.json_schemas import schema_grammar
 from baton.text.token_masks import ChoiceMasks, Matcher
 
 _LEAST_BYTES = 64 * 2**10
-"""Minimum size in bytes with which a grammar is counted in the cache. A grammar whose size was not measured is counted
-with this size too."""
+"""Minimum number of bytes that a grammar counts in the cache. A grammar whose size was not measured counts this
+number."""
 _STACKS = Lock()
 """Lock that is held while the stack size of new threads is changed. The stack size is a setting of the whole
 process."""
@@ -48,7 +48,7 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        """Size in bytes with which the grammar is counted in the cache."""
+        """Number of bytes that the grammar counts in the cache."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -77,7 +77,8 @@ class Grammars:
         """Lock that is held while the tokenizer is loaded, which takes half a second."""
         self._tokenizer: LLTokenizer | None = None
         self._lock = Lock()
-        """Lock for the fields below. It is held only for microseconds, because the threads of engines wait for it."""
+        """Lock for the fields that are assigned below. It is held only for microseconds, because engine threads wait
+        for it."""
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None

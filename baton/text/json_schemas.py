@@ -30,8 +30,8 @@ _SAYS_NOTHING: dict[str, tuple[object, ...]] = {
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
 }
-"""Unsupported keywords, each with the values for which the keyword allows everything. A keyword with one of these
-values is accepted."""
+"""Keywords that cannot be enforced, each with the values that allow everything. A schema may use such a keyword only
+with one of these values, with which the keyword has no effect."""
 _LITERALS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 """JSON Schema type that corresponds to each Python type of a literal."""
 _LOCATING_S = 0.2

@@ -42,8 +42,9 @@ class StopStrings:
         self.min_tokens = min_tokens
         self.is_included = is_included
         self.tables = tuple((pattern, _borders(pattern)) for pattern in dict.fromkeys(stop))
-        """Distinct stop strings, each with the matching table of the Knuth-Morris-Pratt algorithm. For each prefix of
-        the string, the table contains the length of the longest proper prefix that is also a suffix of this prefix."""
+        """Distinct stop strings, each with the matching table of the Knuth-Morris-Pratt algorithm. The table has one
+        entry for each prefix of the string: the length of the longest shorter prefix that is also the end of this
+        prefix."""
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self:

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Core
 from tokenizers import models
 
 _NFC_SHRINKS = 9
-"""Maximum factor by which Unicode normalization to NFC reduces the number of UTF-8 bytes of a text. A character has at
-most 3 times as many bytes as its decomposition (U+1FEF), and a decomposition at most 3 times as many bytes as the
-composed character (U+0390). The length of ASCII text does not change."""
+"""Maximum factor by which Unicode normalization to NFC reduces the number of UTF-8 bytes of a text. NFC first
+decomposes a character, which reduces its bytes by a factor of at most 3 (U+1FEF). It then composes the parts again,
+which reduces the bytes by a factor of at most 3 (U+0390). The length of ASCII text does not change."""
 _WHITESPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
 _MORE_WHITESPACE = "\u2028\u2029\u202f\u205f\u3000"
 _KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts")
@@ -35,11 +35,11 @@ class TokenBound:
     longest_bytes: int
     """Maximum number of bytes of text in one token."""
     silent: bytes
-    """Byte values that may be dropped. They are not in the vocabulary, or they are whitespace next to a special token
-    that removes it."""
+    """Byte values that the tokenizer may drop: bytes that are not in the vocabulary, and whitespace if there is a
+    special token that removes the whitespace next to it."""
     shrinks: int
     """Maximum factor by which the tokenizer's normalization reduces the number of bytes of a text that is not ASCII. 1:
-    it does not reduce it."""
+    normalization does not reduce the number of bytes."""
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`."""
@@ -52,8 +52,8 @@ class TokenBound:
 
 
 def token_bound(core: Core) -> TokenBound | None:
-    """Return the lower bound for a tokenizer. Return None if it is not known that the tokenizer keeps every byte of a
-    text."""
+    """Return an object that computes a lower bound on the number of tokens of a text, for one tokenizer. Return None if
+    the tokenizer may drop bytes of a text."""
     model, shrinks = core.model, _shrinks(_parts(core.normalizer, "normalizers"))
     cuts = list(_parts(core.pre_tokenizer, "pretokenizers"))
     if not isinstance(model, models.BPE) or shrinks is None or not all(map(_keeps_all, cuts)):

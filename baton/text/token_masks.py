@@ -39,7 +39,7 @@ class Matcher:
         self._eos_token_ids = eos_token_ids
         self._num_tokens = 0
         self._end: int | None = None
-        """Number of tokens before the end-of-sequence token. None if the output has not ended.
+        """Number of tokens before the end-of-sequence token. None if the output has no end-of-sequence token.
 
         The end-of-sequence token and later tokens are not passed to the library's matcher, because the library may not
         count an end-of-sequence token and could then not undo it.
@@ -99,8 +99,8 @@ class Matcher:
 
 
 class ChoiceMasks:
-    """Masks of one choice for its next token, and for the positions after its latest tokens. Owned by the thread that
-    appends tokens."""
+    """Masks of one choice: for its next token, and, if drafts were passed to `foresee`, for the positions that follow
+    the drafts. Owned by the thread that appends tokens."""
 
     def __init__(self, matcher: Matcher, num_tokens: int, mask: Mask, thread: Executor) -> None:
         """Create the masks of a choice that has `num_tokens` tokens. `matcher` has already consumed these tokens, and
@@ -113,10 +113,11 @@ class ChoiceMasks:
         self._start = num_tokens
         """Number of the choice's tokens before those in `_token_ids`."""
         self._token_ids: list[int] = []
-        """Tokens whose masks are kept. The first `_place` of them belong to the choice. The others were dropped, or are
-        drafts that were passed to `foresee`."""
+        """Tokens for which masks are stored. The first `_place` of them belong to the choice. The others were dropped,
+        or are drafts that were passed to `foresee`."""
         self._masks = [ready]
-        """Masks, one more than `_token_ids`: the mask of the first token, and the mask after each token."""
+        """Masks, one more than tokens in `_token_ids`. Mask 0 is that of the position of the first of these tokens, and
+        mask i + 1 is that of the position that follows token i."""
         self._place = 0
         """Number of tokens in `_token_ids` that currently belong to the choice."""
 
@@ -126,7 +127,8 @@ class ChoiceMasks:
         return self._masks[self._place].result()
 
     def append(self, token_id: int) -> None:
-        """Append the next token. Start to compute the mask after this token, unless that was started before."""
+        """Append the next token. Start to compute the mask of the position that follows it, unless that was started
+        before."""
         if self._token_ids[self._place : self._place + 1] != [token_id]:
             del self._token_ids[self._place :], self._masks[self._place + 1 :]
             num_before = self._start + self._place
@@ -141,8 +143,9 @@ class ChoiceMasks:
         self._place -= num_tokens
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return how many of the drafts `token_ids`, counted from the first, the grammar allows as the next tokens.
-        Start to compute the masks after these drafts. Waits for masks whose computation was started before."""
+        """Block until the grammar has checked the drafts `token_ids`, and return how many of them, counted from the
+        first, it allows as the next tokens. Then start to compute, in the background, the masks of the positions that
+        follow them."""
         num_known = 0
         for known, token_id in zip(self._token_ids[self._place :], token_ids, strict=False):
             if known != token_id:
@@ -159,8 +162,8 @@ class ChoiceMasks:
         return num_known + num_new
 
     def settle(self, num_drafts: int) -> None:
-        """Wait until the mask of the next token is computed, and also the masks after each of the next `num_drafts`
-        drafts. Raises the errors of `allowed`.
+        """Wait until the mask of the next token is computed, and the masks of the positions that follow each of the
+        next `num_drafts` drafts. Raises the errors of `allowed`.
 
         The drafts must have been passed to `foresee`, or appended and dropped. Tokens that were appended before this
         call can no longer be dropped.

@@ -66,8 +66,8 @@ class Tokenizer:
         added = self._core.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control = None if control_tokens_in_text else ControlTokens(added.values(), str(backend.chat_template))
-        """Control tokens that are marked in the text of chats, so that they are not encoded as control tokens. None:
-        texts are not marked."""
+        """Finds control tokens in the texts of chats and marks them, so that they are encoded as ordinary characters.
+        None: texts are not marked, and a control token in a text is encoded as the control token."""
         self._guard = next((token.content for token in added.values() if _is_guard(self._core, token)), "")
         self._vocab_size = 1 + max(self._core.get_vocab(with_added_tokens=True).values())
         self._bound = token_bound(self._core)
@@ -109,8 +109,8 @@ class Tokenizer:
         return str(self._hf.get_chat_template(tools=[{}] if for_tools else None))
 
     def silent_tokens(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return those of `texts` that are encoded as a single special token, by token id. `decode` skips these tokens
-        by default."""
+        """Return the texts among `texts` that the tokenizer encodes as a single special token, by token id. `decode`
+        skips these tokens by default."""
         ids = {self._core.token_to_id(text): text for text in texts}
         return {token_id: text for token_id, text in ids.items() if token_id in self._special_ids}
 

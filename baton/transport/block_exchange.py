@@ -54,8 +54,8 @@ class BlockExchange:
         self._clock = clock
         self._channels = ChannelCache(connect)
         self._coming: dict[str, asyncio.Event] = {}
-        """Names of the blocks that running calls are copying. The event of a block is set when the block is stored or
-        copying it has failed."""
+        """Events by name of the block that a running call is copying. The event of a block is set when the block is
+        stored or copying it has failed."""
         self._copying = asyncio.Semaphore(_MOST_AT_ONCE)
         self._sending = asyncio.Semaphore(_MOST_AT_ONCE)
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="block-exchange")
@@ -100,10 +100,10 @@ class BlockExchange:
                 del block  # lets the store evict it
 
     async def fetch(self, request: exchange_pb2.FetchBlocksRequest, context: Context) -> exchange_pb2.FetchBlocksReply:
-        """Serve Fetch: copy requested blocks that are not in the store from another worker. Return the number of
-        blocks, counted from the first, that are stored afterwards.
+        """Serve Fetch: copy the requested blocks that are not in this node's store from another worker. The reply
+        contains how many of the requested blocks, counted from the first, are stored afterwards.
 
-        If copying fails, the reply contains the failure, and blocks that were already copied stay in the store. Raises
+        If copying fails, the reply contains the reason, and blocks that were already copied stay in the store. Raises
         InvalidArgumentError for an invalid field.
         """
         block_tokens, within_s = _block_tokens(request.block_tokens), request.within_s

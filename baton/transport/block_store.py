@@ -45,9 +45,9 @@ class BlockStore(Protocol):
         self, name: str, tokens: TokenRange, pieces: Sequence[BlockPiece], spared: Collection[str]
     ) -> tuple[bool, Sequence[str]]:
         """Store a complete block. `pieces` must contain all tokens of all layers, each exactly once. Return True if the
-        block is stored now, and the names of the evicted blocks.
+        block is stored afterwards, and the names of the blocks that were evicted to make space.
 
-        Blocks whose names are not in `spared` may be evicted to make space. If the call fails, no part of the block is
-        stored. Raises OSError, and ConfigError if the store's folder no longer exists.
+        Blocks whose names are in `spared` are not evicted. If the call fails, no part of the block is stored. Raises
+        OSError, and ConfigError if the store's folder no longer exists.
         """
         ...

@@ -1,8 +1,8 @@
 """Keeps a worker's channels to other workers open: one per endpoint, with a limit on the number of idle channels.
 
-Other workers restart with new ports while this worker runs. Without a bound, channels to workers that no longer exist
-would keep their memory and try to connect for ever. Used by `prefill_workers.servicer` and
-`baton.transport.block_exchange`, on the loop.
+Other workers may restart with new ports while this worker runs. Without a limit, channels to workers that no longer
+exist would use memory and try to connect forever. Used by `prefill_workers.servicer` and
+`baton.transport.block_exchange`. Runs on the event loop.
 """
 
 from collections import Counter, OrderedDict
@@ -13,8 +13,8 @@ import grpc
 
 
 class ChannelCache:
-    """Open channels by endpoint. At most `most` channels are kept open, unless more are in use at the same time. The
-    least recently used idle channel is closed first."""
+    """Open channels by endpoint. At most `most` channels are kept open, unless more are in use at the same time. When
+    there are more, the idle channel that was used least recently is closed first."""
 
     def __init__(self, make: Callable[[str], grpc.aio.Channel], most: int = 64) -> None:
         self._make = make

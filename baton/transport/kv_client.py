@@ -1,5 +1,5 @@
 """Client for the lease methods of a KvReceiver: reserve, renew, commit and abort. Arguments and results are Baton's own
-types. A lease is a claim on a slot for KV, and expires if it is not renewed within its TTL.
+types. A lease reserves a slot for the KV of one sequence, and expires if it is not renewed within its TTL.
 
 Used by `orchestrator.workers.client`, and by the last rank of a chain in `prefill_workers.servicer`, which commits the
 lease. The KV itself is pushed by `baton.transport.kv_sender`. Used on the asyncio loop.

@@ -37,18 +37,18 @@ SERVICE = "baton.v1.KvReceiver"
 MAX_TTL_S = 3600.0
 """Maximum TTL of a lease in seconds. It limits the time for which a lost lease occupies its slot."""
 MAX_REPLY_S = 0.5
-"""Maximum time in seconds that is reserved for sending the answer of a Commit to the caller. Waiting for KV ends this
-long before the caller's deadline. If a quarter of the time until the deadline is shorter, only this quarter is
-reserved."""
+"""Maximum time in seconds that is reserved for sending the answer of a Commit to the caller. A Commit stops waiting for
+missing KV this long before the caller's deadline, or a quarter of the remaining time before it if that is shorter."""
 
 
 class KvReceiverServicer:
     """Serves baton.v1.KvReceiver with a sink. Register it with `add_to` on a server created by
     `baton.transport.channel`, which converts the raised errors to gRPC statuses.
 
-    The servicer remembers the numbers of the last Reserve calls, for callers that did not receive the answer. Apart
-    from running calls, it has no other state. `prefixes` grants leases for prompts whose first tokens have cached KV on
-    the sink's node. None: the node has no prefix cache.
+    The servicer remembers the latest Reserve calls by their numbers, so that a caller that did not receive the answer
+    can repeat or undo its call. Apart from running calls, it has no other state. If `prefixes` is given, it grants the
+    leases for prompts with cached blocks, and fills their slots from the node's prefix cache. None: the node has no
+    prefix cache.
     """
 
     def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None, *, clock: Clock | None = None) -> None:
@@ -113,8 +113,8 @@ class KvReceiverServicer:
     async def push_shared(
         self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
     ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
-        """Serve PushShared: write pieces to a slot, with payloads in shared memory instead of messages. The first
-        message names the shared memory.
+        """Serve PushShared: write pieces to a slot. Their payloads are in shared memory, which the first message names;
+        later messages contain only the location of each piece.
 
         A message may request an answer. The answer is sent when all pieces so far have been copied, and the sender may
         then reuse their memory. If this process cannot map the shared memory, it sends a single answer that says so.
@@ -163,8 +163,9 @@ class KvReceiverServicer:
 
 
 class _Writer:
-    """Writer of the pieces of one push call. It registers with the slot at the first piece, and unregisters when
-    `stack` is closed. Each piece is checked against its header and the KV layout before it is written."""
+    """Writes the pieces of one push call to a slot. It registers as a writer of the slot at the first piece, and
+    unregisters when `stack` is closed. Each piece is checked against its header and the KV layout before it is
+    written."""
 
     def __init__(self, sink: KvSink, stack: ExitStack) -> None:
         self.reply = kv_pb2.PushReply()

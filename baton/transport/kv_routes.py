@@ -130,10 +130,10 @@ class SharedRoute:
     """Route that copies pieces into cells of shared memory, and sends messages with the location of each piece. Create
     it with `open`.
 
-    A cell is a unit of shared memory that holds several pieces. It is reused when the receiver has acknowledged all of
-    them. If all cells are in use, the sender waits for the receiver. A cell in use is being filled (`_cell`), is full
-    (`_full`), or waits for a requested acknowledgement (`_asked`). If no cell is free, an acknowledgement has been
-    requested.
+    A cell is a unit of shared memory that holds several pieces. A cell is reused when the receiver has acknowledged all
+    of its pieces. If all cells are in use, the sender waits for the receiver. A cell in use is in one of three states:
+    being filled (`_cell`), full (`_full`), or waiting for an acknowledgement that was requested (`_asked`). If no cell
+    is free, an acknowledgement has always been requested.
     """
 
     is_shared = True
@@ -157,10 +157,10 @@ class SharedRoute:
         self._filled: list[kv_pb2.SharedPiece] = []
         """Pieces that will be sent in the next message."""
         self._num_unasked = 0
-        """Number of pieces that were sent since the last message that requested an acknowledgement."""
+        """Number of pieces that were sent after the last message that requested an acknowledgement."""
         self._asked: deque[tuple[int, list[int]]] = deque()
-        """Requested acknowledgements that have not arrived, each as (number of acknowledged pieces, offsets of the
-        cells that become free)."""
+        """Acknowledgements that were requested and have not arrived. Each is (number of pieces that it acknowledges,
+        offsets of the cells that it frees)."""
         self._answered = asyncio.Event()
         self._turns = Turns()
         self._total: kv_pb2.PushReply | None = None

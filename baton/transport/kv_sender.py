@@ -36,7 +36,7 @@ class PushSummary:
     """Counts and times of a push that has finished successfully."""
 
     num_bytes: int
-    """Number of payload bytes that were sent and that the receiver has counted, including duplicates."""
+    """Number of payload bytes that were sent. The receiver has counted the same number; duplicates are included."""
     num_pieces: int
     first_unix_ns: int
     """Time at which the first piece was offered, in unix nanoseconds."""
@@ -74,8 +74,9 @@ class PushSession:
     """Push of KV pieces to the slot of one lease.
 
     The memory of an offered piece is read when the piece is sent, and must not change until the session has ended. The
-    route limits the data that is copied and not yet received. The asyncio loop owns all state, except that other
-    threads append to `_offers` and set `_finished` and `_wake_due`. Each of these operations is atomic.
+    route limits the amount of data that has been copied and that the receiver has not received yet. The asyncio loop
+    owns all state, except that other threads append to `_offers` and set `_finished` and `_wake_due`. Each of these
+    operations is atomic.
     """
 
     def __init__(self, open_route: OpenRoute, ref: LeaseRef, layout: KvLayout, clock: Clock) -> None:

@@ -1,5 +1,6 @@
-"""Interface of a sink, which stores received KV in slots. Each slot is claimed by a lease. A lease expires if it is not
-renewed within its TTL. Each lease has a stamp, and the stamp of an earlier lease is not valid for the slot any more.
+"""Interface of a sink, which stores received KV in slots. A sender needs a lease on a slot. A lease expires if it is
+not renewed within its TTL. Each lease has a stamp; when a slot gets a new lease, the stamps of earlier leases become
+invalid.
 
 Called by `baton.transport.kv_receiver`. Implemented by `generate_workers.slots.table`, which does not depend on gRPC.
 All implementations must pass tests/conformance/test_kv_sinks.py. Methods are called on the process's asyncio loop.
@@ -30,8 +31,8 @@ class ReserveSpec:
     """Number of slots to reserve, one for each choice of the request. KV is pushed into the first slot and copied from
     there into the others."""
     prefix_blocks: tuple[str, ...] = ()
-    """Content names of the prompt's leading blocks, in order. Used by KvPrefixes to find cached blocks; a plain KvSink
-    ignores them."""
+    """Names of the prompt's leading blocks, in order. Each is a hash of the tokens up to the end of the block. Used by
+    KvPrefixes to find cached blocks; a plain KvSink ignores them."""
     block_tokens: int = 0
     """Number of tokens of each block in `prefix_blocks`."""
     prefills_locally: bool = False
@@ -87,8 +88,8 @@ class KvPrefixes(Protocol):
 
 
 class KvSink(Protocol):
-    """Stores received KV in slots. A slot is claimed by a lease, which expires after its TTL. All methods are called on
-    the asyncio loop.
+    """Stores received KV in slots. A slot is reserved by a lease, which expires if it is not renewed within its TTL.
+    All methods are called on the asyncio loop.
 
     A LeaseRef identifies a lease by its slot and stamp. Every method with a LeaseRef argument, except `abort`, raises
     StaleStampError if the slot does not exist, is free, or has a newer lease. It raises LeaseExpiredError if the lease

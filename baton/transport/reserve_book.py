@@ -1,8 +1,8 @@
-"""Record of the latest Reserve calls by their numbers. A Reserve call grants a lease, which is a timed claim on a slot
-for KV. A caller that did not receive the answer to its Reserve call can undo the call by its number.
+"""Record of the latest Reserve calls by their numbers. A Reserve call grants a lease, which reserves a slot for KV for
+a limited time. A caller that did not receive the answer to its Reserve call can undo the call by its number.
 
-After an abort, the Reserve call has no lease, even if it was still running during the abort or arrives after it. A
-Reserve call that arrives twice gets one lease. Used by `baton.transport.kv_receiver`, for
+After an abort, the aborted Reserve call has no lease, even if it was still running during the abort or arrives later. A
+Reserve call that arrives twice gets one lease. Used by `baton.transport.kv_receiver`. Calls are undone by
 `orchestrator.dispatch.lease_reaper`. Runs on the event loop.
 """
 
@@ -15,8 +15,7 @@ from baton.process.clock import Clock
 from baton.types import Lease, LeaseRef, ReserveNumber
 
 REMEMBER_S = 60.0
-"""Seconds for which the number of a Reserve call is remembered. Longer than the time for which a caller waits for the
-answer."""
+"""Seconds for which the number of a Reserve call is remembered. A caller waits less long for the answer of its call."""
 MAX_REMEMBERED = 16_384
 """Maximum number of remembered Reserve calls. When it is exceeded, the oldest are forgotten first."""
 
@@ -71,8 +70,8 @@ class ReserveBook:
         return lease
 
     def abort(self, number: ReserveNumber) -> LeaseRef | None:
-        """Mark a Reserve call's number as aborted, so that the call is refused from now on. Return the lease that was
-        granted to the call; None if it has none."""
+        """Mark a Reserve call's number as aborted: if the call arrives later, it is refused. Return the lease that was
+        granted to the call; None if it has none. The caller must end this lease."""
         reserving = self._known.pop(number, None)
         aborted = self._note(number)
         aborted.is_aborted = True

@@ -93,7 +93,7 @@ class SharedCells:
 
 class CellPool:
     """Pool of shared memory of one sender, for pushes of one KV layout. Pushes reuse the memory of earlier pushes,
-    which avoids page faults in new memory.
+    because new memory would cause page faults.
 
     Owned by the process's servicer; used on its event loop.
     """
@@ -131,8 +131,8 @@ class CellPool:
 
 
 class Turns:
-    """Counter of copied bytes that yields to other tasks of the event loop at regular intervals, while one call copies
-    the payloads of a long message."""
+    """Counter of copied bytes for one call that copies the payloads of a long message. At regular intervals, it lets
+    other tasks of the event loop run."""
 
     def __init__(self) -> None:
         self._num_bytes = 0

@@ -59,8 +59,8 @@ class Shape:
 
 
 def conversations(passages: Passages, shape: Shape, seed: int) -> Iterator[Conversation]:
-    """Yield an endless sequence of conversations. The passages and the seed determine them. Raises ConfigError if all
-    passages of the text have been used."""
+    """Yield conversations without end. The same passages and the same seed give the same conversations. Raises
+    ConfigError if all passages of the text have been used."""
     generator = np.random.default_rng(seed)
     system = passages.take(shape.system_tokens) if shape.system_tokens else ""
     made: list[Conversation] = []
@@ -77,9 +77,9 @@ def conversations(passages: Passages, shape: Shape, seed: int) -> Iterator[Conve
 def replayed(passages: Passages, trace: Trace, shape: Shape, load: int) -> Iterator[Conversation]:
     """Yield each request of a trace, in order, as a conversation of one turn.
 
-    If the trace names blocks, equal blocks within a load get equal texts, so prompts share prefixes as they do in the
-    trace. `load` is the load's index; different loads get different texts. Requests longer than the model's context
-    length are shortened.
+    A trace may give the ids of each prompt's blocks. Blocks with the same id get the same text within a load, so
+    prompts share prefixes as they do in the trace. `load` is the load's index; different loads get different texts.
+    Requests longer than the model's context length are shortened.
     """
     system = passages.take(shape.system_tokens) if shape.system_tokens else ""
     for number, (num_tokens, max_tokens) in enumerate(zip(trace.prompt_tokens, trace.output_tokens, strict=True)):

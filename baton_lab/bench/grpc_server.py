@@ -35,10 +35,10 @@ class GrpcServer:
             yield cls(client, About(model.name, model.max_tokens), style)
 
     async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
-        """Send one request, and read its answer until it ends.
+        """Send one request, and read its answer until it ends. The arguments and the result are those of `Server.ask`.
 
         A step with accepted drafts sends one event per token. These events are recorded as one message with the arrival
-        time of the last event. The `drafts` field of the last event gives their number.
+        time of the last event. The `drafts` field of the last event gives the number of events to combine.
         """
         try:
             async with asyncio.timeout(self._style.timeout_s), self._stream(messages, max_tokens) as stream:

@@ -150,8 +150,8 @@ class Generator:
 
 @dataclass(frozen=True)
 class _Place:
-    """Fields of a request's record that are known before the request is sent: the indexes of its conversation and turn,
-    and the scheduled time."""
+    """Fields of a request's record that are known before the request is sent: the index of its conversation, the index
+    of the turn in the conversation, the scheduled time, and the maximum number of output tokens."""
 
     conversation: int
     turn: int

@@ -14,11 +14,11 @@ NOVEL = Path(__file__).with_name("novel.txt.gz")
 TOKENS_PER_WORD = 1.33
 """Mean number of tokens per English word with common tokenizers. Used if the server does not report token counts."""
 _BEGINNING = 8
-"""Number of leading words by which any two passages differ. It is smaller than a block of cached KV, so passages do not
-share cached blocks."""
+"""Number of words at the start of a passage by which any two passages differ. A block of cached KV has more words, so
+passages do not share cached blocks."""
 _LOAD_STRIDE = 7919
-"""Offset, in passages, between the texts of the same trace block in consecutive loads. Loads therefore do not share
-cached blocks."""
+"""Number of positions by which the passages for the blocks of a trace are shifted from one load to the next. The same
+block therefore gets different texts in consecutive loads, and loads do not share cached blocks."""
 _GZIP = b"\x1f\x8b"
 
 
@@ -36,8 +36,8 @@ def read_words(path: Path) -> list[str]:
 
 
 class Passages:
-    """Passages of a text, in a random order that a seed determines. The text is treated as cyclic: after its last word
-    comes its first."""
+    """Source of passages from a text, which start at random positions that a seed determines. The text is treated as
+    cyclic: after its last word comes its first."""
 
     def __init__(self, words: Sequence[str], seed: int) -> None:
         self._words = words

@@ -42,8 +42,8 @@ class MessageLog:
         self._texts.append(text)
 
     def add(self, text: str) -> None:
-        """Append text to the answer without recording a new message. Used for text that arrives after the last token's
-        message, such as the last words of an answer."""
+        """Append text to the answer without recording a new message. Used for text that arrives without a token, after
+        the message of the last token, such as the last words of an answer."""
         self._texts.append(text)
 
     def merge(self, num_messages: int) -> None:

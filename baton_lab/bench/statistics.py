@@ -60,7 +60,8 @@ class Summary:
     mean_prompt_tokens: float
     mean_output_tokens: float
     cached_share: float
-    """Fraction of all prompt tokens whose KV was found in the server's cache; NaN if the server does not report it."""
+    """Fraction of the prompt tokens whose KV was found in the server's cache, over all requests for which the server
+    reports this; NaN if it reports it for none."""
     latencies: Mapping[str, Percentiles]
     """Latencies in seconds by metric. `ttft`: from the scheduled time of the request to the first message. `tpot`: mean
     per output token after the first message. `itl`: between two messages. `e2el`: from the scheduled time to the end of
@@ -125,8 +126,8 @@ def latencies(answered: Sequence[Record]) -> Mapping[str, list[float]]:
 
 
 def is_good(record: Record, targets: Mapping[str, float]) -> bool:
-    """Return True if the request was answered within all latency targets. An answer of one token has no time per output
-    token (`tpot`), and meets any target for this metric."""
+    """Return True if the request was answered and met all latency targets. An answer of one token has no time per
+    output token (`tpot`); it counts as meeting any target for this metric."""
     if not record.is_answered:
         return False
     took = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}

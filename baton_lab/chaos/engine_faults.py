@@ -25,8 +25,8 @@ SHARE = 0.2
 SLOW_S = 30.0
 """Duration of the slowdown in seconds. It is three times the limit after which an engine that hangs is killed."""
 _ANSWER_S = 0.5
-"""Timeout in seconds for a status query to an engine whose thread is held. If the engine does not answer, its thread is
-resumed for the same time before it is held again, so that the engine can answer heartbeats."""
+"""Timeout in seconds for a status query to an engine whose thread is stopped. If the engine does not answer or has no
+sequences, its thread is resumed for the same time before it is stopped again, so that the engine can work."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class EngineTrials:
         self._late_s, self._start_s = late_s, start_s
 
     async def hang(self, name: str) -> Trial:
-        """Stop the thread of the engine `name` while it has sequences. Wait until its supervisor has killed the worker
-        and the replacement serves. Return the outcome."""
+        """Stop the engine's thread in the worker `name` at a time when the engine has sequences. Wait until the
+        supervisor has killed the worker and its replacement serves. Return the outcome."""
         try:
             async with asyncio.timeout(self._start_s):
                 worker, held, step_s = await self._hold(name)

@@ -1,5 +1,5 @@
-"""Faults of calls, and plans that decide which calls get a fault. Code that wraps an interface queries its plan at each
-call for a fault to inject. Plans count the faults they selected. Pure."""
+"""Faults of calls, and plans that decide which calls get a fault. Code that wraps an interface calls its plan at
+each call, which decides whether a fault is injected. Plans count the faults that they have selected. Pure."""
 
 import enum
 import random
@@ -46,8 +46,9 @@ class FaultPlan(Protocol):
 
 
 class SeededPlan:
-    """Plan that selects faults for random calls between `begin` and `end`. The seed, the name of the call, and the
-    number of the call among those of its name determine the fault. Implements FaultPlan."""
+    """Plan that selects faults for random calls between `begin` and `end`. Calls are numbered separately for each
+    method name. The seed, the name and the number determine whether a call gets a fault, and which one. Implements
+    FaultPlan."""
 
     def __init__(self) -> None:
         self.struck: Counter[tuple[str, Fault]] = Counter()

@@ -1,9 +1,9 @@
 """Compares the tokens of a stream with those of a run of the same schedule without faults (the undisturbed run).
 
-Forward passes with different batch shapes round differently. A token may therefore differ if the two candidates were
-almost equal in the undisturbed run. The sampler's scores of both tokens are computed from their logprobs and the seed's
-noise, and must differ by less than MARGIN. Such a difference counts as an exception. After it, the two streams have
-different histories, so their later tokens are not compared. Pure.
+Forward passes with different batch shapes round differently. A token may therefore differ if the two candidates had
+almost the same score in the undisturbed run. The sampler's scores of both tokens are computed from their logprobs and
+the seed's noise, and must differ by less than MARGIN. Such a difference counts as an exception. After it, the two
+streams have different histories, so their later tokens are not compared. Pure.
 """
 
 from collections.abc import Sequence
@@ -54,9 +54,9 @@ class CalmJudge:
 
 
 def margin_of(params: SamplingParams, position: int, due: SampledToken, found: SampledToken) -> float:
-    """Return how much better the sampler scored the token of the undisturbed run (`due`) than the token that was
-    received (`found`). The score is computed as if no token were excluded from sampling. Both tokens need logprobs
-    after the same history."""
+    """Return the sampler's score of the token of the undisturbed run (`due`), minus its score of the token that was
+    received (`found`). The score is computed as if no token were excluded from sampling. Both tokens must have logprobs
+    that were computed after the same preceding tokens."""
     assert due.logprob is not None and found.logprob is not None
     if not params.temperature:
         return due.logprob - found.logprob

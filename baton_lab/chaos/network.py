@@ -2,9 +2,9 @@
 each worker.
 
 The proxy is a gRPC server that forwards every call, unchanged or with a fault that a plan selects. It forwards messages
-as bytes with the caller's metadata. The server therefore gets the cluster's secret only if the caller has it. The proxy
-parses one message, the lease, and replaces the lease's endpoint by its own, so that KV pushes also pass through the
-proxy.
+as bytes with the caller's metadata. It does not add the cluster's secret; the server gets it only if the caller has
+sent it. The proxy parses one message, the lease, and replaces the lease's endpoint by its own, so that KV pushes also
+pass through the proxy.
 
 A frozen proxy forwards nothing in either direction, as if the worker's process were stopped. Connections stay open, so
 a dropped call fails after `DEAD_S` seconds, which stands for the keepalive timeout. Runs on the event loop.
@@ -37,8 +37,8 @@ _MOST_REPLIES = 8
 
 _ALWAYS = frozenset((Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP))
 _REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"))
-"""Methods whose calls the proxy may deliver twice. It does not repeat other methods, because clients repeat them under
-a new number. A Push call is repeated as a whole."""
+"""Methods whose calls the proxy may deliver twice. Other methods are not repeated, because a client that retries them
+sends a new call with a new number. A Push call is repeated as a whole."""
 _STREAMS = frozenset(("Streams", "Generate", "PushShared"))
 """Streaming methods that the proxy may cut between two replies."""
 _OF_CONNECTION = ("grpc-", "user-agent")

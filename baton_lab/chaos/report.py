@@ -57,7 +57,7 @@ class Report:
     schedule: Schedule
     answers: list[Answer] = field(default_factory=list)
     blows: list[tuple[Blow, bool]] = field(default_factory=list)
-    """Process faults whose time was reached. The bool of each is True if the target process was running."""
+    """Process faults that were due. The bool of each is True if the target process was running, so that it was hit."""
     notes: list[str] = field(default_factory=list)
     """One line of text for each engine fault, which describes its outcome."""
     num_calls_struck: int = 0
@@ -66,7 +66,7 @@ class Report:
     complaints: list[str] = field(default_factory=list)
     """Descriptions of the violated conditions; empty if all conditions were met."""
     settled_s: float = 0.0
-    """Seconds from the end of the last request until the cluster held no slot, byte or job any more."""
+    """Seconds from the end of the last request until the cluster had released all slots, bytes and jobs."""
     took_s: float = 0.0
 
     @property

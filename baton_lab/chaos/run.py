@@ -46,7 +46,8 @@ class Bounds:
     """Maximum duration of a request without a deadline, in seconds. Also the maximum time until the replacement of a
     hung worker serves."""
     late_s: float = 5.0
-    """Maximum time in seconds from a request's deadline to its end. It is above 0 because the machine is busy."""
+    """Maximum time in seconds from a request's deadline to its end. It is above 0 to allow for delays on a busy
+    machine."""
     settle_s: float = 10.0
     """Maximum time in seconds from the end of the last request until all workers serve and the cluster holds no slot,
     byte or job."""
@@ -242,8 +243,8 @@ class Watch:
 
 
 def holdings(state: ClusterState) -> str:
-    """Return a text that lists the slots, bytes and jobs that the cluster holds, and the counts that do not add up.
-    Empty if there is nothing to list."""
+    """Return a text that lists the requests, slots and bytes that the cluster still holds, the engines that do not
+    answer, and the counts that do not add up. Empty if there is nothing to list."""
     counts = {"queued": state.num_queued, "running": state.num_running}
     for group in state.groups:
         held = group.generation or GenerationStatus()

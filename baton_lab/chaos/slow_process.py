@@ -1,5 +1,5 @@
-"""Limits a child process to a fraction of a core by signals. The process is stopped while it has used more than its
-fraction, and resumed afterwards.
+"""Limits a child process to a fraction of a core by signals. The process is stopped while it has used more CPU time
+than this fraction allows, and resumed afterwards.
 
 A CPU quota of the kernel (cgroup `cpu.max`) would have the same effect, but usually requires privileges.
 """
@@ -16,8 +16,8 @@ from deploy.groups.spawner import WorkerHandle
 _TICK_S = 0.005
 """Seconds between two checks of the CPU time that the process has used."""
 _PERIOD_S = 0.1
-"""Maximum unused CPU time that the process may save and use later, given as the number of seconds in which the limit
-grants it."""
+"""Limit on the unused CPU time that the process may save for later: as much as it is granted in this number of
+seconds."""
 _MOST_S = 0.5
 """Maximum time in seconds for which the process is stopped without interruption, even if a check was late."""
 

@@ -1,5 +1,5 @@
-"""Factory of speculators for benchmarks: Baton's own speculators, and those that draft with the comparators' draft
-views."""
+"""Factory of speculators for benchmarks. It knows Baton's own speculators, and speculators that use the draft views of
+`quest` and `topk`, which serve only for comparison (comparators)."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -18,20 +18,21 @@ _VIEWS: Mapping[str, MakeChoosing] = {
     "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),
 }
 CHOOSING: Mapping[str, MakeChoosing] = {**making.CHOOSING, **_VIEWS}
-"""Functions that create the draft views that select keys, by the name of the speculation."""
+"""Factories of key-selecting draft views, keyed by the value of `speculation`."""
 
 
 def configured(name: str) -> SpeculationName:
-    """Return the speculation name to put into the engine's configuration. With it, the engine reserves enough memory
-    for drafts of the speculation `name`."""
+    """Return the value of `speculation` in the engine's configuration with which the engine reserves enough memory for
+    the speculator `name`. Comparators do not occur in the configuration; for them, it is the value for a similar
+    speculator."""
     return "snapkv" if name in _VIEWS else cast(SpeculationName, name)
 
 
 def make_speculation(name: str, model: ServedModel, slots: SlotTable, config: EngineConfig) -> Speculator | None:
     """Create the speculator with the given name, like `generate_workers.speculation.making.make_speculation`, but also
-    accept the names of comparators. Return None if `name` means no speculation.
+    accept the names of comparators (`quest` and `topk`). Return None if `name` means no speculation.
 
-    `config` must contain the speculation that `configured(name)` returns. Raises the errors of
+    In `config`, the field `speculation` must have the value that `configured(name)` returns. Raises the errors of
     `making.make_speculation`.
     """
     return making.make_speculation(model, slots, config, name=name, choosing=CHOOSING)

@@ -1,11 +1,13 @@
 """Residency `h2o` on a device with separate memory. The device holds only the kept keys (and their values).
 
-This is a Residency for `engine.step_runner` that weighs and drops keys as `h2o` does. In each selective layer, a
-sequence has P entries of device memory. For each kv head, there is one entry for each kept key, and one for the new
-token of a step. After the layer's attention, the new token moves to the entry of the key that was dropped.
+This is a Residency for `engine.model_runner` that weighs and drops keys as `h2o` does: it sums the attention that each
+key gets, and drops the keys with the smallest sums. In each selective layer (all except the first two), a sequence has
+P entries of device memory, with one token each. For each kv head, there is one entry for each kept key, and one for the
+new token of a step. After the layer's attention, the new token moves to the entry of the key that was dropped.
 
-A prompt is weighed layer by layer, in device memory for one layer of the longest sequence, which all sequences share.
-Then its kept keys are copied to the entries.
+A prompt is weighed layer by layer. All sequences share the device memory for this, which can hold one layer of the
+longest sequence. Then the kept keys of the prompt are copied to the entries. A long span is several new tokens of one
+sequence in one step.
 
     host    KV of all layers except the first two, including dropped keys, which sequences with the same prefix need
     device  KV of the first two layers, the entries, positions and sums of the kept keys, memory for one layer of
@@ -48,18 +50,18 @@ _KEY_BYTES = 12
 
 
 class PlacedHitters(HeavyHitters):
-    """HeavyHitters that also record the device entry of each kept key. The entries are known once the prompt is
-    complete."""
+    """HeavyHitters that also record the device entry in which each kept key is stored. Keys have entries only after the
+    prompt is complete."""
 
     def __init__(self, num_kv_heads: int) -> None:
         """Create a state without keys for one layer of one sequence."""
         super().__init__(num_kv_heads)
         self.places_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
-        """Device entry index of each kept key, in the order of the keys' positions. Empty until the prompt is
+        """Index of each kept key in device memory, ordered by the key's position. Empty until the prompt is
         complete."""
         self.free_G = torch.zeros(num_kv_heads, dtype=torch.int64)
-        """For each kv head, index of the entry that the new token moves to after attention. If the new token's own key
-        was dropped, this is the index of its current entry."""
+        """For each kv head, index of the entry to which the new token moves after attention. It is the entry of the
+        dropped key, so it is the token's present entry if its own key was dropped."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,28 +69,28 @@ class PlacedHitters(HeavyHitters):
         return super().num_bytes + self.places_GK.nbytes
 
     def forget_places(self) -> None:
-        """Forget the device entries of all keys. They have none until `settle` is called."""
+        """Delete the record of the keys' device entries. Until `settle` is called, no key has an entry."""
         self.places_GK = self.places_GK[:, :0]
 
     def settle(self, kv_S2GH: Tensor, places_P2GH: Tensor) -> None:
-        """Copy the kept keys and values from the whole sequence's KV to the first device entries, and record these
-        entries."""
+        """Copy the kept keys and values from the sequence's KV to the first device entries, and record the entry of
+        each key."""
         num_kv_heads, num_kept = self.positions_GK.shape
         kept_GK2H = kv_S2GH[self.positions_GK.long(), :, torch.arange(num_kv_heads).unsqueeze(1)]
         places_P2GH[:num_kept] = kept_GK2H.permute(1, 2, 0, 3)
         self.places_GK = torch.arange(num_kept, dtype=torch.int32).repeat(num_kv_heads, 1)
 
     def add_own(self, own_place: int) -> Tensor:
-        """Append the entry `own_place` of a step's new token to each kv head's entries. Return the entry indexes of all
-        keys, `[G, K]`."""
+        """Add the entry `own_place`, which holds a step's new token, to the entries of the kept keys of each kv head.
+        Return the entry indexes of all keys, `[G, K]`."""
         own_G1 = torch.full((len(self.places_GK), 1), own_place, dtype=torch.int32)
         self.free_G = torch.full((len(self.places_GK),), self.places_GK.shape[1])
         self.places_GK = torch.cat((self.places_GK, own_G1), dim=1)
         return self.places_GK
 
     def move_own(self, own_place: int, places_P2GH: Tensor) -> None:
-        """Move the new token's key and value from the entry `own_place` to the entry of the key that was dropped. A kv
-        head whose dropped key is the new token itself does not move it."""
+        """Move the new token's key and value from the entry `own_place` to the entry of the key that was dropped.
+        Nothing is moved for a kv head that has dropped the new token's own key."""
         (heads_J,) = (self.free_G != own_place).nonzero(as_tuple=True)
         places_P2GH[self.free_G[heads_J], :, heads_J] = places_P2GH[own_place].transpose(0, 1)[heads_J]
         if self.places_GK.shape[1]:
@@ -108,7 +110,8 @@ class PlacedHitters(HeavyHitters):
 
 
 class KeptKeys:
-    """Device entries of one sequence: one for each kept key, and a last one for a step's new token. Implements Part."""
+    """Device entries of one sequence, with one token each: one for each kept key, and a last one for a step's new
+    token. Implements Part."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
         """Reserve address space for the entries of the longest sequence. Raises the errors of `make_memory`."""
@@ -129,12 +132,12 @@ class KeptKeys:
         return self._kv.buffer
 
     def num_places(self, num_prompt: int) -> int:
-        """Return the number of entries that a sequence needs after a prompt of `num_prompt` tokens."""
+        """Return the number of device entries that a sequence needs whose prompt has `num_prompt` tokens."""
         return sum(self._budget.of(num_prompt))
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of the entries after a prompt of `num_tokens` tokens; 0 for 0 tokens. A longer
-        prompt never needs fewer bytes."""
+        """Return the number of bytes of device memory that the entries of a sequence need, whose prompt has
+        `num_tokens` tokens; 0 for 0 tokens. The number never decreases with the length of the prompt."""
         return self._kv.bytes_for(self.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -157,8 +160,8 @@ class KeptKeys:
 
 
 class LayerMemory:
-    """Device memory for the KV of one layer of one sequence. All sequences share it, one at a time, to weigh their
-    prompts. Used on the engine's thread."""
+    """Device memory for the KV of one layer of one sequence. Prompts are weighed in it. All sequences share it, one at
+    a time. Used on the engine's thread."""
 
     def __init__(self, shape: KvShape, device: Device) -> None:
         """Allocate memory for the longest sequence that a slot can hold. Raises an error in OUT_OF_MEMORY if it cannot
@@ -192,16 +195,17 @@ class KeptRow(AwayRow, WeighedRow):
     def __init__(
         self, shape: KvShape, device: Device, budget: HeavyBudget, pieces: Pieces, weighing: LayerMemory
     ) -> None:
-        """Create the storage for one slot. `weighing`: shared device memory in which prompts are weighed. Raises an
-        error in OUT_OF_MEMORY if the slot's address space cannot be allocated."""
+        """Create the storage for one slot. `pieces`: shared device memory through which long KV is read. `weighing`:
+        shared device memory in which prompts are weighed. Raises an error in OUT_OF_MEMORY if the address space cannot
+        be allocated."""
         self.index = HitterIndex(shape.layout, budget, PlacedHitters, _KEY_BYTES)
         self.kept = KeptKeys(shape, device.row_memory, budget)
         self._weighing = weighing
         super().__init__(shape, device, [self.kept, self.index], pieces)
 
     def chooses(self, tokens: TokenRange) -> bool:
-        """Return True if the step has one token and comes after the prompt. The kept keys are then in device
-        entries."""
+        """Return True if `tokens` is a single token after the prompt. Only in this case, the step selects keys: it
+        attends to the kept keys in the device entries."""
         return len(tokens) == 1 and tokens.start >= self.index.num_prompt
 
     def commit(self, tokens: TokenRange) -> None:
@@ -210,7 +214,7 @@ class KeptRow(AwayRow, WeighedRow):
         self.kept.commit()
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span through which the step's attention reads and writes the KV of `tokens`."""
+        """Return the object through which the step's attention reads and writes the KV of the new tokens `tokens`."""
         if not self.chooses(tokens):
             return self.long_span(tokens)
         own_place = self.kept.own_place
@@ -225,11 +229,11 @@ class KeptRow(AwayRow, WeighedRow):
         return self._weighing.bring(self.others.buffer, layer - NUM_WHOLE_LAYERS, tokens)
 
     def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
-        """Add the attention weights of the queries of `tokens` to the sums of all kept keys. Return the weighed keys,
-        `[G, K]`.
+        """Add the attention weights of the queries of `tokens` to the sums of all kept keys. Return the keys whose sums
+        were increased, `[G, K]`.
 
-        In a step with one token after the prompt, the returned keys are device entry indexes. Otherwise they are
-        positions.
+        The returned keys are indexes of device entries in a step with one token after the prompt. Otherwise they are
+        positions in the sequence.
         """
         hitters, places_P2GH = self.placed(layer)
         if not self.chooses(tokens):
@@ -245,14 +249,16 @@ class KeptRow(AwayRow, WeighedRow):
         return places_GK
 
     def placed(self, layer: int) -> tuple[PlacedHitters, Tensor]:
-        """Return the heavy hitters of a selective layer, and a view of the layer's device entries, `[P, 2, G, H]`."""
+        """Return the heavy hitters (kept keys) of a layer other than the first two, and a view of the layer's device
+        entries, `[P, 2, G, H]`."""
         hitters = self.index.hitters[layer]
         assert isinstance(hitters, PlacedHitters)
         return hitters, self.kept.buffer.data[layer - NUM_WHOLE_LAYERS]
 
 
 class FetchedH2oStep(H2oStep[KeptRow]):
-    """Step that moves each new token to the device entry of the dropped key, and stores its KV in host memory."""
+    """Step that stores the KV of each new token in host memory, and moves it on the device to the entry of the key that
+    was dropped."""
 
     def __init__(
         self,
@@ -260,17 +266,18 @@ class FetchedH2oStep(H2oStep[KeptRow]):
         decoder: Decoder,
         passing: tuple[Pieces, LayerMemory],
     ) -> None:
-        """Create a step over the sequences `rows`, each with its new tokens. `passing`: the device memory that fetched
-        data passes through. It consists of the pieces that long spans read and of the memory in which prompts are
-        weighed."""
+        """Create a step over the sequences `rows`, each with the range of its new tokens. `passing`: two device
+        memories that fetched KV passes through. Sequences with several new tokens read KV through the first; prompts
+        are weighed in the second."""
         super().__init__(rows, decoder)
         self._stores = HomeStores(link_of(decoder.device))
         self._passing = passing
         self._num_before = sum(each.num_bytes for each in passing)
 
     def end(self, layer: int) -> None:
-        """Finish a layer: start to store the new tokens' KV in host memory, weigh the keys by the queries of longer
-        spans, and move the new tokens of the other sequences to their entries."""
+        """Finish a layer. Start to store the new tokens' KV in host memory. For sequences with several new tokens,
+        weigh the keys by the new tokens' queries. For the other sequences, move the new token to its final device
+        entry."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -286,8 +293,8 @@ class FetchedH2oStep(H2oStep[KeptRow]):
             hitters.move_own(row.kept.own_place, places_P2GH)
 
     def settle(self) -> None:
-        """Record how many tokens' queries have weighed the keys, and wait until all new KV is in host memory. Called
-        after the last layer."""
+        """Record for each sequence that the queries of its new tokens have weighed the keys, and wait until all new KV
+        is in host memory. Called after the last layer."""
         super().settle()
         self._stores.settle()
 
@@ -300,12 +307,12 @@ class FetchedH2oStep(H2oStep[KeptRow]):
 
 
 class FetchedH2oResidency(WeighingResidency[KeptRow]):
-    """Residency that attends to heavy hitters (keys with much attention so far) and the latest keys. It stores all
-    other keys in host memory."""
+    """Residency that attends to heavy hitters (keys with much attention so far) and the latest keys. In all layers
+    except the first two, only these keys are in device memory; host memory holds all KV."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, budget: HeavyBudget) -> None:
-        """Create the residency for all slots. Raises ConfigError if the model's pushed prompts cannot be rerun. Raises
-        OSError or an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
+        """Create the residency for all slots. Raises ConfigError if prompts whose KV was pushed cannot be rerun with
+        this model. Raises OSError or an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
         assert native.load()  # stores new KV
         device, row_bytes = decoder.device, shape.layout.row_bytes
         pieces, self._weighing = Pieces(shape.layout, device), LayerMemory(shape, device)

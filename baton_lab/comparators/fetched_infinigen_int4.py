@@ -1,19 +1,20 @@
-"""Residency `infinigen_int4` on a device with its own memory. KV is stored in host memory in 4 bits, and selected keys
-and values (picks) are fetched in 4 bits.
+"""Residency `infinigen_int4` on a device with its own memory. KV is stored in host memory in 4 bits (packed), and the
+selected keys and their values (picks) are fetched in packed form.
 
 A Residency for `engine.model_runner`. Keys are selected one layer early, as by `fetched.infinigen`, and are fetched in
-packed form while the previous layer computes. The device unpacks them into a slot's area, which holds one layer, as
-`int4.int4_infinigen` does. The device also packs the KV of new tokens before it is stored. No selected key stays on the
-device between steps, because fetching it again needs only about a quarter of the bytes.
+packed form while the previous layer computes. The device unpacks them into a buffer of the slot (its area), which holds
+one layer, as `int4.int4_infinigen` does. The device also packs the KV of new tokens before it is stored. Selected keys
+do not stay on the device between steps, because fetching them again needs only about a quarter of the bytes.
 
     engine:  begin l: guess l + 1, ask for it | layer l | end l: pack, store | begin l + 1 ... picks: wait, unpack
     link in:                         fetch l + 1 ------->|
     link out:                                                         store l ---->
 
     host    all layers except the first two, packed
-    device  the first two layers, partial keys, an area for one layer, a double buffer for the codes of two layers, and
-            one piece for pushed keys
-    link    packed: picks of the tokens before a step, and back the step's own. For longer spans: all tokens before them
+    device  the first two layers, partial keys, an area for one layer, a double buffer for the packed KV of two layers,
+            and memory for one piece of pushed keys
+    link    packed: picks of the tokens before a step, and back the step's own tokens. For spans of several new tokens:
+            all tokens before them
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, G kv heads, H head dim, K picks at most.
 """
@@ -43,16 +44,17 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 
 _NUM_AREAS = 2
-"""Number of layers whose packed KV is on the device at the same time. The two layers are a double buffer."""
+"""Number of layers for which the device has buffers of packed KV. They are used alternately (double buffer)."""
 
 
 class FetchedInt4Row(ScoredInt4Row):
-    """ScoredInt4Row (memory of one slot, with packed KV and partial keys) whose packed layers are in host memory. Steps
-    unpack KV from an area on the device into which packed KV was fetched."""
+    """Memory of one slot, with packed KV and partial keys (ScoredInt4Row), of which the packed KV is in host memory. A
+    step fetches packed KV into a buffer on the device (`codes`), and unpacks it from there."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pieces: Pieces) -> None:
-        """`pieces` is device memory through which pushed keys are fetched, to compute partial keys. Raises an error of
-        OUT_OF_MEMORY, or OSError, when the slot's address space cannot be reserved."""
+        """Create the memory of one slot. `pieces`: shared device memory through which pushed keys are fetched, to
+        compute partial keys. Raises OSError or an error in OUT_OF_MEMORY if the slot's address space cannot be
+        reserved."""
         codes = Int4Format(shape.layout).packed(_NUM_AREAS)
         self._fetched = Area(codes, device.row_memory, shape.max_slot_tokens)
         self._pushed = pieces
@@ -61,22 +63,23 @@ class FetchedInt4Row(ScoredInt4Row):
 
     @property
     def codes(self) -> Area:
-        """Return the device memory for packed KV of two layers. Each token is stored at its own index."""
+        """Return the device buffer for packed KV, with space for two layers. Each token is stored at the index of its
+        position."""
         return self._fetched
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`. In the areas on the device, commit memory for `tokens` and all tokens before
-        them."""
+        """Commit host memory for `tokens`, and device memory for the packed KV of all tokens up to the end of
+        `tokens`."""
         super().commit(tokens)
         self._fetched.commit(tokens)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Make the partial keys, on the device, of tokens whose KV is in host memory."""
+        """Compute partial keys on the device for `tokens`, whose KV `kv_T2GH` is in host memory."""
         bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 
 
 class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
-    """Step that fetches the packed keys and values that a layer selects while the previous layer runs."""
+    """Step that, while one layer runs, fetches the packed keys and values that the next layer selects."""
 
     def __init__(
         self,
@@ -90,11 +93,11 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
         self._link = link_of(decoder.device)
         self._stores = HomeStores(self._link)
         self._coming: dict[int, Transfer] = {}
-        """Fetch of each layer's selected keys, by layer."""
+        """Running fetches of selected keys, by the layer that selects the keys."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Select the keys of layer `layer` + 1, and begin to fetch them. For spans of several new tokens, also fetch
-        and unpack all earlier tokens of `layer`."""
+        """Select the keys of layer `layer` + 1, and start to fetch them. For sequences with several new tokens in this
+        step, also fetch and unpack the KV of all earlier tokens in `layer`."""
         if layer in self._layers and self.longer:
             at = layer - NUM_WHOLE_LAYERS
             old = [(row, TokenRange(0, span.tokens.start)) for _, row, span in self.longer]
@@ -107,14 +110,14 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
             self._ask(layer + 1, picks)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Wait for the fetch of `picks`, the keys that `layer` selects, and unpack their keys and values into the
-        slots' areas. Return the number of packed bytes."""
+        """Wait until `picks`, the keys that `layer` selects, and their values are on the device in packed form. Unpack
+        them into the buffer of each slot. Return the number of packed bytes."""
         self._coming[layer].join()
         return super().fetch(layer, picks, num_bytes)
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys for `layer`, pack the new tokens' KV, and begin to copy it to host
-        memory."""
+        """Finish a layer: compute the new tokens' partial keys (used to select keys), pack the new tokens' KV, and
+        start to copy the packed KV to host memory."""
         if layer not in self._layers:
             return
         for _, row, span in self.longer:
@@ -136,7 +139,8 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
         self._stores.settle()
 
     def leave(self) -> None:
-        """Wait until no copy runs."""
+        """Wait until all copies between host and device have ended. Called at the end of the step, also after an
+        error."""
         for coming in self._coming.values():
             coming.wait()
         self._stores.wait()
@@ -163,8 +167,9 @@ class FetchedInt4Residency(RowResidency[FetchedInt4Row]):
     traits = POLICIES["infinigen_int4"]
 
     def __init__(self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must be for `decoder`, and the packing kernel must be loaded. Raises ConfigError for KV that
-        cannot be packed; an error of OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
+        """Create the residency for all slots. `prepared` must be for `decoder`, and the packing kernel must be loaded.
+        Raises ConfigError if KV of this layout cannot be packed. Raises OSError or an error in OUT_OF_MEMORY if the
+        slots' address space cannot be reserved."""
         assert has_int4_kernel() and native.load()  # the latter copies heads
         form = Int4Format(shape.layout)
         ahead, pieces = replace(prepared, lookahead=1), Pieces(shape.layout, decoder.device)
@@ -174,5 +179,5 @@ class FetchedInt4Residency(RowResidency[FetchedInt4Row]):
         self._link = decoder.device.link
 
     def close(self) -> None:
-        """End the link's threads."""
+        """Stop the threads that copy between host and device."""
         self._link.rest()

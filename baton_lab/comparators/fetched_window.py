@@ -1,14 +1,15 @@
 """Residency `window` on a device with separate memory. The device holds only the first and the latest keys (and their
 values).
 
-This is a Residency for `engine.step_runner` that selects the same keys as `window`. A key that has left the window is
+This is a Residency for `engine.model_runner` that selects the same keys as `window`. A key that has left the window is
 never selected again, so a step with one new token fetches nothing. It writes its new token behind the latest keys and
-stores the token in host memory. Host memory holds all KV. It is needed by long spans (local prefill) and by sequences
-that share a prefix. After a long span or a copied prefix, the next step fetches the window once.
+stores the token in host memory. Host memory holds all KV. It is needed by long spans (several new tokens in one step,
+as in local prefill) and by sequences that share a prefix. After a long span or a copied prefix, the next step fetches
+the window once.
 
     host    KV of all layers except the first two
     device  KV of the first two layers. For the other layers: the first keys, the latest keys, and spare entries, along
-            which the window moves. One piece of tokens for long spans
+            which the window moves. Memory for one piece of tokens, through which long spans read KV
     link    KV of new tokens. For a long span: all tokens before it, and after it the window
 
 B sequences with one new token, T tokens, G kv heads, H head dim, K maximum number of selected keys. An entry (`place`)
@@ -46,13 +47,13 @@ from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
 from generate_workers.residency.steps import RowResidency
 
 _MORE_LATEST = 32
-"""Number of spare device entries behind the window. When they are used up, after this many steps, the window is copied
-back to the first entries."""
+"""Number of spare device entries after the latest keys, one of which each step uses. When all are used, the latest keys
+are moved back to the entries after the first keys."""
 
 
 class WindowKeys:
-    """Device memory for the first and the latest keys and values of one sequence, in the selective layers. Implements
-    Part."""
+    """Device memory for the first and the latest keys and values of one sequence, in all layers except the first two.
+    Implements Part."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
         """Reserve address space for the entries of the longest sequence. Raises the errors of `make_memory`."""
@@ -60,10 +61,10 @@ class WindowKeys:
         self._most_places = self.num_places(shape.max_slot_tokens)
         self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
         self.start = selection.num_first
-        """Position of the earliest of the latest tokens that the device holds. It is in the entry after the first keys'
-        entries."""
+        """Position of the first token in the device entries of the latest tokens. These entries follow the entries of
+        the first tokens."""
         self._end = 0
-        """Position after the last token that the device holds; 0 if it holds none."""
+        """Position after the last token whose KV is on the device; 0 if no KV is on the device."""
 
     @property
     def num_bytes(self) -> int:
@@ -101,9 +102,9 @@ class WindowKeys:
         self._kv.release()
 
     def follow(self, home: KvBuffer, num_tokens: int) -> Copies:
-        """Provide a device entry for the new token at position `num_tokens`. Return the copies from the host buffer
-        `home` that the step needs. These are the whole window if other tokens were written only to host memory since
-        the last call, otherwise none."""
+        """Reserve a device entry for the new token at position `num_tokens`. Return the copies from the host buffer
+        `home` that the step needs: the whole window if tokens were stored only in host memory since the last call,
+        otherwise none."""
         first = self._selection.num_first
         start = max(num_tokens + 1 - num_latest(num_tokens + 1, self._selection), first)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -140,13 +141,14 @@ class WindowRow(AwayRow):
         super().__init__(shape, device, [self.window], pieces)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and device memory for the window of a sequence of `tokens.end` tokens."""
+        """Commit host memory for `tokens`, and device memory for the first and latest keys of a sequence with
+        `tokens.end` tokens."""
         super().commit(tokens)
         self.window.commit(tokens.end)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the span through which the step's attention reads and writes the KV of `tokens`. If `tokens` is a
-        single token, `WindowKeys.follow` must have been called for it."""
+        """Return the object through which the step's attention reads and writes the KV of the new tokens `tokens`. If
+        `tokens` is a single token, `WindowKeys.follow` must have been called for it."""
         if len(tokens) != 1:
             return self.long_span(tokens)
         window = self.window
@@ -165,8 +167,9 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         link: HeadLink,
         pieces: Pieces,
     ) -> None:
-        """Create a step over the sequences `rows`, each with its new tokens, and start to fetch the windows that are
-        not on the device. `pieces`: device memory through which long spans read KV from host memory."""
+        """Create a step over the sequences `rows`, each with its new tokens. Start to fetch the windows (first and
+        latest keys) that are not on the device. `pieces`: device memory through which sequences with several new tokens
+        read KV of the host."""
         single = [(row, tokens.start) for row, tokens in rows if len(tokens) == 1]
         copies = [copy for row, start in single for copy in row.window.follow(row.others.buffer, start)]
         super().__init__(layout, rows)
@@ -183,8 +186,8 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         return self._picks
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Wait until the window of each sequence is on the device. The copies were started before the first layer.
-        Return 0: they are counted elsewhere."""
+        """Wait until the first and latest keys of each sequence are on the device. Their copies were started before the
+        first layer. Return 0, because `leave` counts the bytes of these copies."""
         self._fetch.join()
         return 0
 
@@ -212,7 +215,8 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
 
 
 class FetchedWindowResidency(RowResidency[WindowRow]):
-    """Residency that attends to the first and the latest keys, and stores all other keys in host memory."""
+    """Residency that attends to the first and the latest keys. In all layers except the first two, only these keys are
+    in device memory; host memory holds all KV."""
 
     traits = WINDOW
 

@@ -1,7 +1,7 @@
 """Residency `h2o`: attends to the keys that received the most attention so far and to the latest keys (H2O; Zhang et
 al., 2023).
 
-This is a Residency for `engine.step_runner`, made to compare InfiniGen with. A key that H2O drops is never used again,
+This is a Residency for `engine.model_runner`, made to compare InfiniGen with. A key that H2O drops is never used again,
 even if a later query would need it. Layers 0 and 1 attend to all keys, as in InfiniGen's comparisons.
 
 As in the paper, a key's sum of attention weights includes all queries. For a prompt that is prefilled by this process,
@@ -9,12 +9,12 @@ the queries are projected again from each layer's input. A prompt that was pushe
 rerun to get its queries (`pushed_prompts`). The rerun costs as much as a prefill.
 
 The tokens of a prompt attend to all its keys. At the end of the prompt, the keys are reduced to the budget. A step
-attends to the kept keys, including its own. Then the kept key with the smallest sum is dropped, but never one of the
-latest keys. The softmax of a step covers the kept keys only.
+attends to the kept keys, including the key of its new token. Then the kept key with the smallest sum is dropped, but
+never one of the latest keys. The softmax of a step covers the kept keys only.
 
 Unlike in the paper, a dropped key stays in host memory until its sequence ends, because it shares pages with keys of
-other kv heads. It is not read, and a device with separate memory does not hold it (`fetched_h2o`). A long span after
-the prompt would attend to all keys; normal serving has none.
+other kv heads. The dropped key is not read, and a device with separate memory does not hold it (`fetched_h2o`). A long
+span (several new tokens in one step) after the prompt would attend to all keys; this does not occur in normal serving.
 
 B sequences with one new token, T tokens of all sequences, N heads, G kv heads, H head dim, K kept keys.
 """
@@ -50,12 +50,12 @@ class HitterIndex:
         make: Callable[[int], HeavyHitters] = HeavyHitters,
         key_bytes: int = 8,
     ) -> None:
-        """Create an empty index. `make`: function that creates the HeavyHitters of one layer, given the number of kv
-        heads. `key_bytes`: number of bytes that they use for each key and kv head."""
+        """Create an empty index. `make`: function that creates the HeavyHitters of one layer; its argument is the
+        number of kv heads. `key_bytes`: number of bytes that a HeavyHitters object uses for each key and kv head."""
         self.hitters: dict[int, HeavyHitters] = {}
         """Heavy hitters by layer; empty while the slot is not in use."""
         self.num_weighed = 0
-        """Number of leading tokens of the sequence whose queries have been used to weigh keys."""
+        """Number of leading tokens of the sequence whose queries' attention weights are included in the keys' sums."""
         self.num_prompt = 0
         """Number of tokens of the sequence's prompt."""
         self._budget, self._make, self._key_bytes = budget, make, key_bytes
@@ -68,8 +68,8 @@ class HitterIndex:
         return sum(each.num_bytes for each in self.hitters.values())
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of the positions and sums of `num_tokens` keys in all selective layers. All keys
-        have them until the prompt is complete."""
+        """Return the number of bytes of the positions and sums of `num_tokens` keys in all layers except the first two.
+        Until the prompt is complete, no key is dropped, so all keys have positions and sums."""
         return len(self._layers) * self._num_kv_heads * num_tokens * self._key_bytes
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -78,9 +78,9 @@ class HitterIndex:
         self.hitters = {layer: self._make(self._num_kv_heads) for layer in self._layers}
 
     def weigh(self, layer: int, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
-        """Add the attention weights of the last T tokens' queries to the sums of all kept keys. If the prompt is
-        complete, then drop the keys that exceed the next step's budget. Return the positions of the weighed keys, `[G,
-        K]`."""
+        """Add the attention weights of the last T tokens' queries to the sums of all kept keys. Return the positions of
+        the keys whose sums were increased, `[G, K]`. If the prompt is complete, drop the keys that exceed the next
+        step's budget."""
         positions_GK = self.hitters[layer].take(q_TNH, k_SGH)
         if len(k_SGH) >= self.num_prompt:
             self.drop(layer)
@@ -92,7 +92,8 @@ class HitterIndex:
         self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
 
     def copy_from(self, other: "HitterIndex", num_tokens: int) -> None:
-        """Copy the heavy hitters of another sequence. They must cover `num_tokens` tokens."""
+        """Copy the heavy hitters of `other`, the index of another sequence. Their sums must include the first
+        `num_tokens` tokens."""
         self.num_weighed, self.num_prompt = other.num_weighed, other.num_prompt
         for layer, hitters in self.hitters.items():
             hitters.copy_from(other.hitters[layer])
@@ -104,7 +105,7 @@ class HitterIndex:
 
 
 class WeighedRow(StoredRow):
-    """KV storage of one sequence whose keys are weighed by the attention that they get from queries."""
+    """KV storage of one sequence that sums, for each key, the attention weights that the key gets from queries."""
 
     index: HitterIndex
     """Heavy hitters of each selective layer: the kept keys and their sums of attention weights."""
@@ -116,7 +117,7 @@ class WeighedRow(StoredRow):
 
     def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
         """Add the attention weights of the queries of `tokens` to the sums of all kept keys. The KV of `tokens` must be
-        stored. Return the weighed keys, `[G, K]`, as indexes for Picks."""
+        stored. Return the keys whose sums were increased, `[G, K]`, as indexes that a Picks object can contain."""
         return self.index.weigh(layer, q_TNH, self.read(layer, TokenRange(0, tokens.end))[:, 0])
 
 
@@ -124,7 +125,7 @@ W = TypeVar("W", bound=WeighedRow)
 
 
 class H2oRow(SelectiveRow, WeighedRow):
-    """KV storage of one sequence that weighs keys and keeps all KV."""
+    """KV storage of one sequence that sums the attention weights of its keys. The KV of dropped keys is stored too."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
         """Create the storage for one slot. Raises an error in OUT_OF_MEMORY if the slot's address space cannot be
@@ -134,22 +135,24 @@ class H2oRow(SelectiveRow, WeighedRow):
 
 
 class H2oStep(SelectiveStep[W]):
-    """Step in which queries weigh keys. A sequence with one new token weighs its kept keys when it selects them. For
-    sequences with several new tokens (longer spans), the queries are projected again and weigh the keys at the end of
-    each layer."""
+    """Step in which queries weigh keys, which means that each key's sum of attention weights is increased. A sequence
+    with one new token weighs its kept keys when it selects them. For a sequence with several new tokens (a longer
+    span), the queries are projected again, and weigh the keys at the end of each layer."""
 
     def __init__(self, rows: Sequence[tuple[W, TokenRange]], decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
         self._decoder = decoder
         ranges = [torch.arange(span.tokens.start, span.tokens.end) for *_, span in self.longer]
         self._steps = [Step(decoder.weights.positions.lookup(each), spans=()) for each in ranges]
-        """Position data of each longer span, with which its queries are projected."""
+        """For each sequence with several new tokens (a longer span), the positions with which the tokens' queries are
+        projected."""
         self._queries: list[Tensor] = []
-        """Queries of the longer spans in the current layer. Empty in the first two layers, which do not weigh keys."""
+        """Queries of sequences with several new tokens, in the current layer. Empty in the first two layers, whose keys
+        are not weighed."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Project the queries of the longer spans from the layer's input. They are used in `end`, because the spans'
-        keys are stored only at the end of the layer."""
+        """Compute the queries of sequences with several new tokens (longer spans) from the layer's input. `end` uses
+        them: only at the end of the layer are the keys of these tokens stored."""
         self._queries = [
             self._decoder.project(layer, hidden_TD[at : at + len(span.tokens)], step)
             for (at, _, span), step in zip(self.longer, self._steps, strict=True)
@@ -157,8 +160,8 @@ class H2oStep(SelectiveStep[W]):
         ]
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """Weigh the kept keys by the new tokens' queries, and return the keys that each sequence attends to: its kept
-        keys and its new token."""
+        """Add the attention weights of the new tokens' queries to the sums of the kept keys. Return the keys that each
+        sequence attends to: its kept keys and its new token's key."""
         lists = [
             row.weigh(layer, q_NH.unsqueeze(0), tokens)
             for (row, tokens), q_NH in zip(self.choosing, q_BNH, strict=True)
@@ -169,19 +172,21 @@ class H2oStep(SelectiveStep[W]):
         return Picks(keys_BKG.transpose(1, 2).contiguous(), num_BG)
 
     def end(self, layer: int) -> None:
-        """Weigh the keys of each longer span's sequence by the span's queries. Called at the end of a layer."""
+        """For each sequence with several new tokens (a longer span), add the attention weights of their queries to the
+        sums of the sequence's keys. Called at the end of a layer."""
         for (_, row, span), q_TNH in zip(self.longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
             row.weigh(layer, q_TNH, span.tokens)
 
     def settle(self) -> None:
-        """Record for each sequence how many tokens' queries have weighed its keys. Called after all layers."""
+        """Record for each sequence that the queries of its new tokens have weighed the keys. Called after the last
+        layer."""
         for row, tokens in self.rows:
             row.index.num_weighed = tokens.end
 
 
 class WeighingResidency(RowResidency[W]):
-    """Base class of residencies that weigh keys by attention. Before the first step of a sequence whose prompt was
-    pushed, it weighs the prompt's keys."""
+    """Base class of residencies that weigh keys: they sum the attention weights that each key gets from queries. The KV
+    of a pushed prompt comes without queries, so the prompt's keys are weighed before the first step of its sequence."""
 
     traits = H2O
 
@@ -189,7 +194,7 @@ class WeighingResidency(RowResidency[W]):
         self, rows: list[W], decoder: Decoder, make_step: Callable[[Sequence[tuple[W, TokenRange]]], H2oStep[W]]
     ) -> None:
         """Create the residency. `rows`: storage of each slot. `make_step`: function that creates a step over sequences.
-        Raises ConfigError if the model's pushed prompts cannot be rerun."""
+        Raises ConfigError if prompts whose KV was pushed cannot be rerun with this model."""
         self._pushed = PushedPrompts(decoder)
         self._make_weighed = make_step
         super().__init__(rows, self._begin)
@@ -230,7 +235,7 @@ class H2oResidency(WeighingResidency[H2oRow]):
     memory."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget) -> None:
-        """Create the residency for all slots. Raises ConfigError if the model's pushed prompts cannot be rerun. Raises
-        OSError or an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
+        """Create the residency for all slots. Raises ConfigError if prompts whose KV was pushed cannot be rerun with
+        this model. Raises OSError or an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
         rows = [H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)]
         super().__init__(rows, decoder, lambda rows: H2oStep(rows, decoder))

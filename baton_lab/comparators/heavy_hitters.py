@@ -1,11 +1,11 @@
 """Heavy hitters (H2O; Zhang et al., 2023): the keys that a sequence keeps in one layer because they received the most
 attention so far.
 
-Used by residency `h2o`, on the engine's thread. The sum of a key adds up the softmax weights that it got from all
-queries of the prompt and of every step. Each kv head of each sequence has its own sums, over the query heads that share
-the kv head. (The published code sums over the batch, and does not support shared kv heads.) A sequence keeps the keys
-with the largest sums and the latest keys. All other keys are dropped permanently. Early keys have larger sums because
-more queries weighed them. This bias of H2O is known and is not corrected here.
+Used by residency `h2o`, on the engine's thread. Each kept key has a sum: the softmax weights that it got from all
+queries of the prompt and of every step. Each kv head of each sequence has its own sums, which include the query heads
+that share the kv head. (The published code sums over the batch, and does not support shared kv heads.) A sequence keeps
+the keys with the largest sums and the latest keys. All other keys are dropped permanently. Early keys have larger sums
+because more queries weighed them. This bias of H2O is known and is not corrected here.
 
 G kv heads, J query heads per kv head, H head dim, K kept keys, T tokens.
 """
@@ -24,8 +24,8 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class HeavyBudget:
-    """Number of keys that a step attends to, given as fractions of the prompt's length. As in the published code, the
-    number does not grow with the output. Raises ConfigError if a field is out of range."""
+    """Limit on the keys that a step attends to, as fractions of the prompt's length. As in the published code, the
+    number of keys does not grow with the output. Raises ConfigError if a field is out of range."""
 
     heavy_share: float
     """Number of keys with the largest sums that are kept, as a fraction of the prompt's length, in [0, 1]."""
@@ -46,8 +46,8 @@ class HeavyBudget:
         return cls(share / 2, share / 2)
 
     def of(self, num_prompt: int) -> tuple[int, int]:
-        """Return the number of heavy hitters and the number of latest keys that steps attend to after a prompt of
-        `num_prompt` tokens."""
+        """Return the maximum number of heavy hitters and the number of latest keys that a step attends to, for a
+        sequence with a prompt of `num_prompt` tokens."""
         return int(self.heavy_share * num_prompt), max(int(self.recent_share * num_prompt), 1)
 
 
@@ -66,15 +66,16 @@ class HeavyHitters:
         return self.positions_GK.nbytes + self.sums_GK.nbytes
 
     def take(self, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
-        """Add the last T keys of `k_SGH` to the kept keys, and add the attention weights of the same tokens' queries
-        `q_TNH` to the sums of all kept keys. Return the positions of the weighed keys, `[G, K]`."""
+        """Add the last T keys of `k_SGH` to the kept keys. Then add the attention weights of `q_TNH`, the queries of
+        the same tokens, to the sums of all kept keys. Return the positions of these keys, `[G, K]`."""
         first = len(k_SGH) - len(q_TNH)
         self._add(TokenRange(first, len(k_SGH)))
         return self._weigh(q_TNH, self._kept(k_SGH))
 
     def take_kept(self, q_TNH: Tensor, first: int, k_GKH: Tensor) -> Tensor:
-        """Weigh keys as `take` does, but read only the kept keys `k_GKH`. Keys at position `first` and later are new.
-        Return the positions of the weighed keys, `[G, K]`."""
+        """Do the same as `take`, but with `k_GKH`, which contains only the kept keys and the new keys, instead of all
+        keys. Keys at position `first` and later are new. Return the positions of the keys whose sums were increased,
+        `[G, K]`."""
         self._add(TokenRange(first, first + len(q_TNH)))
         return self._weigh(q_TNH, k_GKH.float())
 

@@ -1,6 +1,6 @@
 """Residency `oracle`: scores all keys of a sequence, and attends only to the keys with the largest true scores.
 
-This is a Residency for `engine.step_runner`, made to compare InfiniGen with. It saves no time, because it reads all
+This is a Residency for `engine.model_runner`, made to compare InfiniGen with. It saves no time, because it reads all
 keys. It shows the best quality that a selection of the same size could reach with perfect predictions. Scores are
 computed in fp32 from the attention's own queries and the stored keys.
 
@@ -45,8 +45,8 @@ class OracleStep(SelectiveStep[SelectiveRow]):
         return Picks(keys_BGK, num_BG)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Return the number of bytes of all keys and values of the sequences that select keys, because scoring reads
-        all of them. 0 if they are not read from host memory."""
+        """Return the number of bytes of host memory that the step reads in a layer: all keys and values of the
+        sequences that select keys, because all of them are scored. 0 if attention does not read host memory."""
         num_all = sum(tokens.end for _, tokens in self.choosing) * self.layout.row_bytes
         return super().fetch(layer, picks, num_all)
 
@@ -59,16 +59,16 @@ class OracleResidency(RowResidency[SelectiveRow]):
     def __init__(
         self, shape: KvShape, make_memory: MakeMemory, selection: Selection, *, reads_home: bool = True
     ) -> None:
-        """Create the residency for all slots. `reads_home`: False if `make_memory` allocates device memory that is
-        separate from host memory. All KV is then in device memory, because all keys are scored. Raises an error in
-        OUT_OF_MEMORY if the slots' address space cannot be allocated."""
+        """Create the residency for all slots. `reads_home`: True if attention reads KV directly from host memory. False
+        if `make_memory` allocates separate device memory; it then holds all KV, because all keys are scored. Raises an
+        error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
         rows = [SelectiveRow(shape, make_memory, reads_home=reads_home) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: OracleStep(shape.layout, rows, selection))
 
 
 def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
-    """Return each key's score relative to the best key, `[G, S]`, at most 0. The score is computed for each query head,
-    minus the head's best score. Each kv head gets the largest value over its query heads."""
+    """Return each key's score minus the best key's score, so at most 0, `[G, S]`. This is computed for each query head.
+    A kv head gets, for each key, the largest value over the query heads that share the kv head."""
     num_kv_heads, head_dim = k_SGH.shape[1:]
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     scores_GJS = q_GJH @ k_SGH.float().permute(1, 2, 0)
@@ -77,7 +77,7 @@ def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
 
 
 def best_keys(scores_GS: Tensor, selection: Selection) -> list[Tensor]:
-    """Return the positions of each kv head's selected keys, ascending. Selected are the keys with the best scores, the
+    """Return the positions of each kv head's selected keys, ascending: the keys with the best scores, and always the
     first keys and the last keys. If scores are equal, the earlier key is selected."""
     num_keys = scores_GS.shape[-1]
     mean = (scores_GS > -selection.alpha).sum(-1).double().mean()

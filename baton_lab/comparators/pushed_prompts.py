@@ -2,13 +2,13 @@
 queries.
 
 Used by residency `h2o`, on the engine's thread, under torch.inference_mode(). Rerunning a prompt needs its token ids,
-which residency policies do not receive. They are recovered from layer 0. A token's value there depends on the token
-alone, because it is the projection of the normed embedding, and RoPE rotates only queries and keys. Each token id is
-found by comparing the pushed value with the values of the whole vocabulary. Tokens with equal values cannot be
-distinguished; one of them is used. If no token is close enough, ModelError is raised. Models with learned positions are
-not supported, because they add the positions to the input of layer 0.
+which residency policies do not receive. The token ids are recovered from the values (V) of layer 0. The value of a
+token in layer 0 depends on this token alone: it is the projection of the normed embedding, and RoPE rotates only
+queries and keys. Each token id is found by comparing the pushed value with the values of the whole vocabulary. Tokens
+with equal values cannot be distinguished; one of them is used. If no token is close enough, ModelError is raised.
+Models with learned positions are not supported, because they add the positions to the input of layer 0.
 
-The rerun attends to the pushed KV, not to KV of its own, and writes none. It costs as much as a local prefill.
+The rerun attends to the pushed KV and stores no KV. It costs as much as a local prefill.
 
 T tokens, S tokens up to them, N heads, G kv heads, H head dim, V vocabulary, C = G x H.
 """
@@ -33,8 +33,8 @@ ReadKv = Callable[[int, TokenRange], Tensor]
 
 _CHUNK_TOKENS = 512
 _FARTHEST = 0.1
-"""Maximum distance between a pushed value and the closest value of the vocabulary, as a fraction of the pushed value's
-norm. About 0.01 is usual in bf16."""
+"""Maximum distance between the pushed value (V) of a token and the closest value in the vocabulary, as a fraction of
+the pushed value's norm. In bf16, the distance is usually about 0.01."""
 
 
 class PushedPrompts:
@@ -47,12 +47,12 @@ class PushedPrompts:
             raise ConfigError(f"residency h2o is not supported for models with learned positions: {remedy}")
         self._decoder = decoder
         self._vocabulary_VC: Tensor | None = None
-        """Values in layer 0 of all tokens of the vocabulary. None until the first pushed prompt is rerun."""
+        """Values (V) in layer 0 of all tokens of the vocabulary. None until the first pushed prompt is rerun."""
 
     def run(self, read: ReadKv, tokens: TokenRange, use: UseQueries) -> None:
         """Compute the queries of `tokens` and pass them to `use`, chunk by chunk, and layer by layer within a chunk.
-        `read` returns the KV of tokens before `tokens.end`. Raises ModelError if the KV does not belong to tokens of
-        this model."""
+        `read` returns the stored KV of `tokens` and all tokens before them. Raises ModelError if the KV does not belong
+        to tokens of this model."""
         decoder = self._decoder
         for part in tokens.split(_CHUNK_TOKENS):
             token_ids = self.token_ids(read, part)
@@ -67,8 +67,8 @@ class PushedPrompts:
                 hidden_TD = decoder.complete(layer, hidden_TD, attention.result())
 
     def token_ids(self, read: ReadKv, tokens: TokenRange) -> list[int]:
-        """Return the ids of `tokens`, recovered from their values in layer 0. Raises ModelError if a value is not close
-        to that of any token."""
+        """Return the ids of `tokens`, recovered from their values (V) in layer 0. Raises ModelError if such a value is
+        not close to the value of any token in the vocabulary."""
         if self._vocabulary_VC is None:
             self._vocabulary_VC = self._values()
         v_TC = read(0, tokens)[:, 1].flatten(1).float()

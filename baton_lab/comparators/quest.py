@@ -12,8 +12,8 @@ summed over the query heads that share the kv head. If bounds are equal, the ear
 which do not fill a page or belong to drafts, are always selected. All selected keys together are at most `num_keys`,
 except that at least one page is selected.
 
-The smallest and largest values are kept from round to round. They take a sixteenth of the bytes of their KV. These
-bytes are not counted as memory of the view, because the view serves only for comparison.
+The view stores the smallest and largest values of a page from one round of drafts to the next. They take a sixteenth of
+the bytes of the page's KV. These bytes are not counted as memory of the view, because it serves only for comparison.
 
 Used on the engine's thread. L layers, B sequences with one new token, N heads, G kv heads, H head dim, P pages, I = 16
 keys of a page.
@@ -43,18 +43,19 @@ class Pages:
     """Smallest and largest key values of each page of one sequence, in the selective layers."""
 
     def __init__(self, layout: KvLayout, max_tokens: int) -> None:
-        """Allocate memory for the pages of a sequence of at most `max_tokens` tokens."""
+        """Allocate memory for the smallest and largest values of the pages of a sequence with at most `max_tokens`
+        tokens."""
         num_layers = max(layout.num_layers - NUM_WHOLE_LAYERS, 0)
         shape = (num_layers, max_tokens // PAGE_KEYS, 2, layout.num_kv_heads, layout.head_dim)
         self.num = 0
         """Number of pages that are stored."""
         self.data_LP2GH = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
-        """Values of the pages. The dimension of size 2 has the smallest values at index 0 and the largest values at
-        index 1."""
+        """Smallest (index 0) and largest (index 1) value of each channel in each page. The dimension of size 2 has this
+        index."""
 
     def follow(self, residency: DeviceResidency, slot: SlotId, num_tokens: int) -> None:
-        """Store the pages that the first `num_tokens` tokens of the sequence fill. Pages that are already stored are
-        skipped."""
+        """Store the smallest and largest key values of the pages that the first `num_tokens` tokens of the sequence
+        fill. Pages that are already stored are skipped."""
         pages = slice(self.num, num_tokens // PAGE_KEYS)
         if pages.start == pages.stop:
             return
@@ -77,10 +78,11 @@ class QuestView:
         self._num_keys = num_keys
         self._pages: dict[Row, Pages] = {}
         self._pages_of: dict[SlotId, Pages] = {}
-        """Stored pages of the sequences in the current round, by slot."""
+        """Stored smallest and largest key values of each sequence in the current round, by slot."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Begin a round of drafts for the sequences `rows`: store the pages that were filled since their last round."""
+        """Begin a round of drafts for the sequences `rows`. Store the smallest and largest key values of each page (16
+        keys) that was filled since the sequence's last round. `num_keys` is not used."""
         for row in rows:
             if row not in self._pages:
                 self._pages[row] = Pages(self._layout, row.capacity_tokens)
@@ -100,7 +102,7 @@ class QuestView:
             yield DraftStep(step.spans, ChoosingTurns(choose))
 
     def forget(self, row: Row) -> None:
-        """Delete the stored pages of a sequence."""
+        """Delete the stored values of a sequence's pages."""
         self._pages.pop(row, None)
 
     def _best(self, layer: int, q_NH: Tensor, slot: SlotId, tokens: TokenRange) -> Tensor:
@@ -114,11 +116,12 @@ class QuestView:
 
 
 def page_scores(q_NH: Tensor, pages_P2GH: Tensor) -> Tensor:
-    """Return the bound of each page's scores, summed over the query heads of each kv head, fp32 `[G, P]`.
+    """Return the upper bound of the scores of each page's keys, summed over the query heads of each kv head, fp32 `[G,
+    P]`.
 
-    In each channel, a positive query gives its larger product with the channel's largest value, and a negative query
-    with its smallest value. The positive and the negative parts of the queries are therefore summed over heads first,
-    and then multiplied by the largest and the smallest values.
+    In each channel, the largest product is that of a positive query with the channel's largest value, or of a negative
+    query with the smallest value. Therefore the positive and the negative parts of the queries are first summed over
+    the heads separately, and these sums are then multiplied by the largest and the smallest values.
     """
     least_GHP, largest_GHP = pages_P2GH.float().permute(1, 2, 3, 0)
     q_GJH = by_kv_head(q_NH.unsqueeze(0), len(least_GHP)).squeeze(2)

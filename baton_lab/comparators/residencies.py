@@ -21,10 +21,12 @@ from generate_workers.residency.port import KvShape, Residency
 
 @dataclass(frozen=True)
 class BudgetSource(SelectionSource):
-    """Selection source that can state the budget itself. With it, `h2o` does not need a prepared selection."""
+    """Selection source that can specify itself which fraction of the keys is selected. With this fraction, `h2o` needs
+    no selection file of the model."""
 
     budget: float | None = None
-    """Fraction of a sequence's keys to attend to. None: use the largest fraction of the prepared selection."""
+    """Fraction of a sequence's keys to attend to. None: the maximum fraction in the selection prepared for the
+    model."""
 
 
 def _window(shape: KvShape, source: SelectionSource) -> Residency:
@@ -69,5 +71,5 @@ MAKERS: Mapping[str, Make] = {
 
 def make_residency(name: str, shape: KvShape, device: Device, source: SelectionSource | None = None) -> Residency:
     """Create the policy with the given name, like `generate_workers.residency.policies.make_residency`, but also accept
-    the names of comparators. Raises the same errors as that function."""
+    the names of comparators (policies that serve only for comparison). Raises the same errors as that function."""
     return product.make_residency(name, shape, device, source, MAKERS)

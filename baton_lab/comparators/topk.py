@@ -1,10 +1,10 @@
 """Draft view that attends to the keys with the largest true attention, selected in each step. It is a comparator that
 saves no time.
 
-It shows the acceptance that other views could reach with perfect predictions. Each draft step scores all keys of its
-sequences. It therefore reads all keys (half of the KV), in addition to the KV that it attends to. A kv head selects the
-keys with the largest softmax weights, summed over the query heads that share the kv head. The new token's own key is
-always selected.
+It shows the fraction of accepted drafts that other views could reach if they predicted attention perfectly. Each draft
+step scores all keys of its sequences. It therefore reads all keys (half of the KV), in addition to the KV that it
+attends to. A kv head selects the keys with the largest softmax weights, summed over the query heads that share the kv
+head. The new token's own key is always selected.
 
 Used on the engine's thread. B sequences with one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a
 sequence.

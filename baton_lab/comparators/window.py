@@ -1,6 +1,6 @@
 """Residency `window`: attends to the first and the latest keys (StreamingLLM; Xiao et al., 2024).
 
-This is a Residency for `engine.step_runner`, made to compare InfiniGen with. It never reads keys outside its window.
+This is a Residency for `engine.model_runner`, made to compare InfiniGen with. It never reads keys outside its window.
 The prepared selection sets the size of the window: the number of latest keys equals the number of keys that other
 policies select by score, and the first keys are added. Keys keep their positions in the text, because all keys are
 still stored. (The paper's cache renumbers them.)

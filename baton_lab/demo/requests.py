@@ -47,14 +47,14 @@ _PASSAGE_TOKENS = 64
 _SHORT_TOKENS = 48
 _DEADLINE_S = 120.0
 _SHOWN_OF_PASSAGE = 240
-"""Number of characters of the passage's end that are shown before the model's continuation."""
+"""Number of characters of the passage that are shown before the model's continuation, from the passage's end."""
 _IDLE_LOOKS = 30
 """Maximum number of checks until the cluster is idle. After them, its state is shown even if it is not idle."""
 _LOOK_S = 0.5
 """Seconds between two checks of the cluster's state."""
 _REFRESHES_A_SECOND = 8
 _TAIL = 60
-"""Number of characters at the end of a running request's text that the table shows."""
+"""Number of characters that the table shows of a running request's text, from its end."""
 
 
 class DemoRequest:

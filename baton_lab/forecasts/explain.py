@@ -36,7 +36,8 @@ _EXPLAINED = {
     "only together": "only together (apart is full)",
     "neither": "neither (both are full)",
 }
-"""Texts shown for the values of `Span.better` that mean that a side is full (cannot sustain the rate)."""
+"""Texts shown for three values of `Span.better`, which say that one or both sides are full (cannot sustain the
+rate)."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,14 @@ class Explanation:
     demand: "Demand"
     pools: "Pools"
     num_together: float
-    """Number of engines if all workers form one pool. It can be a fraction."""
+    """Number of engines if all workers, including prefill ranks, become engines. It can be a fraction, because a rank
+    may be slower than an engine."""
     prompt_kv_bytes: float
     """Number of bytes of a prompt's KV. Disaggregated prefill must transfer them."""
     apart: "Side | None"
     """Prediction with disaggregated prefill; None if the workers cannot sustain the demand."""
     together: "Side | None"
-    """Prediction with prefill by the engines; None if the workers cannot sustain the demand."""
+    """Prediction with prefill by the generation engines; None if the workers cannot sustain the demand."""
     capacities: tuple[float, float]
     """Highest rates in requests per second that can be sustained: (apart, together)."""
     by_prompt: dict[str, tuple["Span", ...]]
@@ -160,8 +162,8 @@ def show(found: Explanation, console: "Console") -> None:
 
 
 def describe(spans: "Sequence[Span]", unit: str) -> str:
-    """Return the ranges, each with its better side, as text. The limits of a range are shown as whole numbers if `unit`
-    is empty, otherwise in the format `unit`, for example ".3g"."""
+    """Return text that lists ranges of prompt lengths or rates, each with the side that is better in it. The limits of
+    a range are shown as whole numbers if `unit` is empty, otherwise in the format `unit`, for example ".3g"."""
     if not spans:
         return "both are full at any rate"
 

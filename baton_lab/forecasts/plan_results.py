@@ -54,8 +54,8 @@ class RoundCell:
     """Best number of drafts per sequence and round; 0 if plain steps are fastest."""
     draft_keys: int
     num_tokens: float
-    """Mean number of output tokens per sequence of one round. A round is the draft steps and the step that verifies the
-    drafts."""
+    """Mean number of output tokens that one round yields for each sequence. A round consists of the draft steps and the
+    step that verifies the drafts."""
     plain_s: float
     """Duration in seconds of a plain step, without speculation."""
     draft_s: float

@@ -1,5 +1,5 @@
 """Plot of `baton simulate`: time to first token over context length, with one column per number of ranks. The upper row
-shows seconds, and the lower row the time divided by that of KVR-S."""
+shows seconds. The lower row shows the time divided by that of KVR-S (a chain with searched chunk lengths)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

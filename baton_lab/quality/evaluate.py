@@ -153,7 +153,7 @@ def find_rate(args: argparse.Namespace) -> float:
 
 
 def find_settings(args: argparse.Namespace) -> list[Setting]:
-    """Return the settings to compare, according to the options.
+    """Return the settings (residency policies with parameters) to compare, according to the options.
 
     A policy that was given with its own budget is run once with this budget. Any other policy is run with each of the
     given sizes that apply to it, or once if none applies. Raises InvalidArgumentError for invalid options, and
@@ -194,8 +194,8 @@ def _own_budget(policy: PolicyTraits, text: str) -> float:
 
 
 def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
-    """Return a table of the quality of each setting, with one line per setting and context length (cell). `num_rows`:
-    number of needles per cell."""
+    """Return a table of output quality, with one line per cell: a setting at one context length. `num_rows`: number of
+    needles (facts hidden in passages) per cell."""
     from deploy.options.screen import number_table
 
     headings = ("context", "policy", "perplexity", "cost, %", "same choice", "mass", "needles")
@@ -215,8 +215,8 @@ def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
 
 
 def bytes_table(cells: Sequence[Cell]) -> "Table":
-    """Return a table of the KV that each setting reads and stores, with one line per setting and context length
-    (cell)."""
+    """Return a table of the KV bytes that are read and stored, with one line per cell: a setting at one context
+    length."""
     from deploy.options.screen import number_table
 
     headings = ("context", "policy", "keys", "KV read", "link", "home", "device", "step, ms")

@@ -10,10 +10,11 @@ class Setting:
 
     policy: str
     budget: float | None = None
-    """Fraction of a sequence's tokens that is selected, regardless of the keys' scores. None: as in the prepared
-    selection."""
+    """Fraction of a sequence's tokens that is selected in any case; the keys' scores decide only which. None: the
+    prepared selection decides how many."""
     alpha: float | None = None
-    """Maximum difference between the best score and the score of a selected key. None: as in the prepared selection."""
+    """Maximum amount by which a selected key's score may be below the best score. None: as in the prepared
+    selection."""
     selection: Path | None = None
     """Path of a selection file that `baton prepare` wrote. None: the file stored for the model."""
     pool: float | None = None
@@ -42,8 +43,8 @@ class Size:
     num_rows: int
     num_steps: int
     mass_every: int
-    """Interval, in steps, at which the fraction of true attention on the selected keys is measured. 0: it is not
-    measured."""
+    """Interval, in steps, at which `Cell.mass` is measured: the fraction of full attention's weights that is on the
+    selected keys. 0: it is not measured."""
     has_needles: bool
 
 
@@ -63,7 +64,7 @@ class Cell:
     is_exact: bool
     perplexity: float
     cost: float
-    """Increase of the perplexity over that of full attention, as a fraction of the latter."""
+    """Increase of the perplexity compared with full attention, as a fraction of full attention's perplexity."""
     cost_error: float | None
     """Standard error of `cost` over the passages; None if there is only one passage."""
     same_choice: float
@@ -81,14 +82,15 @@ class Cell:
     """Bytes of device memory, including the data that selects keys, as a fraction of the KV bytes that full attention
     stores."""
     mass: float | None
-    """Fraction of the true attention weights that falls on the selected keys; None if it was not measured."""
+    """Sum of the weights that full attention gives to the selected keys, as a fraction of all weights; None if not
+    measured."""
     num_found: int | None
     """Number of needles (facts hidden in a passage) whose answer the model predicted; None if the needle test was not
     requested."""
     step_ms: float
     """Median duration of a step in milliseconds."""
     chunks: tuple[float, ...]
-    """Perplexities of consecutive groups of steps, in order."""
+    """Perplexities of consecutive groups of steps, in the order of the text."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class NeedleTexts(Texts):
     def needles(self, num_context: int, num_steps: int) -> list[Needle]:
         """Return a passage for each sequence. Its context has a fact in the first half, at a different position in each
         sequence. The context is followed by at least `num_steps` tokens of the text, then the question and the answer.
-        Raises InvalidArgumentError if a part or a context is too short."""
+        Raises InvalidArgumentError if the text is too short for the passages, or a context for its fact."""
         facts = _facts(len(self._parts))
         forms = [[self._bare(form.format(**fact)) for form in (_TOLD, _ASKED, _ANSWER)] for fact in facts]
         longest = max(len(asked) + len(answer) for _, asked, answer in forms)

@@ -24,8 +24,8 @@ _TITLE_CHARACTERS = 70
 """Number of characters in a line of the title, for each column of the plot."""
 _PERCENTS = (5, 10, 20, 50, 100)
 _Curves = dict[str, list[Cell]]
-"""Cells of each curve by the curve's label, which names the policy and the selection file. The cells are in ascending
-order of the KV that they read."""
+"""Cells (results of one setting at one context length) of each curve. The key is the curve's label, which names the
+policy and the selection file. The cells of a curve are in ascending order of the amount of KV that is read."""
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:

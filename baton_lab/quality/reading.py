@@ -41,7 +41,8 @@ _NEEDLE_TOKENS = 64
 
 @dataclass(frozen=True)
 class VariedSource(BudgetSource):
-    """Selection source that loads the prepared selection and changes how many keys are selected."""
+    """Selection source that loads the selection prepared for the model, and changes how many keys are selected: to the
+    fraction `budget`, or by the limit `alpha` on the difference from the best score."""
 
     alpha: float | None = None
 

@@ -88,7 +88,7 @@ class Side:
     token_s: float
     """Mean time in seconds between two output tokens of a request."""
     num_rows: float
-    """Mean number of sequences that one engine decodes at a time."""
+    """Mean number of sequences in the batch that one engine decodes."""
     prefill_load: float
     """Fraction of time in which a prefill group (disaggregated side) or an engine (colocated side) is busy with
     prompts."""
@@ -134,11 +134,12 @@ class BreakEven:
         self._local: LocalPrefill = planner.local
         self._steps: StepTimes = planner.steps
         self.num_together = pools.num_engines + pools.num_groups * pools.num_ranks / planner.local.speed
-        """Number of engines if all workers form one pool. It can be a fraction, because the speed of a rank may differ
-        from that of an engine."""
+        """Number of engines if all workers, including prefill ranks, become engines. It can be a fraction, because a
+        rank may be slower or faster than an engine."""
         self._sides: dict[Demand, Sides] = {}
         self._chains: dict[int, tuple[int, float, float]] = {}
-        """Fastest chain for each number of prompt tokens, in the form that `_chain` returns."""
+        """Fastest chain for each number of prompt tokens, as (number of ranks, seconds to the first token, seconds of
+        the busiest rank)."""
 
     def sides(self, demand: Demand) -> Sides:
         """Return the predictions for both sides. The results are cached."""
@@ -189,8 +190,8 @@ class BreakEven:
         return self._capacity(self.apart, demand), self._capacity(self.together, demand)
 
     def by_prompt(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
-        """Return ranges of prompt lengths in tokens, up to the planner's maximum, each with the side whose `key` is
-        smaller."""
+        """Compare the sides for prompt lengths up to the planner's maximum. Return ranges of lengths in tokens, each
+        with the side for which `key` is smaller."""
         longest = self._planner.max_tokens
         num_points = int(_POINTS_A_DOUBLING * math.log2(max(longest / _LEAST_PROMPT, 2)))
         ratio = (longest / _LEAST_PROMPT) ** (1 / num_points)
@@ -202,9 +203,9 @@ class BreakEven:
         return _spans(points, better, 1)
 
     def by_rate(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
-        """Return ranges of request rates per second, each with the side whose `key` is smaller. The highest rate is
-        the highest that one of the sides can sustain. The lowest rate is 1/1000 of it. Empty if no rate can be
-        sustained."""
+        """Compare the sides for request rates from 1/1000 of the highest rate that one of the sides can sustain, up to
+        this rate. Return ranges of rates in requests per second, each with the side for which `key` is smaller. Empty
+        if no rate can be sustained."""
         most = max(self.capacities(demand))
         if not most:
             return ()

@@ -15,8 +15,8 @@ from baton.types import TokenRange
 from baton_lab.study.peers import bound, paper_bound, single, tsp, zigzag_ring
 
 KNOT_SPACING = 4096
-"""Distance in tokens between the prompt lengths for which KVR-P knows searched chunks, as in the KV-Runahead paper.
-Chunks for other lengths are interpolated."""
+"""Distance in tokens between the prompt lengths for which KVR-P has searched the chunk lengths, as in the KV-Runahead
+paper. For other prompt lengths, KVR-P interpolates the chunk lengths."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,21 @@ class Comparison:
     num_tokens: int
     num_ranks: int
     single: float
-    """Time on one rank, in seconds, with the attention kernel of the protocol."""
+    """Time on one rank, in seconds, with the attention kernel (dense or causal) that the protocol specifies."""
     kvr_e: float
     """Time in seconds of a chain whose ranks get chunks of equal length (KVR-E)."""
     kvr_s: float
     """Time in seconds of a chain whose chunk lengths are found by a search (KVR-S)."""
     kvr_p: float
-    """Time in seconds of a chain with interpolated chunk lengths (KVR-P). They are interpolated between the searched
-    chunk lengths of the two neighbouring multiples of KNOT_SPACING. If `num_tokens` is such a multiple, its own result
-    is not used."""
+    """Time in seconds of a chain with interpolated chunk lengths (KVR-P). Chunk lengths are searched for the nearest
+    multiples of KNOT_SPACING below and above `num_tokens`, and interpolated between them. Multiples are interpolated
+    too, between the previous and the next multiple."""
     tsp_dense: float
     tsp_causal: float
     zigzag_ring: float
     bound: float
-    """Lower bound in seconds, which assumes no communication, causal attention kernels and perfect balance."""
+    """Lower bound in seconds. It assumes that communication takes no time, that attention computes only the causal
+    half, and that all ranks have equal work."""
     paper_bound: float
     """Lower bound in seconds by equation 3 of the KV-Runahead paper, which calls it TTFT*(p) for p ranks."""
     chunks: tuple[int, ...]
@@ -77,8 +78,8 @@ def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol
 
 
 def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
-    """Return the smallest number of ranks, including 1, whose KVR-S time is at most (1 + `margin`) times the shortest
-    time. `comparisons`: results for one prompt with different numbers of ranks."""
+    """Return the smallest number of ranks whose time is at most (1 + `margin`) times the shortest time. Compared are
+    one rank and all numbers of ranks in `comparisons` (results for one prompt), with the times of KVR-S."""
     times = {1: comparisons[0].single} | {each.num_ranks: each.kvr_s for each in comparisons}
     return min(ranks for ranks, ttft_s in times.items() if ttft_s <= min(times.values()) * (1 + margin))
 

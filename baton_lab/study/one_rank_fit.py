@@ -1,4 +1,5 @@
-"""Fits prefill costs to one rank's times of whole prompts, such as those of a paper's table. Pure."""
+"""Fits prefill costs to measured times in which one rank prefills whole prompts, such as those in a paper's table.
+Pure."""
 
 from collections.abc import Sequence
 

@@ -21,8 +21,8 @@ def single(num_tokens: int, cost: CostModel, kernel: Kernel, *, cached: int = 0)
 
 def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
     """Return the time to first token in seconds with sequence parallel prefill that all-gathers K and V. With
-    Kernel.CAUSAL, the busiest of n ranks computes the fraction (2n - 1) / (2n^2) of the query-key pairs of the whole
-    dense attention."""
+    Kernel.CAUSAL, the busiest of n ranks computes the fraction (2n - 1) / (2n^2) of the query-key pairs that dense
+    attention computes for the whole prompt."""
     chunk = num_tokens / num_ranks
     keys = num_tokens if kernel is Kernel.DENSE else num_tokens - chunk / 2
     layer_s = _layer(cost, chunk, chunk * (keys + cached)) + _all_gather(num_tokens, num_ranks, cost)

@@ -12,7 +12,8 @@ PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
 
 
 STORE_AND_FORWARD = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
-"""Variant of Baton's protocol in which a rank forwards the KV of a layer only after it has received all of it."""
+"""Variant of Baton's protocol in which a rank sends the KV of a layer to the next rank only after it has received all
+KV of this layer from the previous rank."""
 
 
 PROTOCOLS = {

@@ -120,11 +120,11 @@ class StepTime:
 
     attention_s: float
     read_s: float
-    """Seconds to read all weights."""
+    """Seconds to read all weights from memory."""
     compute_s: float
     """Seconds to compute the products with the model's matrices."""
     linear_s: float
-    """Seconds to read the weights and compute the products. Reading and computing overlap."""
+    """Seconds to read the weights and to compute the matrix products, which overlap."""
     other_s: float
     """Seconds of other work, which a roofline model omits; 0 unless the chip was measured."""
 

@@ -53,8 +53,8 @@ class Drafting:
 
 @dataclass(frozen=True)
 class DraftRound:
-    """Predicted times of a round: draft steps for each sequence of a batch, and the step that verifies the drafts. Also
-    has the time of the plain step that the round is compared with."""
+    """Predicted times of one round and of the plain step with which the round is compared. A round consists of draft
+    steps for the sequences of a batch and one step that verifies their drafts."""
 
     num_drafts: int
     draft_keys: int
@@ -98,8 +98,8 @@ def best_round(
 def pays_from(
     model: ServedModel, chip: Chip, drafting: Drafting, *, batch: int, longest: int, num_chips: int = 1
 ) -> int | None:
-    """Return the smallest context length in tokens at which speculation yields more tokens per second than plain steps.
-    The paper calls it the inflection length for this batch size. Return None if it is more than `longest`."""
+    """Return the smallest context length in tokens at which speculation yields more tokens per second than plain steps,
+    for this batch size. The paper calls this length the inflection length. Return None if it is more than `longest`."""
 
     def pays(context: int) -> bool:
         found = best_round(model, chip, drafting, batch=batch, context=context, num_chips=num_chips)

@@ -1,8 +1,8 @@
-"""Assigns simulated requests to groups with the complete production code (the chooser).
+"""Assigns simulated requests to groups with the complete production code (`orchestrator.placement.chooser`).
 
-The chooser (`orchestrator.placement.chooser`) examines every group, which takes milliseconds for hundreds of groups.
-`baton_lab.traffic.placing` is faster, because it compares only a few candidate groups. Its results are tested against
-this module. Pure.
+The production chooser examines every group, which takes milliseconds for hundreds of groups. The simulator normally
+uses `baton_lab.traffic.placing`, which is faster, because it compares only a few candidate groups. Tests compare its
+results with those of this module. Pure.
 """
 
 from contextlib import ExitStack
@@ -29,8 +29,9 @@ class ImmediateChooser(Chooser):
     """Production chooser that never waits for a group."""
 
     def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
-        """Return where the attempt is served, and add it to the generation group's load in `held`. Return None if
-        `plan` would wait for a generation group or for a prefill group."""
+        """Return the groups that serve the attempt, and add its slots to the generation group's load. Closing `held`
+        removes them from the load again. Return None in situations in which `plan` would wait for a generation group or
+        a prefill group."""
         prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
         generation = self._choose_generation(record, prospects, record.avoid)
         if generation is None:
@@ -48,7 +49,8 @@ class ImmediateChooser(Chooser):
 
 @dataclass(frozen=True)
 class _Placed:
-    """Record of a request that has been assigned to groups, and the load that its attempt has on them."""
+    """Record of a request that has been assigned to groups. Closing `held` removes the request's load from these
+    groups."""
 
     record: RequestRecord
     held: ExitStack

@@ -1,5 +1,5 @@
-"""Runs a trace under several scaling policies that may use the same number of groups, and predicts the request rate
-that this number of groups can sustain. Pure."""
+"""Runs a trace under several scaling policies, all with the same maximum number of groups, and predicts the request
+rate that this number of groups can sustain. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Setting:
     planner: RecallingPlanner
     sizes: GroupSizes
     config: AutoscalingConfig
-    """Latency targets of the scaling policies, and the maximum number of groups. `best-static` always uses the maximum
-    number, `config.max`."""
+    """Latency targets of the scaling policies, and the maximum number of groups, `config.max`. The policy `best-static`
+    always uses this number of groups."""
     start: tuple[int, int]
     """Initial numbers of prefill groups and generation groups."""
     max_blocks: int = 0
@@ -54,8 +54,8 @@ class Setting:
         return Targets(self.config.ttft_p95_s, self.config.itl_p95_s)
 
     def run(self, trace: Trace, policy: str) -> tuple[str, Results]:
-        """Simulate a trace under the policy `policy`, which is one of POLICIES. Return a label and the results. The
-        label is the policy's name; for fixed numbers of groups it includes these numbers.
+        """Simulate a trace under the policy `policy`, which is one of POLICIES. Return a label for the results, and the
+        results. The label is the policy's name; for a policy with fixed numbers of groups, it includes these numbers.
 
         Raises InvalidArgumentError for an unknown policy.
         """

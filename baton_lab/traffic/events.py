@@ -24,7 +24,7 @@ class Timeline:
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
         """Schedule `action` for the simulated time `time_s`. If this time has passed, the action runs at the current
-        time, after the actions that are already scheduled for it."""
+        time, after the actions that are already scheduled for the current time."""
         heapq.heappush(self._actions, (max(time_s, self._now_s), next(self._numbers), action))
 
     def run(self) -> None:

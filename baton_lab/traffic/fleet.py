@@ -62,16 +62,16 @@ class Member:
     """Number of times that the group has changed its role. In production, each change starts a new worker
     incarnation."""
     version: int = 0
-    """Number of the latest event that was scheduled for the group. Events with smaller numbers are outdated and
+    """Number of the event that was scheduled last for the group. Events that were scheduled earlier are outdated and
     ignored."""
     chain: PrefillWork = field(init=False)
     """Simulated work of the group while it is a prefill group."""
     batch: Batch = field(init=False)
-    """Simulated batch of the group while it is a generation group."""
+    """Sequences that the group decodes while it is a generation group (simulated)."""
     prefill_view: PrefillGroup = field(init=False)
-    """View of the group that production policies get while it is a prefill group."""
+    """Description of the group that production policies receive while it is a prefill group."""
     generation_view: GenerationGroup = field(init=False)
-    """View of the group that production policies get while it is a generation group."""
+    """Description of the group that production policies receive while it is a generation group."""
 
 
 class Fleet:
@@ -91,15 +91,15 @@ class Fleet:
         self._gaps = gaps
         self._numbers = count()
         self.members: dict[int, Member] = {}
-        """All groups that have not left, by their number."""
+        """All groups that have not left the cluster, by the number that identifies the group."""
         self.num_ready = {Role.PREFILL: 0, Role.GENERATE: 0}
         """Number of ready groups of each role. Ready groups accept new work."""
         self._spent_s = 0.0
         self._by_work: list[tuple[float, int]] = []
-        """Heap of (estimated end of work, group number) for ready prefill groups. It may contain outdated entries,
-        which are skipped."""
+        """Heap of ready prefill groups, as (estimated time at which the group finishes its jobs, group number). It may
+        contain outdated entries, which are skipped."""
         self._by_room: list[dict[int, None]] = [{} for _ in range(sizes.num_slots + 1)]
-        """Numbers of the ready generation groups. The list index is the number of slots that a group uses."""
+        """Ready generation groups. Entry i contains the numbers (ids) of the groups of which i slots are in use."""
 
     def of(self, role: Role, *states: State) -> list[Member]:
         """Return the groups of a role that are in one of the given states. Without states, return all groups of the
@@ -111,8 +111,8 @@ class Fleet:
         return member.role is Role.PREFILL and member.state is State.READY
 
     def group_s(self, now_s: float) -> float:
-        """Return the cost of all groups up to the time `now_s`, in group-seconds. Each group counts from its start
-        until it left."""
+        """Return the cost of all groups up to the time `now_s`, in group-seconds, including groups that have left. Each
+        group costs the seconds from its start until it left."""
         return self._spent_s + sum(now_s - each.since_s for each in self.members.values())
 
     def start(self, role: Role, *, after_s: float | None = None) -> None:
@@ -142,8 +142,8 @@ class Fleet:
         self.on_change()
 
     def when_idle(self, member: Member) -> None:
-        """Complete the drain of a group if it has no work left: change its role, or remove it. Do nothing if the group
-        is not draining or has work."""
+        """If a group is draining and has no work left, complete the drain: change the group's role, or remove the
+        group. Otherwise do nothing."""
         if member.state is not State.DRAINING or member.num_held:
             return
         if member.flips:
@@ -167,13 +167,13 @@ class Fleet:
             self._by_room[member.num_held][member.number] = None
 
     def work(self, member: Member, seconds: float) -> None:
-        """Add a job to the estimated end of a prefill group's work. `seconds`: total compute time of the job, divided
-        by the number of ranks."""
+        """Record that a job was given to a prefill group: its estimated end of work becomes later. `seconds`: total
+        compute time of the job on all ranks, divided by the number of ranks."""
         member.free_at_s = max(member.free_at_s, self._timeline.now_s()) + seconds
         heapq.heappush(self._by_work, (member.free_at_s, member.number))
 
     def least_work(self, num_groups: int) -> list[Member]:
-        """Return at most `num_groups` ready prefill groups: those that are estimated to finish their work first."""
+        """Return the ready prefill groups that are estimated to finish their jobs first, at most `num_groups`."""
         found: dict[int, tuple[float, Member]] = {}
         while self._by_work and len(found) < num_groups:
             free_at_s, number = heapq.heappop(self._by_work)
@@ -186,8 +186,8 @@ class Fleet:
         return [member for _, member in found.values()]
 
     def most_room(self, num_groups: int) -> Iterator[Member]:
-        """Yield at most `num_groups` ready generation groups, in descending order of their number of free slots. Groups
-        without a free slot are excluded."""
+        """Yield ready generation groups that have free slots, at most `num_groups`. Groups with more free slots come
+        first."""
         left = num_groups
         for held in islice(self._by_room, self._sizes.num_slots):
             for number in held:

@@ -2,9 +2,9 @@
 candidates.
 
 The production code (the chooser) examines every group. This takes milliseconds for hundreds of groups, and a simulation
-assigns millions of requests. In the simulator, all groups of a role have the same hardware. The cheapest choice
-therefore uses one of the prefill groups that are free first, or the one that has computed the longest prefix of the
-prompt. It uses one of the generation groups with the most free slots. Only these candidates are planned
+assigns millions of requests. In the simulator, all groups of a role have the same hardware. Therefore the cheapest
+prefill group is one of those that finish their work first, or the group that has cached the longest prefix of the
+prompt. The cheapest generation group is one of those with the most free slots. Only these candidates are planned
 (`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Pure.
 """
 
@@ -24,8 +24,8 @@ from orchestrator.placement.comparison import ChainWay, cheapest_group
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _NO_BATCH: Batch = (0.0, 0.0)
-"""Load of the generation group that is assumed when chains are compared. It is 0, because the generation group is
-chosen separately."""
+"""Batch of the generation group that is assumed when prefill chains are compared. It is empty, because the generation
+group is chosen separately."""
 SHORTLIST = 2
 """Maximum number of candidate groups of each role that are compared for a request."""
 
@@ -45,7 +45,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Spot:
-    """Groups that were chosen for a request, and the plan of its prefill by a chain of ranks."""
+    """Groups that were chosen for a request, and the plan by which the ranks of the prefill group compute the
+    prompt."""
 
     prefill: Member
     generation: Member
@@ -87,7 +88,7 @@ class Placing:
         self._max_blocks = max_blocks
         self._prefixes = PrefixIndex(max_blocks or 1)
         self._computed_by: dict[int, int] = {}
-        """Number of the prefill group that last computed a block, by block id."""
+        """For each block id, the number (id) of the prefill group that last computed this block."""
         self.prefill_queues = PrefillQueues()
         """Job queues of the prefill groups, of the same class as in production."""
         self.num_cached_tokens = 0

@@ -2,7 +2,7 @@
 
     autoscale     `orchestrator.autoscaling`: forecasts, cost model and queueing
     queue         a threshold on queue lengths: adds a group to the role with the longer queue per group
-    load          load regression, as in other planners: mean load divided by a group's throughput, without queueing
+    load          mean load divided by a group's throughput, without queueing (load regression, as in other planners)
 
 `queue` and `load` change the roles of groups and drain groups in the same way as the autoscaler, so the policies differ
 only in their decisions. Pure.
@@ -42,8 +42,9 @@ def target_of(fleet: Fleet) -> Allocation:
 
 
 def carry_out(fleet: Fleet, actions: Iterable[Action]) -> None:
-    """Start groups, drain groups, or change their roles, as `actions` say. Groups that are still starting are drained
-    first, and then the groups with the least work."""
+    """Start groups, drain groups, or change their roles, as `actions` say. Draining groups are kept where possible
+    instead of starting new ones. Groups to drain are those that are still starting, and then those with the fewest
+    requests."""
     for action in actions:
         for _ in range(action.num_groups):
             if action.move in _STARTS:
@@ -76,8 +77,8 @@ def _drain(fleet: Fleet, role: Role, *, flips: bool) -> None:
 
 
 def between(before: Allocation, after: Allocation) -> tuple[Action, ...]:
-    """Return the actions that lead from the allocation `before` to the allocation `after`. As many groups as possible
-    change their role instead of being removed and started."""
+    """Return the actions that change the numbers of groups from `before` to `after`. Where possible, a group changes
+    its role, instead of one group being removed and another one started."""
     return actions_between(FleetState(before), after, LeadTimes(cold_start_s=math.inf, flip_s=0.0), before.total)
 
 
@@ -92,7 +93,7 @@ class AutoscalePolicy:
         self._clear_s = times.cold_start_s
         self._autoscaler = Autoscaler(config, service, times)
         self._advised: Allocation | None = None
-        """Numbers of groups that the autoscaler advised last, in advisory mode. None before the first advice."""
+        """Numbers of groups in the autoscaler's latest advice, in advisory mode. None before the first advice."""
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
         """Report to the autoscaler that a request has arrived."""
@@ -189,8 +190,8 @@ class QueuePolicy:
 
 
 class LoadPolicy:
-    """Scaling policy that divides the mean load of each role by the throughput of one group. The throughput is that at
-    which a group meets its latency targets. Queueing is ignored."""
+    """Scaling policy that divides the mean load of each role by the throughput of one group. The highest throughput at
+    which one group meets its latency targets is used. Queueing is ignored."""
 
     def __init__(self, config: AutoscalingConfig, service: ServiceModel) -> None:
         self.interval_s = config.interval_s

@@ -44,7 +44,7 @@ UNBOUNDED = OrchestratorConfig(max_queued_requests=2**31, max_queued_tokens=2**6
 
 @dataclass(frozen=True)
 class SimulatedClaim:
-    """Entry of a simulated request in the admission queue. Implements `orchestrator.admission.gate.Claim`."""
+    """Simulated request, as the admission queue sees it. Implements `orchestrator.admission.gate.Claim`."""
 
     num_tokens: int
     num_slots: int = 1

@@ -57,7 +57,7 @@ def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence
 
 
 def message_points(ranks: Ranks, pace: Pace = FULL_SPEED) -> Points:
-    """Measure single messages between two ranks, and return (bytes, seconds) for each. Empty if there is only one
+    """Measure single messages between two ranks. Return (bytes, seconds) for each message; empty if there is only one
     rank."""
     return ranks.link_points(_MESSAGE_BYTES, _MESSAGE_REPEATS, pace) if len(ranks) > 1 else ()
 

@@ -22,12 +22,12 @@ class MessageSizes:
 
 
 class LinkProbe:
-    """Measures messages between ranks 0 and 1, which send to each other alternately. It is one rank's end of a link
-    without other traffic. Implements LinkHandler."""
+    """Measures messages between ranks 0 and 1, which send to each other alternately. Each rank has one LinkProbe;
+    nothing else uses its links. Implements LinkHandler."""
 
     def __init__(self, rank: int, epoch: Epoch, connect: ConnectLinks) -> None:
-        """Connect this rank to the others with `connect`, under the given epoch (number of the set of connections).
-        Blocks until all ranks are connected."""
+        """Connect this rank to the others with `connect`. `epoch` is the identifier of this set of connections. Blocks
+        until all ranks are connected."""
         self._rank, self._epoch = rank, epoch
         self._came: SimpleQueue[ChainError | None] = SimpleQueue()
         self._place = memoryview(bytearray())

@@ -51,8 +51,8 @@ class _Lane:
 
 
 class Pacer:
-    """Simulated speed of all links that start at one rank. `set` and `close` may be called only while no message is in
-    transit."""
+    """Delays the messages on all links that start at one rank, as links of the simulated speed would. `set` and `close`
+    may be called only while no message is in transit."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

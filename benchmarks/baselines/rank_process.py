@@ -56,7 +56,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one rank for one prefill task."""
+    """Result that one rank returns for one prefill task."""
 
     token: int | None = None
     """First output token; None on ranks that do not compute it."""
@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def compute_s(self) -> float:
-        """Seconds for which this rank of a chain computed. Waits for the KV of earlier ranks are excluded."""
+        """Seconds that this rank of a chain spent computing, without its waits for the KV of earlier ranks."""
         assert self.report is not None
         return (self.report.end_ns - self.report.start_ns) / 1e9 - self.report.wait_s
 

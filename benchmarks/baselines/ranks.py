@@ -77,7 +77,7 @@ class Ranks:
         return self.run_each([task] * len(self))
 
     def run_each(self, tasks: Sequence[Task]) -> Outcome:
-        """Run a separate prefill on every rank, all at the same time. The seconds of the outcome are those of the
+        """Run a separate prefill on every rank, all at the same time. `seconds` of the outcome is the time of the
         slowest rank. Blocks until all are done."""
         start_s = time.perf_counter()
         answers = [answer for answer in self._ask(tasks) if isinstance(answer, Answer)]
@@ -94,8 +94,8 @@ class Ranks:
         return medians(points)
 
     def rates(self, probe: RateProbe, num_busy: int) -> list[float]:
-        """Measure the rates of the first `num_busy` ranks while they all run at the same time. The other ranks are
-        idle. Return one rate per busy rank."""
+        """Measure a rate of the hardware (`probe`: for example memory bandwidth) on each of the first `num_busy` ranks,
+        while they all run at the same time. The other ranks are idle. Return one rate per busy rank."""
         for pipe in self._pipes[:num_busy]:
             pipe.send(probe)
         return [rate for rate in self._replies(num_busy) if isinstance(rate, float)]

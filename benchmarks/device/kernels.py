@@ -39,7 +39,7 @@ DRAWN = ((1, 32_000), (64, 32_000), (64, 128_256), (256, 128_256))
 """Cases of sampling, each as (number of sequences, vocabulary size)."""
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _COPIES = 8
-"""Number of copies of the layers or weights that a measurement uses one after another. With several copies, the data
+"""Number of copies of the layers or weights that a measurement uses one after another, so that the data of a call
 are not already in a cache."""
 _REPEATS = 5
 

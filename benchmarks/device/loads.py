@@ -20,7 +20,7 @@ from benchmarks.device.served import TOGETHER, Load, LoggedEngine, Served, Step,
 from generate_workers.config import EngineConfig
 
 MOST_SHOWN = 12
-"""Maximum number of functions that a profile reports, and maximum number of kernels."""
+"""A profile reports at most this number of functions, and at most this number of kernels."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ _COLUMNS_SHARE = 0.3
 
 @dataclass(frozen=True)
 class FirstColumns(SelectionSource):
-    """Key selection for `infinigen` that is not fitted to a text. It selects keys by the first columns of each head."""
+    """Key selection for `infinigen` that is not fitted to a text. It scores keys by only the first columns of each
+    head."""
 
     def load(self) -> PreparedSelection:
-        """Return the selection, prepared for the decoder's layout."""
+        """Return a selection for the decoder's model whose partial keys are the first columns of each head."""
         layout = self.decoder.layout
         shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.head_dim)
         whole_LGHR = torch.eye(layout.head_dim).expand(shape).contiguous()

@@ -18,7 +18,7 @@ from benchmarks.device.rates import synchronize, times_s
 
 _LAUNCHES = 200
 _NODES = 360
-"""Number of kernels in one decode step of a model with 32 layers. The measured CUDA graph has this number of nodes."""
+"""Number of nodes of the measured CUDA graph: as many as the kernels in one decode step of a model with 32 layers."""
 _ROUNDS = 5
 
 

@@ -36,8 +36,7 @@ class StepTimes:
 
 
 class PagedRows:
-    """Batch of sequences with paged KV in device memory. They are stepped as in
-    `generate_workers.engine.model_runner`."""
+    """Batch of sequences with paged KV in device memory. Its steps run as in `generate_workers.engine.model_runner`."""
 
     def __init__(self, decoder: Decoder, residency: PagedResidency, batch: int, context: int, most_tokens: int) -> None:
         """Open `batch` sequences with random KV of `context` tokens each. Reserve KV for up to `most_tokens` tokens per
@@ -54,8 +53,8 @@ class PagedRows:
     @torch.inference_mode()
     def step(self, *, graphs: bool) -> None:
         """Run one decode step, which yields one new token per sequence, and copy the tokens to the host. If `graphs` is
-        true, the step is run as a whole, on a GPU by replaying a CUDA graph. Otherwise its kernels are launched one by
-        one."""
+        true, the step runs as a whole; on a GPU, it is replayed from a CUDA graph. If `graphs` is false, its kernels
+        are launched one by one."""
         rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
         with self._residency.step(rows) as step:
             if graphs:

@@ -43,9 +43,9 @@ class Brain:
 
 @contextlib.asynccontextmanager
 async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
-    """Main function of the process that runs the server. Its greeting to the parent process is the server's port. It
-    answers three questions: `usage` returns the resources that the process has used, `profile` starts a profile, and
-    `profiled` ends the profile and returns it as text."""
+    """Main function of the process that runs the server. Yields the server's port, which the parent process receives
+    first. Then answers three questions: `usage` returns the resources that the process has used, `profile` starts a
+    profile, and `profiled` ends the profile and returns it as text."""
     members = Membership()
     planner = ChainPlanner(
         nominal_calibration(ResolvedModel(told.folder), "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS

@@ -95,7 +95,7 @@ class ScriptedEngine:
         self._num_steps += 1
 
     def status(self) -> EngineStatus:
-        """Return the number of slots, of which the running streams occupy one each. All memory counts are 0."""
+        """Return a status in which each running stream occupies one slot and all memory counts are 0."""
         active = min(len(self._rows), self._num_slots)
         kv = KvLedger(num_bytes=0, num_bytes_free=0, num_bytes_leased=0, num_bytes_active=0, num_bytes_quarantined=0)
         ledger = SlotLedger(self._num_slots, self._num_slots - active, 0, active, 0, 0, 0, kv)
@@ -104,8 +104,8 @@ class ScriptedEngine:
 
 @contextlib.asynccontextmanager
 async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
-    """Main function of the process that runs the engines. Its greeting to the parent process is the list of the groups'
-    ports. It answers every question with the resources that the process has used."""
+    """Main function of the process that runs the engines. Yields the list of the groups' ports, which the parent
+    process receives first. Then answers every question with the resources that the process has used."""
     made = [ScriptedEngine(groups.num_slots, says_time=groups.says_time) for _ in range(groups.num_groups)]
     servers, servicers, ports = [], [], []
     for engine in made:

@@ -99,7 +99,7 @@ class Clients(ABC):
 
 
 class Load(Clients):
-    """Clients whose streams run over gRPC."""
+    """Clients whose streams are gRPC calls."""
 
     def __init__(self, target: str) -> None:
         super().__init__()

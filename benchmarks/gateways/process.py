@@ -1,5 +1,5 @@
-"""Child process of the gateway benchmark. After its start it sends a greeting to its parent, then answers the parent's
-questions one after the other."""
+"""Child process of the gateway benchmark. When it is ready, it sends one message (the greeting, for example its port)
+to its parent. Then it answers the parent's questions one after the other."""
 
 import asyncio
 import contextlib

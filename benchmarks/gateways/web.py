@@ -28,9 +28,9 @@ _PREFIX, _DONE = b"data: ", b"[DONE]"
 
 @contextlib.asynccontextmanager
 async def http_gateway(target: str, folder: Path) -> AsyncIterator[tuple[int, Answer]]:
-    """Main function of a process that runs the HTTP gateway. Its greeting to the parent process is the gateway's port.
-    It answers every question with the resources that the process has used. `target` is the address of the orchestrator,
-    and `folder` the model's folder, which contains the tokenizer."""
+    """Main function of the process that runs the HTTP gateway. Yields the gateway's port, which the parent process
+    receives first. Then answers every question with the resources that the process has used. `target` is the address of
+    the orchestrator, and `folder` the model's folder, which contains the tokenizer."""
     async with Upstream(target) as upstream:
         reader = Reader(Tokenizer.load(folder), await upstream.model({}))
         server = await HttpServer.start(Gateway(upstream, reader), open_socket(HOST, 0))

@@ -26,8 +26,8 @@ class Step:
 
 
 def draw(measured: Sequence[Step], model: ServedModel, chip: Chip, path: Path) -> None:
-    """Draw the measured and predicted step times, and write a PNG to `path`. A step yields one token per sequence, so
-    its duration is the time per token of a stream."""
+    """Draw the measured and predicted step times, and write a PNG to `path`. The time of a step is also a stream's time
+    per token, because a step yields one token per sequence."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")

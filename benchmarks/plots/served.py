@@ -1,5 +1,5 @@
-"""Plot of the results of `benchmarks.served`: metrics of each server in each cell of the grid, as seen by clients. It
-shows the median and the range of the rounds."""
+"""Plot of the results of `benchmarks.served`: metrics of each server for each load of the grid (cell), measured by
+clients. It shows the median and the range of the rounds."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Generation engine with running sequences, whose KV was pushed to leased slots as by a prefill group.
+"""Generation engine with running sequences, whose KV was pushed to leased slots as a prefill group does.
 
 A measured step is therefore the same as a step of served requests, including the policy's memory, batching, sampling,
 text and events. Only the content is artificial: the KV is random, and all prompt tokens are the same token. Must be
@@ -36,8 +36,8 @@ _SPREAD = 0.1
 
 
 def row_lengths(batch: int, context: int, less: int = 0) -> list[int]:
-    """Return the lengths of `batch` sequences in tokens. They are spread evenly from 10 % below to 10 % above
-    `context`, and `less` is subtracted from each."""
+    """Return the lengths of `batch` sequences in tokens: from 10 % below to 10 % above `context`, evenly spread, each
+    minus `less`."""
     shares = [(2 * row + 1) / batch - 1 for row in range(batch)]
     return [max(1, round(context * (1 + _SPREAD * share)) - less) for share in shares]
 
@@ -95,8 +95,8 @@ class EngineRows:
 
 
 def num_rows_that_fit(decoder: Decoder, length: int, config: EngineConfig) -> tuple[int, str]:
-    """Open sequences of `length` tokens, with memory for one more token each, until the next one is refused. Return the
-    number of sequences and the reason of the refusal. The reason is empty if all slots are used."""
+    """Open sequences of `length` tokens, each with memory for one more token, until the engine refuses one. Return the
+    number of open sequences and the reason of the refusal. The reason is empty if all slots are used."""
     memory = make_memory(decoder, config)
     slots = SlotTable(memory, SystemClock(), endpoint="none:0")
     try:

@@ -45,9 +45,9 @@ class BatonDoor:
         return own | rays
 
     def processes(self) -> tuple[set[int], set[int], set[int]]:
-        """Return three sets of process ids: Baton's own processes, Ray's processes, and Ray actors. Baton's own
-        processes are the launcher, supervisor, orchestrator and workers. The Ray actors are those of Baton's own
-        processes whose main threads run Ray's loops."""
+        """Return three sets of process ids. First, Baton's own processes: launcher, supervisor, orchestrator and
+        workers. Second, Ray's processes. Third, those of Baton's own processes that are Ray actors; their main threads
+        run Ray's loops."""
         record = load_record(self._cluster.name)
         assert record is not None, "a cluster that serves has a record"
         everything = with_descendants([record.launcher_pid])
@@ -74,8 +74,8 @@ class BatonDoor:
 
 
 def last_of_step(token_ns: list[int], num_tokens: int) -> list[int]:
-    """Replace the last `num_tokens` times of `token_ns`, which belong to tokens of one step, by the latest of them.
-    Return the new list."""
+    """Return `token_ns` with its last `num_tokens` times, which belong to tokens of one step, merged into one: the
+    latest of them."""
     return [*token_ns[:-num_tokens], token_ns[-1]]
 
 

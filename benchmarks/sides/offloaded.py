@@ -46,7 +46,8 @@ class Side:
         """Mean number of bytes that crossed the link per step. `step_bytes` was counted by the link, and
         `counted_bytes` by the steps."""
         self.hidden = 1.0
-        """Fraction of the fetch time that overlapped with computation, because no step waited for the fetch."""
+        """Fraction of the fetch time during which no step waited for the fetch, because it overlapped with
+        computation."""
         self.parts_ms: Mapping[Part, float] = {}
         """Mean milliseconds of each part of a step. Empty without a clock. The sum of the parts may be less than the
         duration of the step."""

@@ -1,7 +1,8 @@
 """Generation engines whose sequences continue natural texts. Their KV is real; it is prefilled once and used by all
 engines.
 
-Drafts are therefore accepted at realistic rates, which is not the case with random KV. Must be used by one thread.
+Because of the natural texts and real KV, drafts are accepted at realistic rates. With random KV they would not be. Must
+be used by one thread.
 """
 
 import asyncio
@@ -123,8 +124,8 @@ class TextRows:
 
     @torch.inference_mode()
     def bare_ms(self, num_drafts: int, keys: DraftKeys | None = None) -> float:
-        """Return the milliseconds of one forward pass with logits, without the engine. If `keys` is None, each
-        sequence's last prompt token and `num_drafts` draft tokens attend to all keys. Otherwise each sequence's tokens
+        """Return the milliseconds of one forward pass with logits, without the engine. Each sequence feeds its last
+        prompt token and `num_drafts` draft tokens. If `keys` is None, these tokens attend to all keys. Otherwise they
         attend only to the keys that `keys` describes, as in drafting. Overwrites the KV of the sequences."""
         spans = [(SlotId(slot), TokenRange(end - 1, end + num_drafts)) for slot, end in enumerate(self._lengths)]
         view = self._residency if keys is None else StreamingView(self._residency, keys)

@@ -105,7 +105,7 @@ class TimedTurns:
 
 
 class TimedResidency:
-    """Wrapper of a residency policy that measures the time to enter and to leave a step."""
+    """Wrapper of a residency policy that measures the time to begin and to end a step."""
 
     def __init__(self, residency: Residency, clock: PartClock) -> None:
         self._inner, self._clock = residency, clock
@@ -145,8 +145,8 @@ class TimedResidency:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[StepKv]:
-        """Context manager. Enter the wrapped policy's step, yield it, and leave it. The times to enter and to leave are
-        measured."""
+        """Context manager. Begin a step of the wrapped policy, yield the step's KV, and end the step on exit. Begin and
+        end are timed."""
         with ExitStack() as entered:
             with self._clock.part(Part.POLICY):
                 step = entered.enter_context(self._inner.step(rows))
@@ -252,7 +252,7 @@ class TimedLink(MeasuredLink):
         return TimedTransfer(super().store(copies), self._clock)
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Start copying single rows to host memory. Return the transfer."""
+        """Start copying one row of bytes for each sequence to host memory. Return the transfer."""
         return TimedTransfer(super().store_rows(rows), self._clock)
 
 

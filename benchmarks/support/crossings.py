@@ -35,13 +35,14 @@ def value_at(points: Sequence[float], values: Sequence[float], at: float) -> flo
 
 
 def disagreement(points: Sequence[float], measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Return the largest relative difference between two curves where measurement and prediction disagree on which
-    curve is lower.
+    """Return how much prediction and measurement disagree on which of two curves is lower, as a relative difference; 0
+    if they agree everywhere.
 
-    `measured` and `predicted` are the ratios of one curve to the other at `points`, as measured and as predicted. A
-    ratio crosses 1 where both curves are equal. If one of the ratios crosses 1 at some point, the difference there is
-    the distance of the other ratio from 1. The larger difference is returned. If neither ratio crosses 1, the result is
-    0 if both agree on which curve is lower. Otherwise it is the smallest difference between the measured curves.
+    `measured` and `predicted` are the ratios of one curve to the other at `points`, as measured and as predicted. The
+    curves cross where a ratio is 1. At the first crossing of the predicted curves, the error is the relative distance
+    of the measured ratio from 1; and the reverse at the first crossing of the measured curves. The larger error is
+    returned. If neither ratio crosses 1 but the lower curves differ, the result is the smallest relative difference
+    between the measured curves.
     """
     gaps = []
     for ours, theirs in ((predicted, measured), (measured, predicted)):

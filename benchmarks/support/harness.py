@@ -74,8 +74,8 @@ class Pairs:
 
 
 def interleave(ours: Callable[[], float], theirs: Callable[[], float], pairs: int) -> Pairs:
-    """Call `ours` and `theirs` alternately, `pairs` times each, and return the measurements. One warm-up call of each
-    is discarded."""
+    """Call `ours` and `theirs` alternately, `pairs` times each, and return the values that they return. One warm-up
+    call of each is discarded."""
     ours(), theirs()
     mine, other = [], []
     for _ in range(pairs):

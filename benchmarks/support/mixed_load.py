@@ -95,8 +95,8 @@ async def ask(scheduler: RequestScheduler, arrival: Arrival) -> Asked:
 
 @contextlib.asynccontextmanager
 async def streaming(scheduler: RequestScheduler, num_streams: int) -> AsyncIterator[Gaps]:
-    """Context manager. Keep `num_streams` streams running until exit, and yield the times of their tokens. Enters when
-    each stream has received its first token."""
+    """Context manager. Keep `num_streams` streams running until exit, and yield the times of their tokens. The block
+    starts when each stream has received its first token."""
     gaps, begun = Gaps(), asyncio.Semaphore(0)
     tasks = [asyncio.create_task(_run_on(scheduler, number, gaps, begun)) for number in range(num_streams)]
     try:

@@ -131,8 +131,8 @@ def arrival_times(rate: float, seconds: float, seed: int) -> Iterator[float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile: the smallest of the values such that at least `percent` percent of the values are not
-    larger. NaN if `values` is empty."""
+    """Return a percentile: the smallest value that is at least as large as `percent` percent of the values. NaN if
+    `values` is empty."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

@@ -13,8 +13,8 @@ the length of a block of the prefix cache, so no prompt reuses cached KV."""
 
 
 class Passages:
-    """Source of consecutive passages of the novels. At the end of the novels, it continues from the beginning with a
-    different offset."""
+    """Source of consecutive passages of the novels. After the last passage, it starts again from the beginning with a
+    different offset, so that passages differ."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = token_ids

@@ -43,9 +43,9 @@ class CellTimes:
 
 
 def policy_table(cells: Sequence[CellTimes]) -> Table:
-    """Return a table of all cells (batch size and length). It shows each policy's median step time in milliseconds, its
-    speedup over the policy `host`, and the step time of the policy `device` divided by its own. All cells must have the
-    same policies."""
+    """Return a table of all cells (batch size and length). For each policy it shows the median step time in
+    milliseconds, the speedup over the policy `host`, and the time of a step of the policy `device` divided by the time
+    of a step of this policy. All cells must have the same policies."""
     title = f"a step: ms, times as fast as {STREAMED}, part of the ideal ({IDEAL}'s step / this step)"
     table = Table("policy", *(f"{cell.batch} x {cell.context}" for cell in cells), title=title)
     for policy in cells[0].times_ms:

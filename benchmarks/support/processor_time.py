@@ -34,9 +34,9 @@ def main_threads_used_s(pids: Iterable[int]) -> dict[int, float]:
 
 
 def share_of_a_core(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> float:
-    """Return the number of cores that the processes used on average. `before` and `after` are their processor times in
-    seconds, measured `seconds` seconds apart. Processes that are in only one of them are ignored. The result is never
-    less than one clock tick of processor time."""
+    """Return the number of cores that the processes used on average over `seconds` seconds. `before` and `after` map
+    process ids to processor time in seconds at the start and at the end. Processes that are in only one of them are
+    ignored. The result corresponds to at least one clock tick."""
     total_s = sum(after[pid] - before[pid] for pid in before.keys() & after.keys())
     return max(total_s, TICK_S) / seconds
 

@@ -29,7 +29,7 @@ def runnable(names: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class RateProbe:
-    """Measurement of one kind of rate, which a prefill rank runs."""
+    """Measurement of one kind of hardware rate, for example memory bandwidth. A prefill rank runs it."""
 
     kind: str
     """Kind of rate:

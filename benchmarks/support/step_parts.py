@@ -28,9 +28,9 @@ class Part(StrEnum):
 class PartClock:
     """Clock that adds up the seconds spent in each part of the steps of one thread.
 
-    Time is added to the part that was entered last, with two exceptions. Everything that a policy calls from its layer
-    hooks counts for the policy, for example the projection of predicted queries. Waiting for a transfer always counts
-    for the transfer. Entering and leaving a part takes about a microsecond.
+    Time is added to the part that was entered last, with two exceptions. Everything that a residency policy calls from
+    its hooks between layers (for example the projection of predicted queries) counts as work of the policy. Waiting for
+    a transfer always counts as transfer. Entering and leaving a part takes about a microsecond.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -47,8 +47,8 @@ class PartClock:
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Context manager. Add the time of the block to `part`. In a policy's layer hook, the time is added to the
-        policy instead, unless `part` is TRANSFER."""
+        """Context manager. Add the time of the block to `part`. Inside a layer hook of a residency policy, the time is
+        added to POLICY instead, unless `part` is TRANSFER."""
         outer = self._running
         self._turn_to(outer if outer is Part.POLICY and part is not Part.TRANSFER else part)
         try:
@@ -87,7 +87,8 @@ class Breakdown:
 
     @property
     def times_plain(self) -> float:
-        """Return the median ratio of a step whose parts are measured to a step whose parts are not measured."""
+        """Return the median ratio of the duration of a step whose parts are measured to that of a step whose parts are
+        not measured."""
         return statistics.median(timed / plain for timed, plain in zip(self.timed_ms, self.plain_ms, strict=True))
 
     def medians_ms(self) -> dict[str, float]:

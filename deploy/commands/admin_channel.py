@@ -19,8 +19,8 @@ _CONNECT_S = 5.0
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select a running cluster to a command: its name or, alternatively, the option --target
-    with its address."""
+    """Add arguments to a command that select a running cluster: its name or, alternatively, the option --target with
+    its address."""
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     text = f"a cluster that was brought up on another machine, whose secret is in the variable {SECRET_VARIABLE}"
     parser.add_argument("--target", metavar="HOST:PORT", help=text)

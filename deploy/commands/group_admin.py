@@ -1,5 +1,6 @@
-"""Orders of commands to the groups of a running cluster. Each one is a call of the orchestrator's service `Admin` that
-ends when the order is carried out; its progress is shown on standard error. Blocks."""
+"""Drains, restores, flips and adds groups of a running cluster for the commands. Each operation is a call of the
+orchestrator's service `Admin` that returns when the operation is complete; its progress is shown on standard error.
+Blocks."""
 
 import argparse
 import contextlib
@@ -23,8 +24,8 @@ _ANSWER_S = 10.0
 
 
 class GroupAdmin:
-    """Sends orders to the groups of the cluster at the other end of `channel`. An order that takes longer than
-    `timeout_s` seconds (None: no limit) raises UnavailableError, and the cluster continues with it."""
+    """Changes groups of the cluster at the other end of `channel`. A method raises UnavailableError if it takes longer
+    than `timeout_s` seconds (None: no limit); the cluster then continues with the change."""
 
     def __init__(self, channel: grpc.Channel, timeout_s: float | None) -> None:
         self._admin = AdminStub(channel)
@@ -37,8 +38,9 @@ class GroupAdmin:
         return cluster_state_from_proto(answer)
 
     def drain(self, group: str, *, keep: bool = False, returns: bool = False) -> None:
-        """Drain the group, then end its workers, unless `keep` is true. `returns` is true if the caller will start this
-        group or another one again afterwards. Raises UnavailableError if another command undoes the drain meanwhile."""
+        """Drain the group, then end its workers, unless `keep` is true. Pass `returns` as true if this group, or
+        another one in its place, will be started afterwards. Raises UnavailableError if another command undoes the
+        drain meanwhile."""
         request = admin_pb2.DrainRequest(group=group, leave=not keep, returns=returns)
         late = "{group} is not done after {time_s:g} s{left}: it stays drained; wait on, or --undo"
         state = self._followed(self._admin.Drain, request, f"draining {group}", late)
@@ -56,8 +58,8 @@ class GroupAdmin:
             raise UnavailableError(late) from error
 
     def flip(self, group: str, *, undo: bool) -> GroupState | None:
-        """Order the group to lend a worker to the other role, or with `undo` to take it back. Return the state of the
-        group that then serves with the worker; None if the worker has ended together with its own group."""
+        """Lend a worker of the group to the other role, or with `undo` return it to its own role. Return the state of
+        the group in which the worker then serves; None if the worker has ended together with its own group."""
         request = admin_pb2.FlipRequest(group=group, undo=undo)
         late = "the role of {group} has not changed after {time_s:g} s: the flip continues, see `baton status`"
         state = self._followed(self._admin.Flip, request, f"changing a role at {group}", late)
@@ -99,8 +101,8 @@ def group_admin(args: argparse.Namespace) -> Iterator[GroupAdmin]:
 
 
 def left_of(state: GroupState) -> str:
-    """Return the work that a group has not finished yet, as readable text: its number of requests, and for a generation
-    group its number of occupied slots."""
+    """Return the unfinished work of a group as readable text: its number of requests, and for a generation group its
+    number of occupied slots."""
     requests = f"{state.num_requests} request{'' if state.num_requests == 1 else 's'}"
     if (held := state.generation) is None:
         return requests

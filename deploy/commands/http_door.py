@@ -63,8 +63,8 @@ class HttpPlan(LogLines, TraceExport):
 
 @settings
 class HttpTarget:
-    """Orchestrator's address and model that the HTTP gateway serves. It is sent to the gateway's process as a line of
-    JSON."""
+    """Address of the orchestrator, and the model that the HTTP gateway serves. Sent to the gateway's process as a line
+    of JSON."""
 
     address: str
     """Address of the orchestrator, host:port."""
@@ -97,11 +97,12 @@ class HttpDoor:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._decided = threading.Event()
-        """Set when the orchestrator's address is known, or when this object is closed."""
+        """Set when the orchestrator's address is known, or when this object is closed. Until then, the process cannot
+        serve."""
         self._target: HttpTarget | None = None  # guarded by the lock, as are `_process` and `_is_told`
         self._process: subprocess.Popen[str] | None = None
         self._is_told = False
-        """True if the current process has received its HttpTarget."""
+        """True if the HttpTarget (the orchestrator's address and model) was sent to the current process."""
         self._has_served = False
         self._thread = threading.Thread(target=self._keep, name="http-door", daemon=True)
         self._thread.start()

@@ -19,7 +19,7 @@ _FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "quantization": ("model.quantization", "of weights, on top of the dtype", {"choices": QUANTIZATIONS}),
     "threads": ("generate.num_threads", "torch threads of generation; 0 for all cores", {"type": int}),
 }
-"""Options that set one field of the configuration. For each option: the field, the help text, and further arguments of
+"""Options that each set one field of the configuration. By option: the field, the help text, and further arguments of
 `add_argument`."""
 
 

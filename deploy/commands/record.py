@@ -77,9 +77,9 @@ def record_path(name: str) -> Path:
 
 
 def store_name(record: Path) -> str:
-    """Return the name under which the workers of a cluster share files on a node. It consists of the cluster's name and
-    a hash of the folder of its record file. Two clusters with the same name can therefore run on one node, if their
-    records are in different folders."""
+    """Return the name under which the workers of a cluster share files on a node: the cluster's name and a hash of the
+    folder of its record file. Because of the hash, two clusters with the same name can run on one node if their records
+    are in different folders."""
     place = hashlib.blake2b(str(record.parent.absolute()).encode(), digest_size=4).hexdigest()
     return f"{record.stem}-{place}"
 

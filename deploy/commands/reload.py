@@ -66,10 +66,10 @@ class _Rollout:
         self._admin = admin
         self._model = model
         self._stand_in = ""
-        """Name of the extra group that serves while the only generation group is being replaced. Empty if no extra
-        group was started."""
+        """Name of the extra group that was started to serve while the only generation group is replaced. Empty if none
+        was started."""
         self._is_withdrawn = False
-        """True if the workers of the group that is being reloaded have been ordered to end."""
+        """True once the drain of the group that is being reloaded has begun. The drain ends the group's workers."""
 
     def names(self) -> list[str]:
         """Return the names of the groups to reload. Groups that are drained or that use a worker of another group are

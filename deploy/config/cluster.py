@@ -39,9 +39,9 @@ class ClusterConfig(LogLines):
     name: Name = "baton"
     """Name of the cluster, for `baton status` and `baton stop`; also the namespace of its Ray actors."""
     arrangement: Arrangement = "auto"
-    """Source of ranks, threads and cores if none is set: chosen for this machine (auto), or defaults (configured)."""
+    """How ranks, threads and cores are chosen if none is set: for this machine (auto), or the defaults (configured)."""
     worker_host: str = ""
-    """Address that workers and their links bind to; empty: each node's own on a running Ray, else 127.0.0.1."""
+    """Address that workers and their links bind to; empty: the node's address on a running Ray, else 127.0.0.1."""
     model: ModelSection = field(default_factory=ModelSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
     generate: GenerateSection = field(default_factory=GenerateSection)
@@ -63,8 +63,8 @@ class ClusterConfig(LogLines):
 
     @property
     def most_groups(self) -> dict[str, int]:
-        """Largest possible number of groups of each role. It is the configured number or, with autoscaling in mode
-        `act`, the number that the autoscaler may reach, if the latter is larger."""
+        """Largest possible number of groups of each role: the configured number or, if larger and autoscaling is in
+        mode `act`, the maximum of the autoscaler."""
         groups = {"prefill": self.prefill.num_groups, "generate": self.generate.num_groups}
         if self.autoscaling.mode != "act":
             return groups
@@ -99,8 +99,8 @@ class ClusterConfig(LogLines):
         """Return the configurations of the workers of the group `name`, in rank order.
 
         `place` contains the values that the launcher adds to the configuration: `model_folder`, `kernels` and `secret`,
-        and for engines `step_times`. If its `model`, `cluster` or `host` is not empty, `model` and `cluster` override
-        the configured names, and `host` is used if `worker_host` is not configured.
+        and for engines `step_times`. Its `model` and `cluster`, if not empty, override the configured names. Its `host`
+        is used only if `worker_host` is not configured.
 
         A group whose number is higher than the configured number of groups uses the cores of one of the configured
         groups. On one machine, the memory for KV is divided among the largest possible number of engines

@@ -31,7 +31,7 @@ from prefill_workers.config import PrefillConfig
 Port = Annotated[int, Field(ge=0, le=65535)]
 GpuShare = Annotated[float, Field(gt=0, le=1)]
 CoresOfEach = tuple[Cores, ...]
-"""Numbers of the cores that workers are pinned to, with one tuple for each worker."""
+"""Cores that workers are pinned to: one tuple of core numbers for each worker."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 """Name of 1 to 40 letters, digits, - and _. Other characters are not allowed, because names become parts of file names
 and of actor names."""

@@ -23,7 +23,7 @@ _ANSWER_S = 10.0
 _LOOK_S = 1.0
 """Seconds between two lookups of the orchestrator's address."""
 _MOST_PAUSE_S = 5.0
-"""Maximum pause in seconds between lookups of the orchestrator's address after failed ones."""
+"""Maximum pause in seconds between two lookups of the orchestrator's address while lookups fail."""
 
 _DESCRIPTION = """\
 Serves clients as `baton serve` does: validates requests, renders chats and tokenizes. A cluster's orchestrator does the

@@ -32,9 +32,9 @@ class ChainLinks:
         self._timeout_s = timeout_s
 
     def skip_to(self, epoch: int) -> None:
-        """Ensure that the number of the next epoch (set of links) is greater than `epoch`. Called if a rank has already
-        joined `epoch`, either under an earlier supervisor or by another caller's StartEpoch. Raises UnavailableError if
-        `epoch` is the largest possible number; the rank must then be replaced."""
+        """Ensure that the number of the next epoch (set of links) is greater than `epoch`. Called if a rank reports
+        that it has already joined `epoch`, because an earlier supervisor or another caller sent it a StartEpoch call.
+        Raises UnavailableError if `epoch` is the largest possible number; the rank must then be replaced."""
         if epoch >= MAX_EPOCH:
             raise UnavailableError(f"a rank is in epoch {epoch}, and {MAX_EPOCH} is the last: its process must end")
         self.epoch = Epoch(max(self.epoch, epoch))

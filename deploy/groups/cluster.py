@@ -141,8 +141,8 @@ def group_of(
     """Create the group `name` without starting it. A prefill chain also gets its ChainLinks.
 
     `workers_of` returns the configurations of all workers of a group, in rank order. Workers that `orders` lend to
-    another group are not part of the created group. If the created group itself uses a worker that another group has
-    lent, it has exactly one worker, which runs in that worker's process.
+    another group are not part of the created group. If `orders` lend a worker of another group to the created group,
+    the created group has exactly one worker, which runs in the process of the lent worker.
     """
     workers = workers_of(name)
     links = ChainLinks(around.host, around.heartbeat.dead_after_s) if workers[0].role == "prefill" else None
@@ -181,7 +181,7 @@ class LocalCluster(Cluster):
         self.max_tokens = plan.max_tokens
         """Maximum number of tokens of one request, prompt and output together."""
         self.members = Membership(on_failure=self.suspect)
-        """Current state of the groups, as the orchestrator sees it. It is kept up to date."""
+        """Current state of the groups, from which the orchestrator chooses groups. It is kept up to date."""
         self.secret = ClusterSecret.new()
         """Secret of this cluster. Every call to its workers must contain it."""
         place = WorkerPlace(

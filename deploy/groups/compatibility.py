@@ -22,9 +22,9 @@ class CompatibilityCheck:
     The first checked worker of each kind determines the layout or the kernels."""
 
     layouts: dict[Path, tuple[str, str]] = field(default_factory=dict)
-    """KV layout for each model folder: (fingerprint of the layout, name of the worker that reported it first)."""
+    """KV layout for each model folder, as (fingerprint of the layout, name of the first worker that reported it)."""
     kernels: dict[str, tuple[KernelChoice, str]] = field(default_factory=dict)
-    """Kernels for each kind of processor: (the kernels, name of the worker that reported them first)."""
+    """Kernels for each kind of processor, as (the kernels, name of the first worker that reported them)."""
 
     def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
         """Check a worker against the workers that were checked before. Raises VersionMismatchError if its version, KV

@@ -18,9 +18,9 @@ class EndedWorkers:
         which it ended."""
 
     def add(self, endpoint: str, pid: int, crash: Crash | None, now_s: float) -> None:
-        """Add a worker that has ended, with its last endpoint and its process id. A worker that was moved between two
-        groups may be added by both; the second call then has no effect. `crash` describes the crash; None: the worker
-        did not crash."""
+        """Add a worker that has ended, with its last endpoint and its process id. `crash` describes the crash; None:
+        the worker did not crash. If the worker was moved between two groups, both may add it; the second call has no
+        effect."""
         worker = EndedWorker(endpoint, () if crash is None else crash.computing)
         self._ends.setdefault((endpoint, pid), (worker, now_s))
         if len(self._ends) > MAX_ENDED_WORKERS:

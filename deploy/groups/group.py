@@ -137,8 +137,8 @@ class WorkerGroup:
 
     async def give(self, rank: int) -> WorkerHandle | None:
         """Remove the worker of this rank from the group, and return its process, so that another group can use it.
-        Return None if the process has ended. In a prefill chain, links between the remaining ranks are created
-        again."""
+        Return None if the process has ended. In a prefill chain, new links are then created between the remaining
+        ranks."""
         async with self._changing:
             worker = self.workers.get(rank)
             if worker is not None:
@@ -150,9 +150,9 @@ class WorkerGroup:
             return None if worker is None or worker.handle.ended else worker.handle
 
     async def receive(self, config: WorkerConfig, given: WorkerHandle | None) -> None:
-        """Add a worker to the group. It runs in the process `given`, or in a new process if `given` is None. In a
-        prefill chain, all links are created again. If the worker does not start, the start is retried with pauses, as
-        for a worker that ended."""
+        """Add a worker to the group. It runs in the process `given`, which served in another group before, or in a new
+        process if `given` is None. In a prefill chain, all links are created again. If the worker does not start, the
+        start is retried with pauses, as for a worker that ended."""
         async with self._changing:
             self._set_ready(False)
             self._configs = tuple(sorted((*self._configs, config), key=lambda each: each.rank))

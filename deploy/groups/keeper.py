@@ -97,11 +97,11 @@ class OrchestratorKeeper:
         """(port for clients, port for metrics). Before the start these are the planned ports, and afterwards the ports
         on which the orchestrator listens. None: no metrics."""
         self.orders = Orders()
-        """Operators' orders, as the orchestrator reported them last. A replacement of the orchestrator starts with
-        them. The supervisor sets the initial orders and stores all later ones."""
+        """Operators' orders, as the orchestrator last reported them. A replacement of the orchestrator starts with
+        them. The supervisor sets the initial orders, and makes every later change persistent."""
         self.follow: Callable[[Orders], Orders] = _keep
-        """Function that is called with the orders in each heartbeat's answer. It stores them, and returns the orders
-        that were stored. Set once, by the supervisor."""
+        """Function that stores and carries out the orders that a heartbeat's answer contains. Returns the orders that
+        are now stored. Set once, by the supervisor."""
         self._plan = plan
         self._view = view
         self._around = around

@@ -5,10 +5,10 @@ from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 
 RESTART_PAUSES = Backoff(1.0, 30.0)
-"""Pauses in seconds before successive restarts. The first restart has no pause; the pauses apply to the second and
-later ones."""
+"""Pauses in seconds before successive restarts. There is no pause before the first restart; the pauses apply from the
+second restart on."""
 _HEALTHY_S = 60.0
-"""Seconds for which a worker must run. Its earlier failures are then no longer counted."""
+"""Seconds after which a running worker counts as healthy. Its earlier failures are then no longer counted."""
 
 
 class Restarts:

@@ -34,9 +34,8 @@ logger = logging.getLogger(__name__)
 Given = dict[int, WorkerHandle]
 """Worker processes that move from one group to another, by their rank in the new group."""
 MakeGroup = Callable[[str, Orders], WorkerGroup]
-"""Type of a function that creates a group. Its arguments are the group's name and the operators' orders, which
-contain the group's model and the workers that it has lent or borrowed. Raises ConfigError if the model cannot be
-served here."""
+"""Type of a function that creates a group from its name and the operators' orders. The orders say which model the group
+serves, and which workers it has lent or borrowed. Raises ConfigError if the model cannot be served here."""
 
 
 class Roster:
@@ -53,7 +52,7 @@ class Roster:
         self._orders = Orders()
         self._absent: dict[str, AbsentGroup] = {}
         self._restarts: dict[str, Restarts] = {}
-        """Counters of failed starts, by the group's name."""
+        """Counters of failed starts, by the group's name. They decide when a start is retried."""
         self._moves: dict[str, asyncio.Task[None]] = {}
         """Running tasks that start or end groups, by the group's name. If a worker is moved between two groups, both
         have the same task."""
@@ -97,9 +96,9 @@ class Roster:
         return (*self._configured, *sorted(self._orders.stand_ins))
 
     async def close(self) -> None:
-        """Cancel all groups' running starts and ends. Groups that were being started are ended, and so are workers that
-        were moving to another group. Does not end the other groups, which the cluster ends, and does not release the
-        reserved resources, which the supervisor releases."""
+        """Cancel all tasks that start groups, end groups, or move workers. A group that was being started is ended, and
+        so is a worker that was being moved. All other groups are ended by the cluster, and the reserved resources are
+        released by the supervisor."""
         moves = {*self._moves.values()}
         for move in moves:
             move.cancel()

@@ -27,9 +27,9 @@ _TOGETHER_STEPS = {
     "mixed_step_s": 0.3,
     "burst_step_s": 1.0,
 }
-"""Settings of an engine that computes all prefills. If prompts that arrive together exceed one step, only a few are
-prefilled per step, which is nearly as fast. While other requests generate, a step with prefill lasts up to 0.3 s, or up
-to three times as long as decoding alone if that is longer."""
+"""Settings of an engine that computes all prefills. Prompts that arrive together and have more tokens than one step may
+prefill are spread over several steps, which is nearly as fast. While other requests generate, a step with prefill lasts
+up to 0.3 s, or up to three times as long as decoding alone if that is longer."""
 _CUDA_STEP_TOKENS = 2048
 """Maximum number of prompt tokens in a step on a GPU. It is larger than on a CPU, because a GPU computes thousands of
 tokens in the time in which a CPU computes a few hundred."""

@@ -44,7 +44,8 @@ def nominal_calibration(model: ResolvedModel, dtype: str, num_threads: int, quan
 
 
 def kept_path(calibration: Calibration) -> Path:
-    """Return the path in the cache folder of measurements for the model and the hardware of `calibration`."""
+    """Return the path, in the cache folder, of the file that stores measurements for the model and the hardware of
+    `calibration`."""
     return cache_folder() / "calibrations" / f"{calibration.fingerprint}.json"
 
 
@@ -145,9 +146,10 @@ def _assumed(plan: ClusterPlan) -> Calibration:
 
 
 def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> ChainPlanner:
-    """Return the planner for a cluster. If the calibration has not changed since `former` was created for the same
-    cluster, return `former` with current step times. Otherwise create a new ChainPlanner, which takes time. Raises
-    ModelError if the model is not valid, and ConfigError if the calibration file is not."""
+    """Return the planner for a cluster. `former` is a planner that was created earlier for the same cluster. If the
+    calibration has not changed since then, return `former` with current step times. Otherwise create a new
+    ChainPlanner, which takes time. Raises ModelError if the model is not valid, and ConfigError if the calibration file
+    is not."""
     calibration = served_calibration(plan)
     steps = find_step_times(_assumed_steps(plan), served_calibration_path(plan))
     if former is not None and former.calibration == calibration:

@@ -25,8 +25,8 @@ class ClusterPlan:
     """Complete configuration. If `generate.draft_model` is set, it is the path of a folder, not a model's name."""
     model: ResolvedModel
     why: str = ""
-    """One line of text that explains why the sizes of the worker pools were chosen for this machine. Empty if the user
-    configured the pools."""
+    """One line of text that explains why this number and size of workers was chosen for this machine. Empty if the user
+    configured the workers."""
 
     @cached_property
     def draft(self) -> ResolvedModel | None:

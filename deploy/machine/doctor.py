@@ -60,7 +60,7 @@ def examine(plan: ClusterPlan, machine: Machine) -> list[Finding]:
 
 
 def require(findings: Sequence[Finding]) -> None:
-    """Raise ConfigError if a finding has failed. The error's text is that of the first failed finding."""
+    """Raise ConfigError if a check has failed. The error's text is that of the first failed finding."""
     for finding in findings:
         if finding.verdict is Verdict.FAILED:
             raise ConfigError(f"{finding.name}: {finding.text}")
@@ -132,8 +132,8 @@ def _may_have_gpus() -> bool:
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """Check that a file of key selections exists, which `baton prepare` writes, if the configured residency policy
-    needs one. Workers check when they start that the file fits the model."""
+    """Check that the file that `baton prepare` writes, with which keys are selected, exists if the configured residency
+    policy or speculation needs it. Workers check when they start that the file fits the model."""
     section = config.generate
     chooser = f"residency {section.residency}"
     if not POLICIES[section.residency].chooses_keys:

@@ -2,8 +2,8 @@
 
 `deploy.machine.model_folder` downloads a model before the cluster is started. All work is done by `huggingface_hub`,
 which reads its own environment variables: HF_ENDPOINT names a mirror, HF_TOKEN identifies the user, HF_HOME is the
-cache, and HF_HUB_OFFLINE limits it to the cache. After a lost connection, a download continues where it stopped, or at
-most one chunk earlier. Complete files are never downloaded again. Functions block.
+cache, and HF_HUB_OFFLINE forbids downloads. After a lost connection, a download continues where it stopped, or at most
+one chunk earlier. Complete files are never downloaded again. Functions block.
 """
 
 import re

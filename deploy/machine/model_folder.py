@@ -43,9 +43,9 @@ def _write_tokenizer(gguf_path: Path, folder: Path) -> None:
 
 
 def folder_on_node(place: WorkerPlace) -> Path:
-    """Return the folder of a worker's model on this node. The first of these that exists is used: the launcher's path,
-    and a folder of the same name in one of the folders `place.model_search`. Otherwise the folder is found, converted
-    or downloaded by the model's name.
+    """Return the folder of a worker's model on this node. This is the launcher's path if it exists on this node.
+    Otherwise it is a folder of the same name in one of the folders `place.model_search`. If neither exists, the model
+    is found, converted or downloaded by its name.
 
     The supervisor checks later that all workers have loaded the same model. Blocks. Raises ModelError with one line of
     text.
@@ -61,9 +61,9 @@ def folder_on_node(place: WorkerPlace) -> Path:
 
 
 def path_on_node(path: Path, place: WorkerPlace, field: str) -> Path:
-    """Return the path on this node of a file or folder of the configuration. The result is `path` if it exists on this
-    node. Otherwise it is a file or folder of the same name in one of the folders `place.model_search`. If neither
-    exists, raises ConfigError with a text that names the configuration's `field`."""
+    """Return the path on this node of a file or folder of the configuration: `path` if it exists on this node,
+    otherwise a file or folder of the same name in one of the folders `place.model_search`. If neither exists, raises
+    ConfigError with a text that names the configuration's `field`."""
     for each in (path, *(folder / path.name for folder in place.model_search)):
         if each.exists():
             return each

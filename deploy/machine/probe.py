@@ -39,13 +39,13 @@ and computing bounds steps with many. If computing does not bound the largest of
 too."""
 _MOST_ROWS = 640
 _COMPUTING = 0.75
-"""Minimum fraction of a step's time that must grow with the number of sequences for the step to count as bound by
-computing."""
+"""A step counts as bound by computing if at least this fraction of its time grows with the number of sequences."""
 _KV_BYTES = 2**28
 _KV_ROWS = 8
 _BUSY_SPREAD = 1.3
 _COPIES = 3
-"""Maximum number of copies of the probe's weights in memory at the same time, while the probe is made and loaded."""
+"""Maximum number of copies of the probe's weights in memory at the same time. This maximum is reached while the probe
+is made and loaded."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
     """Return the rates of the machine that ran the probe, computed from the times of its steps. `bandwidth` is the
     measured memory bandwidth in bytes per second.
 
-    FLOP/s are computed from the time that one further sequence adds to a large step. If the large step is bound by
-    reading memory, the FLOP/s are only a lower bound. The overhead of the layers is the time of a step of one sequence
-    minus the time to read the weights. The overlap of reading and computing is computed from the part of the reading
-    time that remains visible in a large step.
+    FLOP/s follow from the time that one further sequence adds to a large step. If the large step is bound by reading
+    memory, the FLOP/s are only a lower bound. The overhead of the layers is the time of a step of one sequence minus
+    the times to read the weights and to compute. The rest of a large step's time, after overhead and computing, is
+    reading that did not overlap with computing; the overlap follows from it.
     """
     one, *_, some, many = sorted(steps.by_rows)
     row_s = steps.by_rows[many] / many

@@ -1,9 +1,9 @@
-"""A model in a folder that was found, and the facts that its files contain: configuration, shape, and bytes of the
-weights.
+"""Model in a folder that was found, with properties that are read from its files: configuration, shape, and bytes of
+the weights.
 
-A model's config.json is read by its family (`baton.modeling.checkpoints.weights`), whose layers import torch, which
-takes seconds. Therefore the result is cached on the disk, in a file whose name is a hash of the files that were read
-and of the code that read them: a change of either one is always noticed. Blocks on the disk.
+A model's config.json is read by the code of its family (`baton.modeling.checkpoints.weights`). This code imports torch,
+which takes seconds. Therefore the result is cached on the disk. The name of the cache file is a hash of the files that
+were read and of the code that read them, so a change of either one is always noticed. Blocks on the disk.
 """
 
 import hashlib
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 _READ_FILES = ("generation_config.json", *FORMAT_FILES)
 """Files of a model's folder that determine its configuration."""
 _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
-"""Files of `baton.modeling` whose code reads the files of `_READ_FILES`."""
+"""Source files of `baton.modeling` that parse the files in `_READ_FILES`. The cached result is not used if they
+change."""
 _PACKED_NAMES = (".qweight", ".weight_packed")
 """Suffixes of the names of tensors that hold several quantised weights in one machine word."""
 _QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
@@ -63,7 +64,7 @@ class ResolvedModel:
         return self._num_weights * DTYPE_BYTES[dtype]
 
     def max_tokens(self, max_slot_tokens: int) -> int:
-        """Return the maximum number of tokens of a request, prompt and output together. The limits are
+        """Return the maximum number of tokens of a request, prompt and output together: the smaller of
         `max_slot_tokens` and the number of positions that the model supports. Raises ModelError."""
         return min(max_slot_tokens, self.config.max_position)
 

@@ -51,9 +51,9 @@ def inspect_machine() -> Machine:
 
 
 def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
-    """Measure which CPU kernels are the fastest, unless they were measured before, and return the choice for this kind
-    of processor. The tuple is empty if no choice was made. Each worker then chooses its own kernels. The measurement
-    runs in a separate process, because a launcher does not import torch."""
+    """Return the fastest CPU kernels for this kind of processor, which are measured now unless they were measured
+    before. An empty tuple means that no choice was made; each worker then chooses its own kernels. The measurement runs
+    in a separate process, because a launcher does not import torch."""
     if native.may_need_measuring():
         with _doing("measuring the kernels on this processor", console):
             if reason := _failure_of("baton.modeling.kernels"):

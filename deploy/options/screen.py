@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def number_table(title: str, headings: Sequence[str], words: str = "") -> Table:
-    """Return an empty table whose columns are right-aligned. Only the column with the heading `words` is
+    """Return an empty table whose columns are right-aligned, for numbers. The column with the heading `words` is
     left-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for heading in headings:
@@ -36,9 +36,9 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[int]
 
 @contextlib.contextmanager
 def late_progress(console: Console, what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar with the description `what`, followed by `columns`. Yields a function that updates the bar:
-    it takes the number of units done and the total number. The bar appears at the first update. Several threads may
-    call the function."""
+    """Show a progress bar with the description `what`, followed by `columns`. Yields a function that updates the bar.
+    Its arguments are the number of units done and the total number. The bar appears at the first update. Several
+    threads may call the function."""
     bar = Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True)
     task = bar.add_task(what, total=None)
 

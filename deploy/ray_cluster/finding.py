@@ -2,8 +2,9 @@
 supervisor stores the address in Ray's key-value store (`deploy.ray_cluster.memory`), and updates it when the
 orchestrator moves to another node.
 
-The module queries Ray's control store by gRPC and does not join that Ray. The caller's machine does not need to be a
-node of that Ray. The caller keeps running while the store is unreachable. Functions run on the caller's asyncio loop.
+The module queries Ray's control store by gRPC and does not join that Ray, so the caller's machine does not need to be a
+node of it. The caller's process also continues to run while the control store is unreachable. Functions run on the
+caller's asyncio loop.
 """
 
 from collections.abc import Callable

@@ -30,10 +30,9 @@ def file_here(namespace: str, path: Path) -> Path:
     """Return the path on this node of a file that was stored by `keep_file`. Return `path` if it already exists on this
     node.
 
-    If `path` does not exist, the stored content is written to a copy, and the path of the copy is returned. The copy is
-    written to `path` if `path` is below this node's cache folder, and otherwise to a path in the cache folder. If no
-    content was stored, or if the copy cannot be written (which is logged), `path` is returned although it does not
-    exist.
+    Otherwise write the stored content to a file, and return its path. The file is `path` itself if `path` is below this
+    node's cache folder; otherwise it is a file in the cache folder. If no content was stored, or if the file cannot be
+    written (which is logged), return `path`, which does not exist.
     """
     if path.is_file():
         return path

@@ -2,10 +2,10 @@
 the group within the timeout.
 
 All workers of a group are placed on one node, unless `across_nodes` permits several. The groups of a pool (all groups
-of one role) are spread over the nodes that have the pool's labels. The resources of a node are those that it declares
-to Ray. `WorkerNeeds` holds the resources that a worker needs. A placement group can be made even if no node has enough
-free resources, because Ray's autoscaler starts nodes for placement groups that wait. The supervisor uses this module on
-its loop.
+of one role) are spread over the nodes that have the pool's labels. The resources of a node are those that the node
+declares to Ray. `WorkerNeeds` holds the resources that a worker needs. A placement group can be made even if no node
+has enough free resources, because Ray's autoscaler starts nodes for placement groups that wait. The supervisor calls
+this module on its event loop.
 """
 
 import asyncio
@@ -102,10 +102,11 @@ class RayRoom:
         across_nodes: bool = False,
         report: Callable[[str], None] = logger.info,
     ) -> None:
-        """Make a RayRoom. A reservation waits up to `timeout_s` seconds for resources that other groups use now. It
-        waits up to `node_wait_s` seconds for nodes that have not joined Ray yet. If `node_wait_s` is 0, it raises an
-        error at once when no present node could hold the group. If `across_nodes` is true, a group that does not fit on
-        one node may use several nodes. `report` is called with one line of text for each group that waits."""
+        """Make a RayRoom. A reservation for which no node has enough free resources waits at most `timeout_s` or
+        `node_wait_s` seconds, whichever is longer. `node_wait_s` is the time for nodes that have not joined Ray yet. If
+        `node_wait_s` is 0, a group that no present node could hold even when empty is refused at once. If
+        `across_nodes` is true, a group that does not fit on one node may use several nodes. `report` is called with one
+        line of text for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
         """Ray's placement group of each group of workers, by the name of the group of workers."""
         self.needs = needs
@@ -116,8 +117,8 @@ class RayRoom:
         self._across_nodes = across_nodes
         self._report = report
         self._targets: dict[str, str] = {}
-        """Id of the node that was chosen for each group, by the group's name. The id counts only until Ray has placed
-        the group."""
+        """Id of the node that was chosen for each group, by the group's name. It is used only until Ray has placed the
+        group; then the node that Ray reports counts."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
         place, soon_s = _find(group), _SOON_S

@@ -53,8 +53,8 @@ class WorkerActor:
 
     async def serve(self, config: WorkerConfig) -> Served:
         """Start to serve with `config`, and return the server's address or its error. A server with another
-        configuration is ended first. A server that already has this configuration keeps running, because a restarted
-        supervisor calls this method again."""
+        configuration is ended first. A server that already has this configuration keeps running: a restarted supervisor
+        repeats this call for workers that still serve."""
         async with self._starting:
             if self._served is None or config != self._config:
                 self._config, self._served = config, None
@@ -75,8 +75,8 @@ class WorkerActor:
         return self._config
 
     async def live(self) -> None:
-        """Wait forever. The caller holds the reference to the result, which fails when this process ends. The caller
-        thereby notices the end."""
+        """Wait forever. The caller holds Ray's reference to this call. When the actor's process ends, waiting for the
+        reference raises an error, by which the caller notices the end."""
         await asyncio.Event().wait()
 
     async def stop(self) -> None:

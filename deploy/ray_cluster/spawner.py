@@ -3,8 +3,8 @@ name. Each actor runs in a bundle of the placement group of its group of workers
 
 An actor keeps the name and the bundle of the worker for which it was made, even while it is lent to another group. If
 the actor is replaced, the new actor gets the same name and bundle. A restarted supervisor requests the same workers
-again and gets those that still serve. Ray does not notice that a process is stopped (SIGSTOP). Therefore `kill` itself
-sends SIGKILL on the worker's node. Functions run on the supervisor's loop.
+again and gets those that still serve. Ray does not notice that a process is stopped (SIGSTOP), and would not end such a
+process. Therefore `kill` sends SIGKILL on the worker's node instead. Functions run on the supervisor's event loop.
 """
 
 import asyncio
@@ -124,9 +124,9 @@ class RaySpawner:
         self._dead_after_s = dead_after_s
 
     async def start(self, config: WorkerConfig) -> RayWorker:
-        """Start a worker with `config`, and return it when it serves. If an actor with the worker's name already runs
-        and has an equal configuration, that actor is returned. If the running actor has another role, it changes its
-        role and is returned. Otherwise a new actor is started.
+        """Start a worker with `config`, and return it when it serves. An actor of this worker that already runs is used
+        if it has an equal configuration. It is also used if it has another role, and then gets the role of `config`. In
+        all other cases it is killed, and a new actor is started.
 
         Raises WorkerStartError or UnavailableError. UnavailableError is raised at once while no node has room for the
         worker's group.

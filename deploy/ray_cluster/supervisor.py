@@ -1,11 +1,11 @@
 """The supervisor: a detached Ray actor that starts all groups of workers and the orchestrator, monitors them, and ends
 them.
 
-The supervisor outlives its launcher. Ray restarts it, on another node if its node is lost. After a restart it takes
-over the running workers, ends the groups that operators have ordered to leave, links the ranks of the chains again, and
-runs the orchestrator on its own node. A step that fails after a restart is retried. Only `stop` ends the cluster. The
-supervisor's loop runs in a thread that starts with the actor, so that a restarted supervisor works without being
-called.
+The supervisor outlives its launcher. Ray restarts it, on another node if its node is lost. After a restart, it takes
+over the workers that still run, ends the groups that operators have removed, connects the ranks of each prefill chain
+again, and runs the orchestrator on its own node. A step of this restart that fails is retried. Only `stop` ends the
+cluster. The supervisor's event loop runs in a thread that starts with the actor. A restarted supervisor therefore
+begins to work before any caller has called it.
 """
 
 import asyncio

@@ -81,7 +81,7 @@ def prefill_table(state: ClusterState, rates: Rates | None) -> Table:
 
 def kv_table(state: ClusterState, rates: Rates | None) -> Table:
     """Return a table of the KV memory of all groups, by storage tier. The tiers are slots, prefix stores in memory, and
-    prefix stores on the disk. The disk is shown only if slots have read KV from it. All groups of one node share a
+    prefix stores on disk. The disk tier is shown only if slots have read KV from disk. All groups of one node share a
     prefix store."""
     table = _table("KV", "", "used>", "of>", "read a second>")
     ledgers = [group.generation.kv for group in state.groups if group.generation is not None]

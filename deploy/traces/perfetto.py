@@ -1,8 +1,8 @@
 """Writes the stages of a request in the Trace Event Format, which Perfetto and Chrome can display. The functions have
 no side effects.
 
-Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. The event type "X" is a span,
-"i" is an instant, and "M" is a name. Times are in microseconds since the request's arrival.
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. An event of type "X" is a span,
+"i" is an instant, and "M" gives a line of the display its name. Times are in microseconds since the request's arrival.
 """
 
 import json

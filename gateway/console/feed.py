@@ -1,9 +1,9 @@
 """Shares answers among consoles: all open consoles of a caller cause only one call to the server at a time. Runs on the
 asyncio loop.
 
-The feed never calls the server by itself: a console requests the latest answer repeatedly while it is visible. An
-answer, or an error, is reused for FRESH_S. Callers are identified by the headers that name the caller, because the
-server may answer each of them differently.
+The feed never calls the server by itself. Each visible console requests the latest answer repeatedly. An answer, or an
+error, is reused for FRESH_S. Answers are stored separately for each caller, because the server may answer callers
+differently. A caller is identified by headers of its request.
 """
 
 import asyncio
@@ -42,7 +42,8 @@ class Feed(Generic[T]):
     """Cache of the latest answer of one server to each caller."""
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[T]], clock: Clock) -> None:
-        """Make a cache. `ask` calls the server for a caller, who is identified by the headers that `ask` gets."""
+        """Make a cache. `ask` calls the server on behalf of a caller. Its argument has the headers that identify the
+        caller."""
         self._ask = ask
         self._clock = clock
         self._latest: OrderedDict[str, _Latest[T]] = OrderedDict()
@@ -50,7 +51,7 @@ class Feed(Generic[T]):
     async def latest(self, caller: Mapping[str, str]) -> T:
         """Return an answer for the caller that is at most FRESH_S seconds old. The server is called only if no such
         answer is stored. Raises a BatonError if the server returned an error. If a call to the server is cancelled, the
-        next waiting caller repeats the call."""
+        next request that waits for its answer repeats the call."""
         latest = self._of(caller)
         async with latest.asking:
             if self._clock.now_s() - latest.told_s >= FRESH_S:

@@ -1,5 +1,5 @@
-"""The console's files: page, style and scripts. They are read once, and served with a policy that forbids the page to
-load other files. Pure.
+"""The console's files: page, style and scripts. They are read once, when the gateway starts. They are served with a
+Content-Security-Policy header, which forbids the page to load anything from other sites.
 
 No file is opened by a name from a request: only files that existed when the gateway started are served.
 """

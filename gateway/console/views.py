@@ -1,8 +1,8 @@
 """Makes the console's view of a cluster as JSON: groups of workers with their KV by storage tier, and requests with
 their stages. The functions have no side effects.
 
-Times are in milliseconds. Points in time count from 1970, except those of a request's stages, which count from the
-request's arrival.
+All times are in milliseconds. The stages of a request have times since the request's arrival. All other points in time
+are times since 1970 (UTC).
 """
 
 from collections.abc import Iterator
@@ -185,7 +185,7 @@ def _ms(ns: int) -> float:
 
 
 def check_single(asked: Asked) -> None:
-    """Raise InvalidArgumentError unless the request has one prompt and one choice. The playground's page can show only
+    """Raise InvalidArgumentError unless the request has one prompt and one choice: the playground's page can show only
     one choice."""
     if len(asked.prompts) != 1 or asked.num_choices != 1:
         raise InvalidArgumentError("n and prompt: the playground shows one choice of one prompt; use /v1 for more")

@@ -25,8 +25,9 @@ class Access:
         """Check that the server permits a caller, and raise the server's error if it does not. `caller` has the
         caller's key and tenant, as the metadata of a call to the server.
 
-        If the server does not answer, every caller is admitted, because the request itself waits for the server later.
-        If `must_answer` is true, UnavailableError or DeadlineExceededError is raised in this case.
+        If the server does not answer this check, every caller is admitted: the request is then sent to the server,
+        which checks the caller itself. If `must_answer` is true, UnavailableError or DeadlineExceededError is raised
+        instead.
         """
         who = frozenset(caller.items())
         if self._until_s.get(who, 0.0) > self._now_s():

@@ -24,11 +24,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._is_in_head = True
         self._num_head_bytes = 0
-        """Number of bytes received of the current request's line and headers. It is counted only until the headers are
-        complete."""
+        """Number of bytes that were received of the current request's head (request line and headers). It is counted
+        only until the head is complete."""
         self._num_parsed_bytes = 0
-        """Number of bytes of the current request's URL and complete headers, as counted by the parser. It applies the
-        limit when the whole head arrives in one piece of data."""
+        """Number of bytes of the current request's URL and complete headers, as counted by the parser. The limit is
+        applied to this number if the whole head arrives in one call of `data_received`, which `_num_head_bytes` does
+        not count."""
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -62,15 +63,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await(HEADERS_S)
 
     def on_url(self, url: bytes) -> None:
-        """Pass on a part of the URL, unless URL and headers exceed the limit in bytes. If they do, refuse the
-        request."""
+        """Pass on a part of the URL, unless the URL exceeds the limit in bytes. If it does, refuse the request."""
         self._num_parsed_bytes += len(url)
         self._check_head(self._num_parsed_bytes)
         if not self.transport.is_closing():
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Pass on a header, unless the headers exceed the limit in bytes. If they do, refuse the request."""
+        """Pass on a header, unless the URL and the headers so far exceed the limit in bytes. If they do, refuse the
+        request."""
         self._num_parsed_bytes += len(name) + len(value)
         self._check_head(self._num_parsed_bytes)
         if not self.transport.is_closing():
@@ -104,14 +105,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Start to check at intervals that the client reads the data in the send buffer. uvicorn calls this method when
-        the buffer is full."""
+        """Begin to check at intervals whether the client reads data from the send buffer. uvicorn calls this method
+        when the buffer is full."""
         super().pause_writing()
         self._watch(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Stop the checks that the client reads. uvicorn calls this method when the send buffer has enough free space
-        again."""
+        """End the checks that `pause_writing` has begun. uvicorn calls this method when the send buffer has enough free
+        space again."""
         self._stop_watching()
         super().resume_writing()
 

@@ -1,9 +1,9 @@
 """Refuses requests that a web page of another site makes a user's browser send. Such requests are recognized by the
 headers Host and Origin.
 
-An attacker can let a domain name point to 127.0.0.1 (DNS rebinding). The browser then treats the attacker's page and
-this server as the same site, and only the header Host shows the difference. If the server requires API keys and no
-hosts are configured, nothing is refused, because the attacker's page has no key.
+An attacker can let a domain name resolve to 127.0.0.1 (DNS rebinding). The browser then treats the attacker's page and
+this server as the same site. Only the header Host, which contains the attacker's domain name, reveals the attack. If
+the server requires API keys and no hosts are configured, nothing is refused, because the attacker's page has no key.
 """
 
 from ipaddress import ip_address

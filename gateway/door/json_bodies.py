@@ -25,7 +25,7 @@ from gateway.errors import BodyTooLargeError, UnreadableBodyError
 from gateway.streaming import caller_of
 
 _LONG_BYTES = 16 * 1024
-"""Number of bytes from which a body is parsed in a thread instead of on the loop."""
+"""Number of bytes from which a body is parsed in a thread instead of on the event loop."""
 _OTHERS = bytes(byte for byte in range(256) if byte not in b'",:[{')
 """Bytes that are ignored when the values of a JSON text are counted, because they neither begin nor separate values."""
 _TEXT = re.compile(rb'"[^"]*"')

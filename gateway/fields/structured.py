@@ -1,4 +1,4 @@
-"""Reads from a request's body how the form of its output is constrained. The fields are OpenAI's `response_format`,
+"""Reads the constraint on the form of the output from a request's body. The fields are OpenAI's `response_format`,
 vLLM's `structured_outputs`, and the older names of the latter.
 
 The server decides whether a schema or grammar is supported. The functions have no side effects.
@@ -35,7 +35,8 @@ def structured_of(body: SamplingBody) -> StructuredOutput | None:
 
 
 def form_names(body: SamplingBody) -> dict[str, str]:
-    """Return the names of the body's field that constrains the output, by the names that errors use for it."""
+    """Return the name of the body's field that constrains the output. It is the value for each of the names that
+    Baton's errors use for this field."""
     for name in (f"guided_{each}" for each in _GUIDED):
         if getattr(body, name) is not None:
             return {f"structured_output.{name.removeprefix('guided_')}": name, "structured_output": name}

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from baton.errors import InvalidArgumentError
 
 _NOTHING: tuple[object, ...] = (False, "", [], {})
-"""Values with which a field counts as not set. They apply to fields that are not in `_NOTHING_OF`."""
+"""Values with which an unsupported field has no effect, so that the request is accepted. They apply to fields that are
+not in `_NOTHING_OF`."""
 _NOTHING_OF: Mapping[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "length_penalty": (1, 1.0),
@@ -19,7 +20,7 @@ _NOTHING_OF: Mapping[str, tuple[object, ...]] = {
     "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
 }
-"""Values with which specific fields have no effect, by the field's name. A request with such a value is accepted."""
+"""Values with which the unsupported field of this name has no effect, so that the request is accepted."""
 UNSUPPORTED: Mapping[str, str] = {
     "add_special_tokens": "the tokenizer and the chat template say which",
     "allowed_token_ids": "use logit_bias or structured_outputs",

@@ -24,8 +24,8 @@ class CallFormat:
     """True if the tools are described in the system message, because the model's chat template does not support
     tools."""
     markers: tuple[str, ...] = ()
-    """Texts that mark tool calls in the output. They may be special tokens of the model, which are normally not part of
-    the text."""
+    """Texts that mark tool calls in the output. If a text is a special token of the model, the detokenizer does not
+    normally output it."""
     has_short_ids: bool = False
     """True if the chat template accepts only call ids of exactly nine letters and digits."""
 

@@ -1,6 +1,7 @@
 """Writes a response as the sequence of events that the OpenAI API defines. Each response needs its own writer.
 
-A response that is not streamed is taken from the last event, so that both forms have the same content.
+The last event contains the whole response. If the client requested no stream, it gets this response, so that streamed
+and whole responses have the same content.
 """
 
 import uuid

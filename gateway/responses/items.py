@@ -14,8 +14,8 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def named(items: Sequence[Item], taken: Collection[str | None]) -> list[Item]:
-    """Return the items with unique ids. An item without an id gets a new one. An item also gets a new id if its id is
-    in `taken` or belongs to an earlier item."""
+    """Return the items with unique ids. An item gets a new id if it has none, if its id is in `taken`, or if an earlier
+    item has the same id."""
     seen, found = set(taken), []
     for item in items:
         if item.id is None or item.id in seen:
@@ -34,7 +34,7 @@ class Page:
     order: Literal["asc", "desc"]
     """Order of the items in the list. "asc": the oldest item is first. "desc": the newest item is first."""
     after: str | None
-    """Id of the item directly before the page, in the order of the list. None: the page begins with the first item."""
+    """Id of the item that precedes the page in the chosen order. None: the page begins with the first item."""
 
     def of(self, items: Sequence[Item]) -> Object:
         """Return the page. `items` is the whole list with the oldest item first. Raises InvalidArgumentError if `after`

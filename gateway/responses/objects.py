@@ -52,8 +52,8 @@ class ResponseHead:
     body: ResponsesBody
 
     def object(self, status: str, output: list[Object], **more: Any) -> Object:
-        """Return the response object with this status and output. The fields in `more` replace the default values of
-        these fields."""
+        """Return the response object with this status and output. `more` has further fields, which replace the
+        defaults."""
         body = self.body
         return {
             "id": self.id,

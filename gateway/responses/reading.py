@@ -34,7 +34,8 @@ _NAMES = {
     "response_format.type": "text.format.type",
     "token_ids": "input",
 }
-"""Field names of the Responses API, by the names of the same fields in a chat or in Baton's own API."""
+"""Names of fields in the Responses API. The key is the name that Baton's errors use for the field, from a chat request
+or from Baton's own API."""
 _PLACES = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -50,7 +51,8 @@ _REFUSED = (
 
 
 def items_of(body: ResponsesBody) -> list[Item]:
-    """Return the new items that the body adds to the conversation. An input text becomes one message of the user."""
+    """Return the new items that the body adds to the conversation. If the input is a text, it becomes one message of
+    the user."""
     return [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
@@ -84,7 +86,7 @@ def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
 
 
 def response_names(body: ResponsesBody) -> FieldNames:
-    """Return the field names that errors use for a request for a response."""
+    """Return the client's names of the fields of a request to the Responses API, for use in error messages."""
     tools, choice = [_tool(each) for each in body.tools or ()], _choice(body.tool_choice)
     form = parameter_names(tools, choice) or form_names(body)
     for of_chat, own in _PLACES:

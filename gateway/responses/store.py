@@ -1,8 +1,8 @@
 """Stores responses for a limited time, so that later requests can continue their conversations. The number of
 responses, their memory and their age are limited.
 
-The store belongs to one gateway, and is used on the gateway's loop. Other gateways do not have these responses. A
-restart of the gateway deletes them.
+The store belongs to one gateway, and is used on the gateway's event loop. Responses are not shared with other gateways.
+A restart of the gateway deletes them.
 """
 
 import json

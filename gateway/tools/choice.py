@@ -36,9 +36,10 @@ def offered(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> tup
 def obliged_form(
     tools: Sequence[Tool], choice: str | NamedTool | None, *, most_calls: int | None = None
 ) -> StructuredOutput | None:
-    """Return the constraint for an output that must call tools. If `choice` names a tool, the output is exactly one
-    call of this tool. If `choice` is "required", it is at least one call of any of the tools, and at most `most_calls`.
-    Return None when no call is required. Raises InvalidArgumentError if the schemas of the parameters are too long."""
+    """Return the constraint for an output that must call tools. If `choice` names a tool, the output must be exactly
+    one call of this tool. If `choice` is "required", the output must have at least one call of any of the tools, and at
+    most `most_calls` calls. Return None when no call is required. Raises InvalidArgumentError if the schemas of the
+    parameters are too long."""
     called = _called(tools, choice)
     if not called:
         return None
@@ -55,8 +56,8 @@ def obliged_form(
 
 
 def parameter_names(tools: Sequence[Tool], choice: str | NamedTool | None) -> dict[str, str]:
-    """Return the names of request fields for errors about required tool calls, by the names that the errors use. Empty
-    when no call is required."""
+    """Return the client's names of fields, for error messages about required tool calls. The key is the name in Baton's
+    error. Empty when no call is required."""
     called = _called(tools, choice)
     places = {
         f"structured_output.json is not supported at {_place(place)}": f"tools[{number}].function.parameters is not "
@@ -92,9 +93,9 @@ def _call(tool: Tool, place: int) -> dict[str, Any]:
 
 
 def rebased(schema: Any, pointer: str) -> Any:
-    """Return a JSON schema for use inside another document, with its references to itself rewritten. `pointer` is the
-    JSON pointer of the schema in the other document. A part with an `$id` counts as a document of its own, and is not
-    changed. Raises InvalidArgumentError if the schema is nested too deeply."""
+    """Return a copy of a JSON schema for use inside another document. References within the schema are rewritten.
+    `pointer` is the JSON pointer of the schema in the other document. A part with an `$id` counts as a document of its
+    own, and is not changed. Raises InvalidArgumentError if the schema is nested too deeply."""
     try:
         return _rebased(schema, pointer)
     except RecursionError as error:

@@ -5,9 +5,10 @@
 2. The other sequences share the step's prefill tokens, in the order in which they joined. A step prefills at most
    `max_prefill_tokens` tokens. If the step also decodes, its predicted time (`step_bound`) limits prefill further. The
    limit is never zero, except in the rare steps that measure the time of decoding alone.
-3. While no sequence streams, all waiting prompts run in one step if they are short enough: each has at most
-   `max_prefill_tokens` tokens, and their sum is at most max(`max_prefill_tokens`, min(4 * `max_prefill_tokens`,
-   2,048)). Otherwise the first prompt's stream would pause after its first token until the others are prefilled.
+3. If `burst_step_s` is set and no decoding sequence has more than one output token, all waiting prompts run in one
+   step, so that no stream pauses after its first token until the other prompts are prefilled. The prompts must be
+   short: each has at most `max_prefill_tokens` tokens, and their sum is at most max(`max_prefill_tokens`,
+   min(4 * `max_prefill_tokens`, 2,048)).
 4. A prompt may not fit into the rest of this step, although it fits completely into an empty step. Such a prompt waits
    for the next step, where it runs first. A later, shorter prompt may use the rest of this step. The first of several
    prompts therefore get their first tokens early.
@@ -107,8 +108,8 @@ class _Budget:
         self._work = work
 
     def take(self, start: int, num_tokens: int) -> int:
-        """Take prefill tokens of one sequence from the budget, and return their number. The sequence needs `num_tokens`
-        tokens from position `start`. The result may be smaller, or 0."""
+        """Take up to `num_tokens` prefill tokens of one sequence, from position `start`, from the budget. Return the
+        number of tokens that were taken, which may be 0."""
         room = self._max_tokens - self.num_taken
         most = min(num_tokens, room)
         if self._max_work < math.inf:

@@ -2,9 +2,9 @@
 
 `servicer` submits streams to the `request_queue`, from any thread. A stream joins the batch between two steps: when its
 lease is committed or, without a lease, when a slot is free. Each step runs one forward over all sequences
-(`model_runner`), samples their next tokens together, and emits events. A sequence's slot is freed before its last event
-is sent, unless the stream's RowEndHook takes the slot over. When memory is short, the youngest sequences are preempted
-(`preemption`).
+(`model_runner`), samples their next tokens together, and emits events. A sequence's slot is freed before the sequence's
+last event is sent, unless the stream's RowEndHook takes over the slot. When memory is short, the youngest sequences are
+preempted (`preemption`).
 
 A stream has one slot, one sequence (class Row) and one last event for each choice. The prompt is prefilled, or its KV
 is received, only once, for the first choice. When this KV is complete, the other choices get a copy. All choices sample
@@ -57,8 +57,9 @@ class GenerationEngine:
         crash_note: str = "",
     ) -> None:
         """Make an engine, which owns `running` from now on. `running` must have no sequences yet. `decode_steps` runs
-        the steps that it supports on the device; None: all steps run through the decoder. `crash_note` is the path of a
-        file that names the requests of the running step, for use after a crash; empty: no such file."""
+        the steps that it supports entirely on the device; None: all steps run through the decoder. `crash_note` is the
+        path of a file into which the engine writes the requests of the running step, so that they are known after a
+        crash; empty: no such file."""
         slots, decoder, tokenizer = running.slots, model.decoder, model.tokenizer
         self.residency: Residency = slots.memory.residency
         """Residency policy that stores the KV of all sequences. Any thread may read its traits."""

@@ -32,8 +32,9 @@ def make_memory(
     decoder: Decoder, config: EngineConfig, num_engines: int = 1, *, draft_model: Decoder | None = None
 ) -> KvMemory:
     """Return the KV memory of an engine, as configured. `num_engines` is the number of engines that share the machine.
-    The memory of `draft_model` is deducted from the limits. Raises ConfigError for an unknown policy, or if memory
-    cannot be allocated. Raises ModelError when the file of `baton prepare` does not exist."""
+    `draft_model`: its weights and KV are deducted from the limits; None: there is no draft model. Raises ConfigError
+    for an unknown policy, or if memory cannot be allocated. Raises ModelError when the file of `baton prepare` does not
+    exist."""
     decoder.device.bound(None)  # remove the limit that an earlier rank or engine of this process has set
     drafts = DraftKeys.of(config.draft_keys, MOST_DRAFTS) if _drafts_over_keys(config) else None
     shape = KvShape(
@@ -74,7 +75,7 @@ def _drafts_over_keys(config: EngineConfig) -> bool:
 
 @dataclass(frozen=True)
 class TakenBytes:
-    """Memory that cannot be used for the KV of sequences, by its use."""
+    """Memory that is used for other data than the KV of sequences, by kind of data."""
 
     weights: int
     """Bytes of the weights of the served model and of a draft model."""
@@ -98,9 +99,9 @@ def memory_limits(
     num_engines: int = 1,
     device_bytes: int | None = None,
 ) -> MemoryLimits:
-    """Return the memory limits of an engine's KV. `taken` is memory that KV cannot use. `num_engines` is the number of
-    engines that share the host memory. `device_bytes` is the device memory in bytes that is available for KV; None: no
-    limit. Raises ConfigError if `taken.draft_kv` or the KV of one token exceeds the limits."""
+    """Return the memory limits of an engine's KV. `taken` is memory that other data uses. `num_engines` is the number
+    of engines that share the host memory. `device_bytes` is the number of bytes of device memory that is available for
+    KV; None: no limit. Raises ConfigError if `taken.draft_kv` or the KV of one token exceeds the limits."""
     kv_bytes = config.kv_memory_bytes
     if kv_bytes:
         kv_bytes -= taken.draft_kv

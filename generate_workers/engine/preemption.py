@@ -6,9 +6,9 @@ waits. It resumes before any new sequence joins. It then prefills all its tokens
 stream continues. In fp32 it gets the same tokens as without preemption. In bf16 the tokens may differ, because a
 chunked prefill rounds differently from decode steps.
 
-A request that does not fit into memory alone is refused at the start. The oldest sequence can therefore always run. At
-worst it waits for memory that leases hold. Leases end at their deadlines, and new leases do not get the memory that
-this sequence needs.
+A request that does not fit into memory alone is refused at the start. The oldest sequence can therefore always run,
+although it may have to wait for memory that is leased. Leases end at their deadlines, and new leases do not get the
+memory that this sequence needs.
 
 Owned by the engine's thread.
 """
@@ -46,14 +46,14 @@ class RunningRows:
     """Preempted sequences, with the oldest first. Followers (further choices of a request) wait together with their
     leader."""
     watched: list[Row] = field(default_factory=list)
-    """Leaders (first choices of requests) that have received few tokens in this engine, including preempted ones. A
-    crash note names their requests."""
+    """Leaders (first choices of requests) that have received few tokens in this engine, including preempted ones. Their
+    requests may be the cause of a crash, and are written to the crash note (a file that is read after a crash)."""
     num_preemptions: int = 0
     is_stalled: bool = False
     """True if the last plan was empty because the only sequence in the batch waits for memory that leases hold."""
     _growth: KvBytes = field(default=KvBytes(), init=False)
-    """Bytes that a sequence needs in order to grow, beyond the memory that is free now. New leases do not get these
-    bytes. 0 if no sequence lacks memory."""
+    """Bytes that the oldest sequence without enough memory needs in addition to the memory that is already promised to
+    it. New leases do not get these bytes. 0 if no sequence lacks memory."""
 
     def add(self, rows: list[Row]) -> None:
         """Add the sequences of a stream, one for each choice. The first becomes the leader and joins the batch. The
@@ -64,8 +64,9 @@ class RunningRows:
         self.watched.append(leader)
 
     def watched_in(self, plan: StepPlan) -> tuple[bytes, ...]:
-        """Return the fingerprints of the plan's requests that have received few tokens in this engine. A crash note
-        names these requests."""
+        """Return the fingerprints of those requests of the plan that have received few tokens in this engine. They
+        are written to the crash note (a file that is read after a crash), because one of them may be the cause of a
+        crash."""
         if not self.watched:
             return ()
         self.watched = [row for row in self.watched if row.is_watched]
@@ -75,7 +76,7 @@ class RunningRows:
 
     def fork(self, leader: Row) -> None:
         """Copy the leader's KV to its followers (the other choices of the request), and add the followers to the batch.
-        The KV of all known tokens of the leader must be complete."""
+        The KV of all tokens of the leader that are known must be complete."""
         followers, leader.followers = leader.followers, []
         for row in followers:
             self.slots.memory.residency.copy(leader.slot, row.slot, leader.num_known)

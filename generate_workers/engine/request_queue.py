@@ -37,7 +37,8 @@ class RequestQueue:
         self._waiting: dict[StreamId, int] = {}
         """Number of choices of each waiting stream. A stream waits if it has neither a lease nor slots."""
         self._preparing: dict[StreamId, EngineStream] = {}
-        """Open streams whose token masks are not ready yet. A stream enters the inbox when its masks are ready."""
+        """Open streams whose token masks are not ready yet. The engine receives such a stream when its masks are
+        ready."""
         self._inbox: list[EngineStream] = []
         self._cancelled: list[StreamId] = []
 
@@ -48,10 +49,10 @@ class RequestQueue:
         hook: RowEndHook | None,
         prepare: Callable[[], Future[list[ChoiceMasks]]] | None = None,
     ) -> EngineStream:
-        """Add a stream for a request and return it. `prepare` is set for constrained output, and starts to prepare the
-        token masks of the choices. The engine gets the stream when the masks are ready. Raises UnavailableError after
-        `close`, InvalidArgumentError if the lease already has a stream, and ResourceExhaustedError if too many choices
-        wait for a slot."""
+        """Add a stream for a request and return it. `prepare` starts to compute the token masks of the choices, for
+        constrained output. The engine gets the stream when the masks are ready. None: the output is not constrained.
+        Raises UnavailableError after `close`, InvalidArgumentError if the lease already has a stream, and
+        ResourceExhaustedError if too many choices wait for a slot."""
         stop = StopStrings.of(request.params)  # not under the lock, which the engine's thread acquires in every step
         with self._condition:
             self.check_open()
@@ -85,7 +86,7 @@ class RequestQueue:
             self._condition.notify()
 
     def check_open(self) -> None:
-        """Raise UnavailableError with the reason of the closing if the queue is closed."""
+        """If the queue is closed, raise UnavailableError with the reason that was given to `close`."""
         with self._condition:
             if self.close_reason:
                 raise UnavailableError(self.close_reason)
@@ -112,9 +113,9 @@ class RequestQueue:
     def take(self) -> tuple[list[EngineStream], list[EngineStream]]:
         """Return a pair (new streams, streams to cancel) with the changes since the last call.
 
-        Streams whose token masks are not ready are new streams only if they are cancelled or the queue is closed. A
-        stream whose lease was abandoned is cancelled if it already has sequences, running or preempted. Otherwise the
-        engine notices the ended lease when the stream would join the batch.
+        A new stream is held back until its token masks are ready, unless it is cancelled or the queue is closed. A
+        stream whose lease was aborted is cancelled if it already has sequences, running or preempted. Otherwise the
+        engine notices that the lease has ended when the stream would join the batch.
         """
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []
@@ -127,8 +128,8 @@ class RequestQueue:
 
     def claim_slots(self, stream: EngineStream, occupy: Callable[[], list[BatchSlot] | None]) -> list[BatchSlot] | None:
         """Call `occupy` to get slots for a waiting stream, and return the slots. Return None if `occupy` returns None.
-        A stream that has got slots no longer counts as waiting. The lock is held during the call, so that other threads
-        count the stream exactly once."""
+        A stream that has got slots no longer counts as waiting. The lock is held during the call. Other threads
+        therefore never count the stream both as waiting and as a user of slots, or as neither."""
         with self._condition:
             batch_slots = occupy()
             if batch_slots is not None:

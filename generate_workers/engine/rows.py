@@ -56,7 +56,8 @@ class GenerationRequest:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Hash of the request's id and prompt, which identifies the request in a crash note."""
+        """Hash of the request's id and prompt. It identifies the request in a crash note (a file that is read after a
+        crash)."""
         return fingerprint(self.request_id, self.prompt_ids)
 
     @property
@@ -123,8 +124,8 @@ class EngineStream:
     """Object that is notified when sequences of the stream end, and may take over their slots. None: the slots are
     freed at once."""
     masks: Future[list[ChoiceMasks]] | None = None
-    """Token masks of each choice, for constrained output. None if the output is not constrained. The future is done
-    when the engine receives the stream, unless the stream is being ended."""
+    """Token masks of each choice, for constrained output. None if the output is not constrained. The future is always
+    done when the engine receives the stream, except for a stream that the engine receives only in order to end it."""
     rows: "list[Row]" = field(default_factory=list)
     """Sequences of the choices that have not ended. Empty until the stream has got its slots."""
     has_rows: bool = False
@@ -154,8 +155,8 @@ class EngineStream:
 
 
 class Row:
-    """State of one sequence, which is one choice of a stream. When a stream continues after an earlier attempt, the
-    state of its sampler and of its text is rebuilt from the known tokens."""
+    """State of one sequence, which is one choice of a stream. If an earlier attempt has produced output, the states of
+    the sampler and the detokenizer are computed again from the known tokens."""
 
     def __init__(
         self, stream: EngineStream, choice: int, batch_slot: BatchSlot, tokenizer: Tokenizer, config: ModelConfig
@@ -181,7 +182,7 @@ class Row:
         """Sequences of the stream's other choices. They wait until this sequence's KV was copied to them, and then join
         the batch."""
         self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
-        """Prompt tokens with logprobs, as far as they were computed. Empty if this sequence does not have to compute
+        """Prompt tokens with the logprobs that were computed so far. Empty if this sequence does not have to compute
         them."""
         self._text = TextStream.rebuild(tokenizer, stream.stop, request.prompt_ids, request.output_ids)
         self._vocab_size = config.vocab_size
@@ -211,8 +212,8 @@ class Row:
 
     @property
     def is_watched(self) -> bool:
-        """True if a crash note must name the request: the choice has not ended, and has received few tokens in this
-        engine."""
+        """True if the request must be written to the crash note (a file that is read after a crash): the choice has not
+        ended, and has received few tokens in this engine."""
         num_new = self.num_output - len(self.stream.request.output_ids)
         return self in self.stream.rows and num_new < NUM_WATCHED_TOKENS
 
@@ -227,8 +228,8 @@ class Row:
         return self.stream.stream_id, self.choice
 
     def unscored(self, tokens: TokenRange) -> TokenRange:
-        """Return the positions in `tokens` whose next token still needs a prompt logprob. The range is empty if prompt
-        logprobs were not requested."""
+        """Return the positions in `tokens` for which the logprob of the following prompt token must still be computed.
+        The range is empty if prompt logprobs were not requested."""
         if not self._prompt:
             return TokenRange(tokens.start, tokens.start)
         start = max(tokens.start, len(self._prompt) - 1)  # earlier tokens were scored before a preemption

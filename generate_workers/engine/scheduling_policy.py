@@ -15,7 +15,7 @@ from generate_workers.engine.step_bound import NO_DECODING, Decoding
 
 
 class Progress(Protocol):
-    """Interface that shows a scheduling policy the progress of one sequence."""
+    """Progress of one sequence, as far as a scheduling policy needs to know it."""
 
     @property
     def num_cached(self) -> int:
@@ -54,7 +54,7 @@ class StepPlan:
     num_prefill_tokens: int = 0
     """Number of prompt tokens that the step prefills: the tokens of all spans that do not decode."""
     decoding: Decoding = NO_DECODING
-    """Decoding part of the step: the sequences of which only the last known token is run."""
+    """Decoding part of the step: the sequences that run only their last known token, and their work."""
     prefill_work: float = 0.0
     """Work of the prefill spans, in the unit of PrefillWork (the linear FLOPs of one token)."""
     expected_s: float = field(default=0.0, compare=False)

@@ -47,8 +47,9 @@ class SpeculationStats:
     drafts."""
     num_draft_kv_bytes: int = 0
     """Estimated bytes of KV that the latest round's draft steps read in all layers. The estimate assumes `draft_keys`
-    keys per sequence. The true number is larger if the draft steps select keys, or attend to keys that were selected in
-    an earlier round. A draft model's prefill before the first draft of a sequence is not counted."""
+    keys per sequence. The true number is larger if a draft step also reads keys in order to select some of them, or
+    attends to keys that were selected in an earlier round. A draft model's prefill before its first draft of a sequence
+    is not counted."""
     num_draft_weight_bytes: int = 0
     """Bytes of weights that the latest round's draft steps read from the model that makes the drafts."""
     sources: tuple[SourceStats, ...] = ()
@@ -65,7 +66,7 @@ class Speculation(Protocol):
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
         """Return a copy of the plan with a number of drafts for each decoding sequence, and with the work that drafts
-        add. Memory for the drafts is reserved. A sequence gets no drafts if no memory is free."""
+        add. The method reserves memory for the drafts' KV. A sequence gets no drafts if no memory is free."""
         ...
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:

@@ -2,8 +2,8 @@
 
 A mixed step may take a multiple of the time that decoding alone takes, or `mixed_step_s` seconds if that is more. Mixed
 steps may exceed this limit by `burst_step_s` seconds in total, if that ends all waiting prefills. Streams are then slow
-for a moment instead of in many steps. If no decoding sequence has more than one output token, only the number of tokens
-limits a step, because no client reads a continuous text yet.
+for a moment instead of in many steps. If `burst_step_s` is not 0 and no decoding sequence has more than one output
+token, only the number of tokens limits a step, because no client reads a continuous text yet.
 
 The predicted time of a mixed step, which decodes B sequences with C tokens in total, is
 
@@ -11,9 +11,10 @@ The predicted time of a mixed step, which decodes B sequences with C tokens in t
     + work * rate                 time of prefill; one unit of work is the linear FLOPs of one token, and query-key
                                   pairs are converted to this unit by their FLOPs
 
-With drafts, decoding alone is a round: the draft steps, and the further tokens and pairs in the step that verifies
-(`baton.planning.work_cost`). The steps of a draft model are not part of this work. Their predicted seconds are added.
-The next round is expected to have the same number of drafts per sequence as the latest round.
+With drafts, "decoding alone" means a round: the draft steps, and the step that verifies the drafts, which runs more
+tokens and query-key pairs (`baton.planning.work_cost`). If a separate draft model makes the drafts, its steps are
+predicted separately, and their seconds are added. The next round is expected to have as many drafts per sequence as the
+latest round.
 
 `step`, `token` and `key` are costs in seconds, fitted to the latest steps that only decoded. Some steps of each batch
 size are kept, so that the fit also holds for sizes that have not occurred for a while. `rate` (seconds per unit of
@@ -39,14 +40,15 @@ _KEPT_STEPS = 8
 _GAIN = 0.2
 """Fraction of the relative prediction error of a mixed step by which the rate of prefill is adjusted."""
 _MOST_OVER = 2.0
-"""Maximum ratio of measured to predicted seconds. Larger ratios are reduced to this value, because something else may
-have delayed the step."""
+"""Maximum ratio of a step's measured to its predicted seconds. Larger ratios count as this value, because something
+else may have delayed the step."""
 _LEAST_SHARE = 0.05
-"""Minimum fraction of a step's time that counts as prefill, in the first step that prefills. In a round with steps of a
-draft model, it is the minimum fraction that counts as the model's own time. Without it, a rate or a cost could become
-zero, and later adjustments, which multiply it, would have no effect."""
+"""Minimum fraction of a step's time that counts for a cost that is the remainder after deducting other costs. The costs
+are prefill, in the first step that prefills, and the served model, in a round with steps of a draft model. Without this
+minimum, a cost could become zero, and later adjustments, which multiply it, would have no effect."""
 _REFILL = 0.05
-"""Seconds by which the remaining allowance (initially `burst_step_s`) grows for each second of steps."""
+"""Seconds, per second of steps, by which the allowance grows again after use. The allowance (at most `burst_step_s`) is
+the time by which mixed steps may exceed their limit."""
 _MOST_MIXED = 32
 """Number of successive mixed steps after which one step only decodes. This step measures the time of decoding alone,
 which cannot be measured in mixed steps."""
@@ -72,8 +74,8 @@ class Decoding:
         return StepWork.plain(self.num_rows, self.num_tokens) + self.drafts
 
     def drafting_as(self, other: "Decoding") -> "Decoding":
-        """Return a copy for the same sequences, with as many drafts per sequence as in `other`. `other` must have at
-        least one sequence."""
+        """Return a copy for the same sequences that assumes as many drafts per sequence as `other` has. `other` must
+        have at least one sequence."""
         share, drafts = self.num_rows / other.num_rows, other.drafts
         tokens, keys, pairs = (round(share * part) for part in (drafts.num_tokens, drafts.num_keys, drafts.num_pairs))
         added = StepWork(tokens, keys, pairs, drafts.num_steps)
@@ -117,8 +119,8 @@ class StepBound:
 
     A mixed step takes at most `max_stretch` times as long as decoding alone would, or `mixed_step_s` seconds, whichever
     is longer. Mixed steps may exceed this limit by `burst_step_s` seconds in total, if that ends all waiting prefills.
-    This allowance refills slowly after use. If `burst_step_s` is not 0, the limit does not apply while all sequences
-    have at most one output token.
+    This allowance refills slowly after use. If `burst_step_s` is not 0, the limit does not apply while every sequence
+    has at most one output token.
     """
 
     def __init__(self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> None:
@@ -131,7 +133,8 @@ class StepBound:
         self._decoded: dict[int, deque[tuple[Decoding, float]]] = {}
         """Latest steps that only decoded, as pairs (decoding, seconds), by batch size."""
         self._fit: WorkCost | None = None
-        """Cost of decoding, fitted to the kept steps. None: it must be fitted again, because steps were added."""
+        """Cost of decoding, fitted to the kept steps. None: it must be computed again, because the kept steps have
+        changed."""
         self._latest: Decoding | None = None
         """Decoding part of the latest step with decoding sequences. None until such a step has run."""
         self._rate_s: float | None = None
@@ -185,8 +188,8 @@ class StepBound:
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
         """Return True if the next step should only decode, so that the cost of decoding is measured. This is the case
-        after many mixed steps. It is also the case after one mixed step if more sequences decode than in any earlier
-        step that only decoded. Never True for two successive steps."""
+        after `_MOST_MIXED` successive mixed steps. It is also the case after one mixed step if more sequences decode
+        now than in any earlier step that only decoded. It is never the case directly after a step that only decoded."""
         if not self._num_mixed or not decoding.num_rows or not self._decoded or self._max_stretch == math.inf:
             return False
         is_unseen = decoding.num_rows > max(self._decoded)

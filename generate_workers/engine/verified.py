@@ -29,8 +29,8 @@ class Draft:
 
     token_ids: list[int]
     drafted_V: list[Tensor] | None = None
-    """Probability distribution from which each draft token was sampled, for the maximal rule. None: each token had
-    probability 1."""
+    """Probability distribution from which each draft token was sampled, for the maximal rule. None: the draft source
+    did not sample, so that each draft token counts as having probability 1."""
     source: str = ""
     """Name of the draft source that made the tokens. Empty if there are none."""
 
@@ -44,7 +44,7 @@ class Draft:
 
 NO_DRAFT = Draft([])
 Drafts = Mapping[SlotId, Draft]
-"""Drafts of sequences, by slot. Sequences without drafts have no entry."""
+"""Drafts of sequences, by slot. A sequence without drafts is not in the mapping."""
 
 
 @dataclass(frozen=True)

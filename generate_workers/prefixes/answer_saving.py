@@ -8,8 +8,8 @@ because no step ran it. The KV of output tokens comes from decode steps, which r
 bf16, the output for a later prompt may therefore differ from the output without cached KV, as after a preemption.
 
 An answer is dropped at once when its stream is cancelled, when the engine needs the memory or closes, when the store is
-full, or when too many other answers wait. Incomplete blocks are then dropped. Another thread copies stored answers to
-the disk, and holds no slot.
+full, or when too many other answers wait. If its copy is running, the copied blocks are dropped as well. Another thread
+copies stored answers from memory to the disk. It holds no slot.
 """
 
 import logging
@@ -33,8 +33,8 @@ _MAX_WAITING = 16
 """Maximum number of answers that wait for the saver's thread. Each of them holds a slot that a new sequence could
 use."""
 _MAX_SINKING = 64
-"""Maximum number of answers that wait to be written to the disk. Further answers are not written, unless they are
-stored again later."""
+"""Maximum number of answers that wait to be written to the disk. Further answers are stored only in memory. They are
+written to the disk if they are stored again later."""
 _MOST_TOKENS = 1024
 """Maximum number of tokens that are copied from a slot at once, unless one block has more tokens. Fewer tokens would be
 slower, because each copy from a device has a fixed cost. More tokens would use more host memory."""
@@ -57,8 +57,8 @@ class StreamAnswers:
 
     def __init__(self, saver: "AnswerSaver", naming: BlockNaming, on_filled: Callable[[Filled], None]) -> None:
         """Make the hook of one stream. `naming` computes the names of its blocks. `on_filled` is called once, on any
-        thread, with the blocks that were stored, when the stream has ended and no slot of it is held. `on_filled` must
-        neither block nor raise."""
+        thread, with the blocks that were stored. The call is made when the stream has ended and the saver holds none of
+        its slots any more. `on_filled` must neither block nor raise."""
         self.naming = naming
         self.num_held = 0
         """Number of slots of the stream's ended sequences that are held until their KV is stored."""
@@ -76,8 +76,8 @@ class StreamAnswers:
         return not self._is_cancelled and self._saver.save(row, self)
 
     def stream_ended(self) -> None:
-        """Record that the stream has ended. The stored blocks are reported when all its answers are stored or
-        dropped."""
+        """Record that the stream has ended. As soon as each of its answers is stored or dropped, the blocks that were
+        stored are reported."""
         self._saver.end(self)
 
     def cancel(self) -> None:
@@ -99,8 +99,8 @@ class AnswerSaver:
         """Lock that protects `_held`, `_is_closed` and all StreamAnswers. It must not be held when the lock of the
         slots is acquired."""
         self._held: dict[_Answer, Future[None]] = {}
-        """Answers whose slots the saver holds, with the future of each copy. The thread that removes an answer must
-        release its slot."""
+        """Answers whose slots the saver holds, with the future of each answer's copy. The thread that removes an answer
+        from this mapping must release its slot."""
         self._is_closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="answer-saver")
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
@@ -120,7 +120,7 @@ class AnswerSaver:
         return is_worth_it
 
     def end(self, stream: StreamAnswers) -> None:
-        """Record that a stream has ended. If no slot of the stream is held, report the blocks that were stored."""
+        """Record that a stream has ended. If none of its slots is held any more, report the blocks that were stored."""
         with self._lock:
             stream.is_over = True
             is_complete = not stream.num_held

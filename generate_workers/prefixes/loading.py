@@ -3,11 +3,11 @@ the slot, instead of being received from a prefill worker.
 
 The loader implements `baton.transport.kv_sink.KvPrefixes`. `baton.transport.kv_receiver` calls it, and it leases slots
 from `slots.table`. Blocks are opened, and thereby locked, before the lease reports them as present. They are copied
-while the prefill runs. The copy is a writer of the slot, and the commit waits for it as for any other writer.
+while the prefill runs. The copy is a writer of the slot. Like any other writer, it must end before the commit.
 
-Blocks are opened and copied on separate threads, which may wait for a disk for some seconds
-(`baton.modeling.prefix_store.disk_tier`). They block neither the engine's thread nor the loop's thread pool. Heartbeats
-use that pool, and report the latest known number of blocks on the disk.
+Opening and copying a block may wait for a disk for some seconds (`baton.modeling.prefix_store.disk_tier`). Separate
+threads do it, so that neither the engine's thread nor the event loop's thread pool waits. Heartbeats use that pool, and
+report the latest known number of blocks on the disk.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 _NUM_THREADS = 2
-"""Number of threads that copy blocks. The same number of other threads opens blocks. More threads would not be faster,
-because they share the bandwidth of memory or disk."""
+"""Number of threads that copy blocks, and also the number of threads that open blocks. More threads would not be
+faster, because they share the bandwidth of memory or disk."""
 
 
 class PrefixLoader:
@@ -35,8 +35,8 @@ class PrefixLoader:
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_read = 0
-        """Total bytes of cached blocks that leased slots began with. Blocks in pages that are shared with other
-        sequences are included."""
+        """Total bytes of cached blocks with which leased slots have begun. This includes blocks that were not copied,
+        because their pages are shared with other sequences."""
         self.num_disk_bytes_read = 0
         """Total bytes of cached blocks that were read from disk. They are included in `num_bytes_read`."""
         self._slots = slots

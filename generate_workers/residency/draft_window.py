@@ -1,9 +1,10 @@
-"""KV of the first and the latest tokens of a sequence, in device memory, for drafts. It is either a copy of KV in host
-memory, or the KV of a draft model.
+"""KV of the first and the latest tokens of a sequence, in device memory, for drafts. Either it is copied from the
+sequence's KV in host memory, or a draft model computes it.
 
-A copy is a RowPart of a slot (`row_parts`). The KV of each token is copied once, when it is final. Each round of drafts
-therefore copies the KV of only a few tokens to the device, for sequences of any length. `generate_workers.speculation`
-runs draft steps with the copy. A draft model writes its own KV (`generate_workers.speculation.draft_model`).
+The copy of KV is a RowPart of a slot (`row_parts`). The KV of each token is copied once, when it is final. Each round
+of drafts therefore copies the KV of only a few tokens to the device, for sequences of any length.
+`generate_workers.speculation` runs draft steps with the copy. A draft model writes its own KV
+(`generate_workers.speculation.draft_model`).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ when all copies are complete."""
 
 
 class DraftWindow:
-    """KV of the first and latest tokens of the sequence in one slot. The slot's sequences use the same object one after
-    another. A sequence's use of it, from `open` to `release`, is a claim."""
+    """KV of the first and latest tokens of the sequence in one slot. All sequences that use the slot, one after
+    another, use the same object. A sequence's use of it, from `open` to `release`, is called a claim."""
 
     def __init__(self, layout: KvLayout, make_memory: MakeMemory, size: DraftKeys) -> None:
         """Make a window of the given `size`, in memory from `make_memory`. Raises the errors of `make_memory`."""
@@ -31,8 +32,8 @@ class DraftWindow:
         self._memory = make_memory(layout, size.num_places)
         self._buffer: KvBuffer | None = None
         self._num_copied = 0
-        """Number of the sequence's first tokens that the window has processed: their final KV was copied, or was
-        skipped because the window does not need it."""
+        """Number of the sequence's first tokens that are done: their final KV was copied to the window, or the window
+        does not need it."""
         self._start = size.num_first
         """Position, in the sequence, of the token that is stored directly after the `num_first` first tokens."""
 
@@ -54,7 +55,8 @@ class DraftWindow:
         self._num_copied, self._start = 0, self._size.num_first
 
     def copy_from(self, other: "DraftWindow", num_tokens: int) -> None:
-        """Do nothing. A window is not copied from another slot, because it is filled from its own sequence's KV."""
+        """Do nothing. A window is never copied from another slot: it is filled later, from the KV of its own
+        sequence."""
 
     def release(self) -> None:
         """End the use of the window by the current sequence. Does nothing if the window is not in use."""
@@ -62,8 +64,8 @@ class DraftWindow:
         self._memory.release()
 
     def follow(self, home: KvBuffer, num_tokens: int, fetch: Fetch) -> None:
-        """Copy KV that the window does not have yet. `home` has all KV of the sequence. The KV of the first
-        `num_tokens` tokens must be final. `fetch` runs the copies."""
+        """Copy the KV that the window needs and does not have yet from `home`, the buffer with all KV of the sequence.
+        The KV of the first `num_tokens` tokens must be final. `fetch` runs the copies."""
         for tokens in self.missing(num_tokens):
             place = self._place(tokens.start)
             to = TokenRange(place, place + len(tokens))
@@ -78,9 +80,9 @@ class DraftWindow:
         self._num_copied = num_tokens
 
     def missing(self, num_tokens: int) -> list[TokenRange]:
-        """Return the ranges of tokens whose KV must be written to the window, so that it is complete for the sequence's
-        first `num_tokens` tokens. The ranges are in the order in which they must be written: first tokens, then latest
-        tokens. The method also frees space in the window for these tokens and for drafts after them."""
+        """Return the ranges of tokens whose KV must still be written to the window, so that the window is complete for
+        the sequence's first `num_tokens` tokens. The ranges must be written in this order: first tokens, then latest
+        tokens. The method also frees space in the window for these tokens and for the drafts that follow them."""
         size, copied = self._size, self._num_copied
         first_last = max(num_tokens - size.num_last, size.num_first)
         first = min(size.num_first, num_tokens)
@@ -130,7 +132,7 @@ class DraftWindowSpan:
     tokens: TokenRange
     """Positions of the new tokens in the sequence."""
     index: int
-    """Index of the first new token in the buffer. The other new tokens follow it directly."""
+    """Index, in the buffer, of the first new token. The other new tokens follow it directly."""
     unseen: TokenRange | None
     """Range of indices in the buffer that the new tokens do not attend to. None: they attend to all tokens in the
     buffer."""

@@ -9,10 +9,10 @@ layers and one for odd layers. Only the fetch of layer 0 does not overlap with c
     engine:  begin 0 | layer 0 | end 0 | begin 1 | layer 1 | end 1 | begin 2 ...
     link:    fetch 0 | fetch 1 ------- |         | fetch 2 ------- |
 
-In all layers, a step fetches the KV of the tokens that were cached before the step, and stores the KV of its new
+In each layer, a step fetches the KV of the tokens that were cached before the step, and stores the KV of its new
 tokens. Every copy uses the device's link (`baton.modeling.device`), which counts the copied bytes. Fetches run in the
 order in which they were requested, while the engine's thread computes. No other thread uses the memory of a copy until
-the copy has ended. If the device is the CPU, the link is memory bandwidth.
+the copy has ended. If the device is the CPU, a copy over the link is a copy within host memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,8 +33,8 @@ _NUM_AREAS = 2
 
 
 class HostRow(AreaRow):
-    """Memory of one slot (a StoredRow): host memory for all layers, and an Area on the device for the KV of two layers.
-    Layer l uses layer l % 2 of the Area."""
+    """Memory of one slot (a StoredRow): host memory for all layers, and an Area (device memory) for the KV of two
+    layers. Layer l uses layer l % 2 of the Area."""
 
     def __init__(self, kv: PagedKv, area: Area, draft_window: DraftWindow | None = None) -> None:
         super().__init__([kv], [area] if draft_window is None else [area, draft_window])
@@ -54,8 +54,8 @@ class HostStep(RowStep[HostRow]):
         self._fetch = self._begin_fetch(0)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Wait for the fetch of `layer`, and begin to fetch the KV of the next layer. It is fetched into the area of
-        the previous layer, which is not used any more."""
+        """Wait for the fetch of the KV of `layer`. Then begin to fetch the KV of the next layer, into the memory that
+        the previous layer used."""
         self._fetch.join()
         if layer >= _NUM_AREAS:
             self._stores[layer - _NUM_AREAS].join()  # its copy reads the memory of this layer's new tokens
@@ -76,7 +76,7 @@ class HostStep(RowStep[HostRow]):
 
     def leave(self) -> None:
         """Wait until all fetches and stores of the step have ended. Does not raise their errors: `begin` raises the
-        error of a fetch."""
+        errors of fetches, and `settle` those of stores."""
         for transfer in (self._fetch, *self._stores):
             transfer.wait()
 
@@ -114,8 +114,8 @@ class HostResidency(RowResidency[HostRow]):
         return [self._window_of(slot).span(tokens) for slot, tokens in rows]
 
     def follow(self, rows: Iterable[tuple[SlotId, int]]) -> None:
-        """Copy the KV that drafts attend to, and that is not on the device yet, to the device. `rows`: slots, each with
-        its number of tokens whose KV is final. Blocks until the copies have ended."""
+        """Copy KV that drafts attend to from host memory to the device, unless it is on the device already. `rows`:
+        slots, each with its number of tokens whose KV is final. Blocks until the copies have ended."""
 
         def fetch(copies: Copies) -> None:
             self.num_link_bytes += num_bytes_of(copies)

@@ -6,9 +6,9 @@ shared page copies the page first (`baton.modeling.kv.pages`). Sequences whose p
 the pages of these blocks (`baton.modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages. No other KV
 is copied.
 
-Memory is promised and counted per sequence. A shared page counts for each of its sequences, so that a free page always
-exists when a sequence must copy the page. Pages that only cached blocks use are promised to no sequence, and are
-evicted when a sequence needs them.
+Memory is promised to sequences (reserved before it is used) and counted for each sequence. A shared page counts for
+each of its sequences, so that a free page always exists when a sequence must copy the page. Pages that only cached
+blocks use are promised to no sequence, and are evicted when a sequence needs them.
 
 Shape suffixes: L layers, T tokens of a piece.
 """
@@ -43,7 +43,7 @@ class PagedRow:
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the range of token positions that the current claim may use."""
+        """Return the range of token positions that the slot's current sequence may use."""
         assert self._tokens is not None, "the slot is not claimed"
         return self._tokens
 
@@ -61,13 +61,13 @@ class PagedRow:
         return KvBytes(num_bytes, num_bytes)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. No page is allocated yet. `num_tokens`: number of tokens that
+        """Begin the use of the slot by a new sequence. No page is allocated yet. `num_tokens`: number of tokens that
         are certain to be written. `capacity_tokens`: maximum number of tokens."""
         self._tokens, self._num_expected = TokenRange(0, capacity_tokens), num_tokens
 
     def commit(self, tokens: TokenRange) -> None:
-        """Allocate pages for `tokens`, which are about to be written. Shared pages among them are copied first. Raises
-        MemoryError if too few pages are free."""
+        """Allocate pages for `tokens`, which are about to be written. Pages for them that are shared are copied first.
+        Raises MemoryError if too few pages are free."""
         assert tokens.end <= self.tokens.end, f"{tokens} outside {self.tokens}"
         self.pages.prepare(tokens, self._num_expected)
 
@@ -97,8 +97,8 @@ class PagedRow:
 
     def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
         """Begin an empty sequence with cached blocks, by sharing their pages. `names`: names of the sequence's leading
-        blocks, of `block_tokens` tokens each. Blocks are used up to the first one that is not on the device. Return the
-        number of tokens of the used blocks."""
+        blocks, of `block_tokens` tokens each. The blocks before the first one that is not on the device are shared.
+        Return the number of tokens in the shared blocks."""
         if not self._has_whole_pages(block_tokens):
             return 0
         pages = self._prefixes.begin(names)
@@ -107,8 +107,8 @@ class PagedRow:
 
     def keep(self, names: Sequence[str], block_tokens: int) -> None:
         """Make the pages of the sequence's first blocks available to later sequences with the same prefix. `names`:
-        names of these blocks, of `block_tokens` tokens each. Their KV must be final. Does nothing if a block is not a
-        whole number of pages."""
+        names of these blocks, of `block_tokens` tokens each. The blocks' KV must be final. Does nothing if
+        `block_tokens` is not a multiple of the tokens of a page."""
         if self._has_whole_pages(block_tokens):
             self._prefixes.keep(names, self.pages.pages_of(TokenRange(0, len(names) * block_tokens)))
 
@@ -117,7 +117,7 @@ class PagedRow:
         return block_tokens % self._page_tokens == 0
 
     def release(self) -> None:
-        """End the claim on the slot, if one exists, and free its pages."""
+        """End the current sequence's use of the slot, if there is one, and free its pages."""
         self._tokens = None
         self.pages.release()
 

@@ -46,10 +46,10 @@ class SelectionSource:
     device_bytes: int | None = None
     """Bytes of device memory for the KV of all slots. None: no limit."""
     kv_bytes: int | None = None
-    """Configured number of bytes for the KV of all slots, in host or device memory. None: not configured."""
+    """Configured limit in bytes for the KV of all slots, in host or device memory. None: not configured."""
     serves_drafts: bool = False
-    """True if speculative drafts use this selection of keys. Policy `device` then stores partial keys in addition to
-    KV."""
+    """True if speculative drafts select keys with this selection. The policy `device` then stores partial keys in
+    addition to KV."""
 
     @property
     def pool_bytes(self) -> int | None:
@@ -64,7 +64,7 @@ class SelectionSource:
 
     def load_early(self) -> PreparedSelection:
         """Read the prepared selection for selecting keys one layer early. If no file was tuned for early selection,
-        read the default file, with which the loss of quality is larger. Raises ModelError if no prepared selection
+        read the default file, although its quality loss is then larger. Raises ModelError if no prepared selection
         exists for this model."""
         early = prepared_path(self.decoder.layout.model_fingerprint, lookahead=1)
         prepared = self.load() if self.path or not early.is_file() else load_prepared(early, self.decoder)
@@ -86,8 +86,8 @@ def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> R
 
 
 def selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
-    """Return a function that checks the requirements of the policy `name`, which selects keys, and then calls `make`.
-    The function raises ConfigError if the policy is not supported on this device or if the native kernels are not
+    """Return a maker of the policy `name`, which selects keys. The maker checks the requirements of the policy, and
+    then calls `make`. It raises ConfigError if the policy is not supported on this device or the native kernels are not
     loaded."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
@@ -140,8 +140,8 @@ def infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
 
 
 def require_others(name: str, shape: KvShape) -> None:
-    """Raise ConfigError if the model has too few layers for the policy `name`. The policy stores only the layers after
-    the first two in host memory, so it needs more than two layers."""
+    """Raise ConfigError if the model has too few layers for the policy `name`. The policy keeps the first two layers on
+    the device, and stores only the other layers in host memory. A model must therefore have more than two layers."""
     if shape.layout.num_layers <= NUM_WHOLE_LAYERS:
         raise ConfigError(f"residency = {name!r} needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
 

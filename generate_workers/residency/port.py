@@ -3,9 +3,9 @@ layer by layer.
 
 `slots` opens, writes and releases the KV of sequences (RowKv). `engine.model_runner` runs steps on the engine's thread.
 The interface distinguishes two memories: `device`, from which attention reads, and `home`, in which KV is stored
-between steps. `home` is host memory, unless a policy stores KV on the device. It is then device memory, and the bytes
-count as both. The methods that a policy runs between layers are its turns. A policy that selects keys gets the data for
-its selection in `RowKv.write`, in `begin` and `picks` of its turns, and at the end of a step.
+between steps. Usually `home` is host memory. If a policy stores KV on the device, this KV counts both as `home` and as
+`device`. The methods that a policy runs before and after each layer are called its turns. A policy that selects keys
+gets the data for its selection in `RowKv.write`, in `begin` and `picks` of its turns, and at the end of a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,8 +28,7 @@ StepRows = Sequence[tuple[SlotId, TokenRange]]
 
 
 class RowError(Exception):
-    """Error that makes a step fail because of the sequence in `slot`. The other sequences of the step can run without
-    it."""
+    """Error of a step that is caused by the sequence in `slot`. The step can be run again without this sequence."""
 
     def __init__(self, slot: SlotId, message: str) -> None:
         super().__init__(message)
@@ -67,8 +66,8 @@ class DraftKeys:
 
     @property
     def num_places(self) -> int:
-        """Return the capacity, in tokens, of a copy of these keys. It includes extra space for latest tokens, so that
-        they rarely have to be moved to the start of their area."""
+        """Return the number of tokens for which a copy of these keys has space. This includes extra space for latest
+        tokens. Without it, the latest tokens would have to be moved often, to free space for new ones."""
         return self.num_first + 2 * self.num_last + self.most_drafts
 
     @classmethod
@@ -81,7 +80,7 @@ class DraftKeys:
 
 @dataclass(frozen=True)
 class KvShape:
-    """Size of the model's KV and of the batch. A policy reserves its memory by it."""
+    """Size of the model's KV and of the batch, from which a policy computes how much memory it needs."""
 
     layout: KvLayout
     windows: Sequence[int | None]
@@ -89,7 +88,8 @@ class KvShape:
     num_slots: int
     max_slot_tokens: int
     draft_keys: DraftKeys | None = None
-    """Number of first and latest keys that policy `host` copies to the device for drafts. None: no keys are copied."""
+    """Number of first and of latest keys that policy `host` copies to the device for drafts. None: no keys are
+    copied."""
     chosen_drafts: bool = False
     """True if drafts select keys among all keys of a sequence. Policy `device` then stores the keys of each sequence
     contiguously on every device."""
@@ -98,13 +98,13 @@ class KvShape:
 
     @property
     def long_span_bytes(self) -> int:
-        """Return the maximum number of bytes, in one layer, of the new tokens of all sequences that a step prefills.
-        The bytes of each sequence are rounded up to whole pages."""
+        """Return the maximum number of bytes of KV, in one layer, of all new tokens that a step prefills. The bytes of
+        each sequence are rounded up to whole pages."""
         return self.most_new_tokens * self.layout.row_bytes + self.num_slots * PAGE_BYTES
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
-        """Return the number of bytes that attention reads in a step, in all layers. `rows` has the new tokens of each
-        sequence. Each key and value counts once per sequence."""
+        """Return the number of bytes of KV that attention reads in a step, in all layers. `rows` has the new tokens of
+        each sequence. A key or value counts once, even if several new tokens of its sequence attend to it."""
         seen = [(tokens.end, len(tokens)) for tokens in rows]
         counts = {window: self.windows.count(window) for window in set(self.windows)}
         num_rows = 0
@@ -114,12 +114,12 @@ class KvShape:
 
 
 class RowKv(Protocol):
-    """KV of the sequence that has claimed a slot. A slot uses the same object for all of its claims, one after another.
+    """KV of the sequence that uses a slot. All sequences that use the slot, one after another, use the same object.
     Used by one thread at a time."""
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the range of token positions that the claim may use."""
+        """Return the range of token positions that the slot's current sequence may use."""
         ...
 
     @property
@@ -139,7 +139,7 @@ class RowKv(Protocol):
         ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        """Begin the use of the slot by a new sequence. `num_tokens`: number of tokens that are certain to be written.
         `capacity_tokens`: maximum number of tokens. If this raises, no memory stays allocated."""
         ...
 
@@ -168,7 +168,7 @@ class RowKv(Protocol):
         ...
 
     def release(self) -> None:
-        """Release the memory of the claim, which must have ended. Idempotent."""
+        """Release the memory that the slot's sequence has used. The sequence must have ended. Idempotent."""
         ...
 
 
@@ -188,8 +188,8 @@ class StepKv(Protocol):
 
     @property
     def turns(self) -> LayerTurns | None:
-        """Return the policy's turns, which are methods that run between layers. None: the policy does nothing between
-        layers, and sequences attend to all keys."""
+        """Return the policy's turns: the methods that run before and after each layer. None: the policy does nothing
+        between layers, and sequences attend to all keys."""
         ...
 
 
@@ -200,7 +200,7 @@ class Residency(Protocol):
 
     @property
     def traits(self) -> PolicyTraits:
-        """Return the policy's traits (`PolicyTraits`), which include its name."""
+        """Return the properties of the policy that must be known before it is made, such as its name."""
         ...
 
     @property
@@ -211,8 +211,9 @@ class Residency(Protocol):
 
     @property
     def num_link_bytes(self) -> int:
-        """Return the number of bytes that steps have copied between host and device so far. On a CPU, this is the
-        number of bytes that attention has read from `home`, the memory where KV is stored between steps."""
+        """Return the number of bytes that steps have copied between host and device so far. On a CPU, nothing is
+        copied; there it is the number of bytes that attention has read from `home`, the memory where KV is stored
+        between steps."""
         ...
 
     @property
@@ -225,8 +226,8 @@ class Residency(Protocol):
         ...
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
-        """Begin a claim on a slot, for a new sequence, and return the slot's KV object. The slot's previous claim must
-        have been released. `num_tokens`: number of tokens that are certain to be written. `capacity_tokens`: maximum
+        """Begin the use of a slot by a new sequence, and return the slot's KV object. The previous sequence must have
+        released the slot. `num_tokens`: number of tokens that are certain to be written. `capacity_tokens`: maximum
         number of tokens."""
         ...
 

@@ -1,7 +1,8 @@
 """Memory of one slot, which consists of parts: KV of all layers, and further parts on the device.
 
 A policy's slot is a StoredRow, or a subclass, with the parts that the policy needs. `steps` runs steps over StoredRows.
-`home` is the memory where KV is stored between steps. It is host memory, or device memory that counts as both (`port`).
+`home` is the memory where KV is stored between steps: host memory, or device memory, which then counts both as `home`
+and as `device` (`port`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ OUT_OF_MEMORY, or OSError, if the memory cannot be allocated."""
 
 
 class RowPart(Protocol):
-    """Part of a slot's memory: the KV of some layers, or an index for selecting keys. The slot's claims use it one
-    after another."""
+    """Part of a slot's memory: the KV of some layers, or an index for selecting keys. The sequences that use the slot
+    use the part one after another."""
 
     @property
     def num_bytes(self) -> int:
@@ -37,7 +38,7 @@ class RowPart(Protocol):
         ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        """Begin the use of the slot by a new sequence. `num_tokens`: number of tokens that are certain to be written.
         `capacity_tokens`: maximum number of tokens."""
         ...
 
@@ -46,16 +47,16 @@ class RowPart(Protocol):
         ...
 
     def release(self) -> None:
-        """End the claim on the slot, if one exists, and release its memory."""
+        """End the current sequence's use of the slot, if there is one, and release its memory."""
         ...
 
 
 class PagedKv:
-    """Memory for the KV of some layers, which grows with the number of tokens; a RowPart."""
+    """Memory for the KV of some layers, which grows with the number of tokens; a RowPart (part of a slot's memory)."""
 
     def __init__(self, layout: KvLayout, make_memory: MakeMemory, max_tokens: int) -> None:
         """`layout`: layout of only those layers whose KV this part stores. `max_tokens`: maximum number of tokens of a
-        claim. Raises the errors of `make_memory`."""
+        sequence. Raises the errors of `make_memory`."""
         self.layout = layout
         self.memory = make_memory(layout, max_tokens)
         self._buffer: KvBuffer | None = None
@@ -67,8 +68,8 @@ class PagedKv:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the current claim's buffer. It has addresses for all tokens that the claim may use, but only committed
-        tokens may be accessed."""
+        """Return the current sequence's buffer. It has addresses for all tokens that the sequence may have, but only
+        committed tokens may be accessed."""
         assert self._buffer is not None, "the slot is not claimed"
         return self._buffer
 
@@ -78,7 +79,7 @@ class PagedKv:
         return self.memory.bytes_for(num_tokens)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        """Begin the use of the slot by a new sequence. `num_tokens`: number of tokens that are certain to be written.
         `capacity_tokens`: maximum number of tokens."""
         self.memory.expect(num_tokens)
         tokens = TokenRange(0, capacity_tokens)
@@ -98,14 +99,14 @@ class PagedKv:
         self.buffer.copy_from(other.buffer, tokens)
 
     def release(self) -> None:
-        """End the claim on the slot, if one exists, and release its memory."""
+        """End the current sequence's use of the slot, if there is one, and release its memory."""
         self._buffer = None
         self.memory.release()
 
 
 class Area(PagedKv):
-    """Memory on the device that all layers of a step use, one after another; a RowPart. It contains no KV between
-    steps."""
+    """Device memory that the layers of a step use one after another; a RowPart (part of a slot's memory). It contains
+    no KV between steps."""
 
     def commit(self, tokens: TokenRange) -> None:
         """Commit memory for a step whose new tokens are `tokens`, and for all tokens before them."""
@@ -116,24 +117,24 @@ class Area(PagedKv):
 
 
 class StoredRow:
-    """Memory of one slot's KV, which consists of RowParts; a RowKv. KV is stored unchanged, except in subclasses that
-    pack it."""
+    """Memory of one slot's KV, which consists of RowParts. Implements RowKv. KV is stored unchanged, except in
+    subclasses that pack it."""
 
     reads_home = False
-    """True if attention reads KV directly in host memory. The bytes that it reads then count as link bytes."""
+    """True if attention reads KV directly in host memory. The bytes that it reads then count as bytes over the link."""
 
     def __init__(self, home: Sequence[PagedKv], device: Sequence[RowPart]) -> None:
         """`home`: parts that together store the KV of all layers between steps, in the order of layers. `device`: parts
-        on the device. A part may be in both."""
+        on the device. A part that stores KV on the device is in both."""
         self._home, self._device = home, device
         self._parts: Sequence[RowPart] = [*home, *(part for part in device if part not in home)]
         self._homes = [(kv, layer) for kv in home for layer in range(kv.layout.num_layers)]
-        """Memory of each layer of the model: the part of `home` that stores the layer, and the number of the layer in
-        this part."""
+        """For each layer of the model, the part of `home` that stores the layer, and the layer's index within this
+        part."""
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the range of token positions that the current claim may use."""
+        """Return the range of token positions that the slot's current sequence may use."""
         return self._home[0].buffer.tokens
 
     @property
@@ -154,8 +155,8 @@ class StoredRow:
         return KvBytes(home, device)
 
     def num_kept(self, num_tokens: int) -> int:
-        """Return the number of keys per layer that are kept between steps for a sequence of `num_tokens` tokens. It is
-        `num_tokens`, unless the policy evicts tokens."""
+        """Return the number of keys per layer that are kept between steps for a sequence of `num_tokens` tokens. This
+        is `num_tokens`, unless the policy evicts tokens."""
         return num_tokens
 
     def chooses(self, tokens: TokenRange) -> bool:
@@ -164,7 +165,7 @@ class StoredRow:
         return len(tokens) == 1
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        """Begin the use of the slot by a new sequence. `num_tokens`: number of tokens that are certain to be written.
         `capacity_tokens`: maximum number of tokens. If this raises, no memory stays allocated."""
         try:
             for part in self._parts:
@@ -197,8 +198,8 @@ class StoredRow:
         return written
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Update the policy's index for selecting keys with the KV of `tokens`, which was pushed or prefilled. Does
-        nothing in this class."""
+        """Add the KV of `tokens`, which was pushed or prefilled, to the policy's index for selecting keys. Does nothing
+        in this class, which has no index."""
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return the KV of `tokens` in a layer as bytes. The KV must have been written."""
@@ -211,20 +212,20 @@ class StoredRow:
             mine.copy_from(theirs, num_tokens)
 
     def release(self) -> None:
-        """End the claim on the slot, if one exists, and release its memory."""
+        """End the current sequence's use of the slot, if there is one, and release its memory."""
         for part in self._parts:
             part.release()
 
 
 class AreaRow(StoredRow):
-    """StoredRow with an area on the device, which holds some layers of KV at a time. Attention reads the area instead
-    of the stored KV."""
+    """StoredRow with an area: device memory that holds the KV of a few layers at a time. Attention reads the area
+    instead of the stored KV."""
 
     area: Area
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` where KV is stored. In the area, commit memory for `tokens` and all tokens before
-        them."""
+        """Commit memory for the KV of `tokens` where it is stored, and memory in the area for `tokens` and all tokens
+        before them."""
         super().commit(tokens)
         self.area.commit(tokens)
 

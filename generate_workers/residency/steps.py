@@ -21,8 +21,8 @@ R = TypeVar("R", bound=RowKv)
 
 
 class RowStep(Generic[R]):
-    """One step of a policy: the spans of its sequences, and the policy's turns (methods that run between layers). The
-    turns do nothing, except in subclasses."""
+    """One step of a policy: the spans of its sequences, and the policy's turns (methods that run before and after each
+    layer). In this class the turns do nothing; subclasses override them."""
 
     def __init__(self, rows: Sequence[tuple[R, TokenRange]], num_bytes_read: int) -> None:
         """`rows`: sequences of the step, each with its new tokens. Memory for the new tokens must be committed."""
@@ -65,16 +65,16 @@ class InPlaceStep(RowStep[R]):
 
 
 class RowResidency(Generic[R]):
-    """Residency whose slots are RowKv objects. Subclasses make these objects, and a function that makes steps over
-    them."""
+    """Residency whose slots are RowKv objects. A subclass makes these objects, and provides the function that makes a
+    step from them."""
 
     traits: ClassVar[PolicyTraits]
     scratch_bytes = 0
     """Bytes of device memory that do not belong to any slot."""
 
     def __init__(self, rows: list[R], make_step: Callable[[Sequence[tuple[R, TokenRange]]], RowStep[R]]) -> None:
-        """`rows`: one RowKv object for each slot. `make_step`: function that makes a step for some of them, each with
-        its new tokens. Memory for the new tokens is committed before the call. The function raises RowError if a
+        """`rows`: one RowKv object for each slot. `make_step`: function that makes a step from pairs of a RowKv object
+        and its new tokens. Memory for the new tokens is committed before the call. The function raises RowError if a
         sequence cannot take part."""
         self.num_link_bytes = 0
         self.frames = rows[0].frames
@@ -88,7 +88,7 @@ class RowResidency(Generic[R]):
         return self._rows[0].bytes_for(num_tokens)
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> R:
-        """Begin a claim on a slot, for a new sequence, and return the slot's KV object. `num_tokens`: number of tokens
+        """Begin the use of a slot by a new sequence, and return the slot's KV object. `num_tokens`: number of tokens
         that are certain to be written. `capacity_tokens`: maximum number of tokens."""
         self._rows[slot].open(num_tokens, capacity_tokens)
         return self._rows[slot]
@@ -100,7 +100,7 @@ class RowResidency(Generic[R]):
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[RowStep[R]]:
         """Commit memory for the new tokens, and yield the step. After a successful forward pass, `settle` completes the
-        stored KV. After a failed one, `settle` is not called, because the step's sequences end."""
+        stored KV. After a failed forward pass it is not called, because the step's sequences end."""
         chosen = [(self._rows[slot], tokens) for slot, tokens in rows]
         for row, tokens in chosen:
             row.commit(tokens)

@@ -1,7 +1,7 @@
 """Properties (traits) of all residency policies, by the policies' names in the configuration.
 
-The configuration, `baton doctor` and `baton evaluate` use them, so this module does not import torch. The module
-`policies` makes the policies, and each policy's class refers to its traits.
+The configuration, `baton doctor` and `baton evaluate` need the properties without torch, so this module does not import
+torch. The module `policies` makes the policies, and each policy's class refers to its traits.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ class PolicyTraits:
     is_exact: bool = False
     """True if every token attends to all earlier tokens, and their KV is stored without loss."""
     sizes: tuple[str, ...] = ()
-    """Options of `baton evaluate` (budget, alpha) that set the number of keys that a sequence attends to. Empty: a
-    sequence attends to all keys."""
+    """Names of the options of `baton evaluate` (budget, alpha) that set the number of keys that a sequence attends to.
+    Empty: a sequence attends to all keys."""
     needs_basis: bool = False
     """True if keys are selected with the basis (a projection of keys to few columns) that `baton prepare` fitted."""
     has_pool: bool = False
@@ -50,8 +50,8 @@ messages."""
 
 
 def policy_named(name: str, policies: Mapping[str, T]) -> T:
-    """Return the entry of `policies` for the policy `name`. The entries may be of any type, such as the policies'
-    traits. Raises ConfigError if the name is unknown."""
+    """Return the value of `policies` for the policy `name`, such as the policy's traits. Raises ConfigError if the name
+    is unknown."""
     if name not in policies:
         raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(policies)}")
     return policies[name]

@@ -1,7 +1,7 @@
 """Changes of a group's slots that its engine has not processed yet.
 
 `SlotTable` owns the SlotChanges. It reports changes on any thread, after it has released its own lock.
-`engine.request_queue` reads the changes. The engine's thread waits on their condition.
+`engine.request_queue` reads the changes. The engine's thread waits on the condition of the SlotChanges.
 """
 
 import threading
@@ -27,8 +27,8 @@ class SlotChanges:
             self.condition.notify()
 
     def abandon(self, ref: LeaseRef) -> None:
-        """Report that a lease was aborted, although it has ended or its sequences are already in the batch. The engine
-        must remove such sequences from the batch."""
+        """Report that a lease was aborted after it had ended, or when its sequences were already in the batch. The
+        engine must then remove such sequences from the batch."""
         with self.condition:
             self._abandoned.append(ref)
             self.has_changed = True

@@ -1,8 +1,8 @@
-"""Claims on the slots of a group: which slots are free, and the claim and deadline of every other slot. Has no lock of
-its own.
+"""Claims on the slots of a group. A claim is the use of a slot by one lease or sequence. The module knows which slots
+are free, and the claim and deadline of every other slot.
 
-`SlotTable` calls it while it holds its lock. A claim is looked up by its stamp, a number that is never reused, so that
-an earlier holder of a slot cannot use a later claim.
+`SlotTable` calls the module while it holds the table's lock; the module has no lock of its own. A claim is looked up by
+its stamp, a number that is never reused, so that an earlier holder of a slot cannot use a later claim.
 """
 
 import math
@@ -50,9 +50,9 @@ class Claims:
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int) -> SlotClaim:
         """Lease a free slot for the request's first choice, and reserve another free slot for each further choice.
-        `num_present_tokens`: number of tokens whose KV the caller writes, if this group prefills the rest. Raises
-        InvalidArgumentError for a field out of range, and ResourceExhaustedError if too few slots or too little memory
-        is free."""
+        `num_present_tokens`: if this group prefills the prompt, the number of first tokens whose KV is copied from
+        cached blocks. Raises InvalidArgumentError for a field out of range, and ResourceExhaustedError if too few slots
+        or too little memory is free."""
         slots, num_tokens = self.room(request), request.num_tokens
         num_cached = num_present_tokens if request.prefills_locally else num_tokens
         claims = self._make(slots, num_tokens, request.capacity_tokens, num_cached=num_cached, ttl_s=request.ttl_s)
@@ -75,9 +75,9 @@ class Claims:
 
     def activate(self, ref: LeaseRef) -> list[BatchSlot] | None:
         """Activate a committed lease: its sequences join the batch. Return a `BatchSlot` for each choice. Only the
-        first choice's slot has KV. Return None if the lease is not committed yet. Raises LeaseError if the lease was
-        activated before or the slot is not the lease's own, and StaleStampError or LeaseExpiredError if the lease has
-        ended."""
+        first choice's slot has KV. Return None if the lease is not committed yet. Raises LeaseError if the slot already
+        belongs to a sequence in the batch or to a further choice of a lease, and StaleStampError or LeaseExpiredError
+        if the lease has ended."""
         slot = self.find(ref)
         if slot is not None and slot.state is not SlotState.COMMITTED:
             if slot.state is SlotState.LEASED:
@@ -113,8 +113,8 @@ class Claims:
         return slot
 
     def present(self, ref: LeaseRef) -> SlotClaim:
-        """Return the current claim that has the stamp of `ref`. Raises LeaseExpiredError if the claim has expired, and
-        StaleStampError if it has ended otherwise."""
+        """Return the current claim with the stamp of `ref`. Raises LeaseExpiredError if this claim has expired, and
+        StaleStampError if it has ended for another reason."""
         self.expire()
         slot = self.find(ref)
         if slot is not None and slot.claim is not None:
@@ -133,7 +133,7 @@ class Claims:
         self.changed = True
 
     def touch(self, claim: SlotClaim) -> None:
-        """Restart a claim's time to live from now."""
+        """Set a claim's deadline to its time to live from now."""
         claim.deadline_s = self._clock.now_s() + claim.ttl_s
 
     def expire(self) -> None:
@@ -145,8 +145,9 @@ class Claims:
                 self.changed = True
 
     def complete(self, claim: SlotClaim, firsts: tuple[SampledToken, ...]) -> None:
-        """Commit a lease whose KV is all in place. `firsts`: first token of each choice. May be repeated with the same
-        first tokens. Raises LeaseError for other first tokens, or if the lease is prefilled by this group's engine."""
+        """Commit a lease whose KV has completely arrived. `firsts`: first token of each choice. A repeated call must
+        have the same first tokens. Raises LeaseError for other first tokens, or if this group's engine prefills the
+        prompt."""
         slot = self.slots[claim.ref.slot]
         if claim.num_cached < claim.num_tokens:
             raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")
@@ -160,8 +161,8 @@ class Claims:
             raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """Commit a lease whose prompt this group's engine prefills. All copied blocks of the prompt must be in place.
-        The engine computes the rest."""
+        """Commit a lease whose prompt this group's engine prefills. All cached blocks of the prompt must have been
+        copied to the slot. The engine computes the KV of the other tokens."""
         claim = self.present(ref)
         assert claim.num_cached < claim.num_tokens and claim.is_whole
         self._commit(claim)

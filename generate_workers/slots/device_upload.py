@@ -1,10 +1,11 @@
 """Copies pushed KV from staging frames (buffers in host memory) to a device with its own memory, on a separate thread.
 
 `slots.slot_access.FrameWriter` copies pieces of KV into frames, on the asyncio loop or on a loader's thread, and queues
-the frames for the upload thread. The SlotTable is notified when a piece is on the device. Neither the loop nor a thread
-that holds the table's lock waits for a copy to the device. The thread begins all queued copies before it waits for the
-oldest copy to end, so that the link always has a next copy. If the residency policy has frames (`residency.port`), only
-this thread writes pushed KV. It also does the other work of a write, such as packing KV in 4 bits.
+the frames for the upload thread. The SlotTable is notified when a piece is on the device. Neither the event loop nor a
+thread that holds the table's lock waits for a copy to the device. The upload thread begins all queued copies before it
+waits for the oldest one to end, so that the link is never idle while copies are queued. If the residency policy has
+frames (`residency.port`), only this thread writes pushed KV. It also does the other work of a write, such as packing KV
+in 4 bits.
 """
 
 import asyncio
@@ -46,9 +47,9 @@ class DeviceUpload:
 
     def __init__(self, frames: StagingFrames, row_bytes: int, on_landed: Callable[[FramedPiece, str], None]) -> None:
         """`row_bytes`: number of bytes of one token's KV in one layer. `on_landed`: function that is called on the
-        upload thread after each copy, with the piece and the text of the copy's error (empty: no error). At this time
-        the frame has been released, and the future `piece.landed` is not done yet. The function must not raise. Raises
-        ConfigError if a frame is too small for one token."""
+        upload thread after each copy, with the piece and the text of the copy's error (empty: no error). At the time of
+        the call, the frame is free again, and the future `piece.landed` is not done yet. The function must not raise.
+        Raises ConfigError if a frame is too small for one token."""
         self.frames = frames
         self.frame_tokens = frames.frame_bytes // row_bytes
         """Number of tokens whose KV of one layer fits into a frame."""
@@ -59,7 +60,8 @@ class DeviceUpload:
             )
         self._on_landed = on_landed
         self._coming = SimpleQueue[FramedPiece | None]()
-        """Queue of pieces to be copied, at most one for each frame. The upload thread ends when it reads None."""
+        """Queue of pieces to be copied; each piece is in a frame of its own. The upload thread ends when it reads
+        None."""
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 

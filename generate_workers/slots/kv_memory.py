@@ -1,4 +1,5 @@
-"""KV memory of a generation group: its limits, and the memory that is promised to each slot's claim.
+"""KV memory of a generation group: its limits, and the memory that is promised to (reserved for) each claim on a slot.
+A claim is the use of a slot by one sequence.
 
 `slots.table` requests memory when it claims a slot. A claim is promised memory for its current tokens and some growth,
 not for its maximum number of tokens. When a sequence needs more, its promise is extended if memory is free. Pages are
@@ -15,8 +16,8 @@ from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 
 _NOTHING = KvBytes()
 _EXTENT_TOKENS = 64
-"""Number of tokens to a multiple of which an extended promise is rounded up, if memory is free. Without rounding, a
-promise would have to be extended for every new token."""
+"""When a promise of memory is extended, its number of tokens is rounded up to a multiple of this number, if enough
+memory is free. Without rounding, the promise would have to be extended for every new token."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class MemoryLimits:
     """Limits of the KV memory of all sequences together."""
 
     kv_bytes: int
-    """Limit in bytes in the memory where the policy stores KV between steps (`KvBytes.home`)."""
+    """Limit in bytes on the KV in the memory where the policy stores it between steps (`KvBytes.home`)."""
     device_bytes: int | None = None
-    """Maximum number of bytes of KV on the device. None: KV on the device has no limit of its own."""
+    """Limit in bytes on the KV on the device. None: there is no separate limit for the device."""
 
     def exceeded_by(self, need: KvBytes) -> str:
         """Return the name and value of the limit that `need` bytes exceed; an empty string if they exceed no limit."""
@@ -39,35 +40,37 @@ class MemoryLimits:
 
 @dataclass
 class Promise:
-    """Memory that is promised to one claim on a slot. Owned by the KvMemory."""
+    """Memory that is reserved, but not necessarily committed yet, for one claim (use of a slot by a sequence). Owned by
+    the KvMemory."""
 
     row: RowKv
     num_tokens: int
-    """Number of tokens for which memory is promised to the claim."""
+    """Number of tokens for which memory is reserved for the claim."""
     num_bytes: KvBytes
 
 
 class KvMemory:
-    """KV memory of one group, and the memory that is promised to each claim. Not thread-safe: the SlotTable's lock
-    guards it."""
+    """KV memory of one group, and the memory that is promised to (reserved for) each claim on a slot. Not thread-safe:
+    the SlotTable's lock guards it."""
 
     def __init__(self, residency: Residency, shape: KvShape, limits: MemoryLimits, growth_tokens: int) -> None:
-        """`growth_tokens`: number of additional tokens for which memory is promised to a new sequence."""
+        """`growth_tokens`: number of tokens, in addition to its current ones, for which a new sequence gets memory."""
         self.residency = residency
         self.shape = shape
         self.limits = limits
         self.promised = KvBytes()
-        """Number of bytes that are promised to all claims together."""
+        """Number of bytes that are promised to (reserved for) all claims on slots together."""
         self._growth_tokens = growth_tokens
 
     @property
     def num_bytes_free(self) -> int:
-        """Return the number of bytes of the limit `kv_bytes` that are not promised to any claim."""
+        """Return the number of bytes of the limit `kv_bytes` that are not promised to (reserved for) any claim on a
+        slot."""
         return self.limits.kv_bytes - self.promised.home
 
     def need(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> KvBytes:
-        """Return the number of bytes that are promised to `num_choices` new sequences of `num_tokens` tokens each. It
-        includes memory for some growth, up to `capacity_tokens` tokens."""
+        """Return the number of bytes that must be reserved for `num_choices` new sequences of `num_tokens` tokens each.
+        This includes memory for some growth, up to `capacity_tokens` tokens."""
         return self.residency.bytes_for(self._first_tokens(num_tokens, capacity_tokens)) * num_choices
 
     def check(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> None:
@@ -83,14 +86,14 @@ class KvMemory:
                 raise InvalidArgumentError(f"{what} take {_spelt(need)} of KV, and {limit}: {self._remedy(limit)}")
 
     def shortage(self, need: KvBytes, owed: KvBytes = _NOTHING) -> str:
-        """Return the reason why `need` bytes cannot be promised now; an empty string if they can. `owed`: bytes that
-        must stay free."""
+        """Return the reason why `need` bytes cannot be reserved now; an empty string if they can. `owed`: bytes that
+        must stay free in addition."""
         limit = self.limits.exceeded_by(self.promised + owed + need)
         return f"{_spelt(need)} of KV do not fit in addition to {_spelt(self.promised)}, and {limit}" if limit else ""
 
     def promise(self, slots: Sequence[SlotId], num_tokens: int, capacity_tokens: int) -> list[Promise]:
-        """Promise memory to a new claim on each of `slots`. If memory cannot be promised to all of them, nothing is
-        promised. `num_tokens`, `capacity_tokens`: current and maximum number of tokens of each claim. The caller must
+        """Reserve memory for a new claim on each of `slots`. If memory cannot be reserved for all of them, none is
+        reserved. `num_tokens`, `capacity_tokens`: current and maximum number of tokens of each claim. The caller must
         have checked with `shortage` that the memory is free. Raises ResourceExhaustedError if the device has less
         memory than configured."""
         made: list[Promise] = []
@@ -108,8 +111,8 @@ class KvMemory:
         return made
 
     def extend(self, promise: Promise, num_tokens: int) -> bool:
-        """Extend a promise to at least `num_tokens` tokens in total. Return False, and change nothing, if too little
-        memory is free."""
+        """Extend a reservation to at least `num_tokens` tokens in total. Return False, and change nothing, if too
+        little memory is free."""
         extents = -(-num_tokens // _EXTENT_TOKENS) * _EXTENT_TOKENS
         for wanted in (min(extents, len(promise.row.tokens)), num_tokens):
             num_bytes = self.residency.bytes_for(wanted)
@@ -120,7 +123,7 @@ class KvMemory:
         return False
 
     def give_back(self, promise: Promise) -> None:
-        """Release a claim's memory and its promise. The claim must have ended, and no thread may use its memory any
+        """Release the memory of a claim that has ended, and the reservation for it. No thread may use the memory any
         more."""
         promise.row.release()
         self.promised -= promise.num_bytes

@@ -1,4 +1,5 @@
-"""Life cycle of a slot: its states, the table of legal transitions, the claim on the slot, and the ledger of all slots.
+"""Life cycle of a slot: its states, the table of legal transitions, the claim on the slot (its use by one lease or
+sequence), and the ledger of all slots.
 
 These objects have no lock of their own. `slots.table.SlotTable` owns them and guards them with its lock.
 
@@ -26,7 +27,7 @@ class SlotState(Enum):
     """Stage of a slot's life cycle."""
 
     FREE = "free"
-    """The slot has no claim and may be claimed."""
+    """No lease or sequence uses the slot, and it can be claimed."""
     LEASED = "leased"
     """KV is being pushed to the slot. The lease expires at its deadline unless it is renewed."""
     COMMITTED = "committed"
@@ -43,11 +44,12 @@ class SlotState(Enum):
 
 
 _LEASED = (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)
-"""States of a slot that is claimed, but whose sequence is not in the batch yet."""
+"""States of a slot that is in use, but whose sequence is not in the batch yet."""
 
 
 class SlotMove(Enum):
-    """Event that moves a slot from one state to another. `TRANSITIONS` lists the legal ones."""
+    """Event that moves a slot from one state to another. `TRANSITIONS` lists the legal combinations of a state and an
+    event."""
 
     LEASE = "lease"
     HOLD = "hold"
@@ -83,26 +85,27 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
 
 @dataclass
 class SlotClaim:
-    """Claim on a slot, from the claiming of the slot until the slot is freed. Owned by the SlotTable."""
+    """Claim on a slot: the use of the slot by one lease or sequence, until the slot is freed. Owned by the
+    SlotTable."""
 
     ref: LeaseRef
     memory: Promise
     coverage: Coverage
-    """Pieces of KV that were received for the first `num_cached` tokens. Pieces that are still being copied to the
-    device are included."""
+    """Pieces of KV of the first `num_cached` tokens that were received so far, including pieces that are still being
+    copied to the device."""
     num_tokens: int
-    """Number of tokens for which the claim was made."""
+    """Number of tokens that the sequence had when the claim was made."""
     num_cached: int
-    """Number of first tokens, at positions [0, num_cached), whose KV is pushed, or copied from cached blocks. The
-    engine computes the KV of the other tokens."""
+    """Number of first tokens, at positions [0, num_cached), whose KV is pushed to the slot or copied from cached
+    blocks. The engine computes the KV of the other tokens."""
     ttl_s: float
     deadline_s: float
     """Time (Clock.now_s()) at which the claim expires. It has no effect unless the slot is LEASED or COMMITTED."""
     firsts: tuple[SampledToken, ...] = ()
     """First token of each choice, set when the lease is committed. Empty if the engine computes these tokens."""
     held: "tuple[Slot, ...]" = ()
-    """Slots that are reserved for the further choices of the lease, until these join the batch. The claims on them end
-    when this claim ends."""
+    """Slots that are reserved for the further choices of the lease, until the choices join the batch. The claims on
+    these slots end when this claim ends."""
     uploading: set[tuple[int, TokenRange]] = field(default_factory=set)
     """Parts of received pieces, as (layer, tokens), that are still being copied to the device. Each part counts as a
     writer of the slot."""
@@ -111,8 +114,8 @@ class SlotClaim:
     expired: bool = False
     """True if the claim ended because it was not renewed in time."""
     waiters: list[Future[None]] = field(default_factory=list)
-    """Futures of commits that wait for KV. When all KV is in place, or the claim ends, the futures are set done and are
-    removed from the list."""
+    """Futures of commits that wait for KV. When all KV is in the slot's memory, or the claim ends, each future is
+    completed and removed from the list."""
 
     @property
     def is_whole(self) -> bool:
@@ -133,12 +136,12 @@ class Slot:
         self._memory = memory
         self.state = SlotState.FREE
         self.num_inside = 0
-        """Number of writers and readers of the slot's memory. Each piece of KV that is being copied to the slot counts
-        as a writer."""
+        """Number of writers and readers of the slot's memory. Each piece of KV that is being copied to the device
+        counts as a writer."""
         self.claim: SlotClaim | None = None
         self.last_expired: Stamp | None = None
-        """Stamp of the slot's previous claim if that claim expired. None if it ended otherwise, or if the slot has a
-        new claim."""
+        """Stamp of the slot's previous claim if that claim has expired. None if it ended for another reason, or if the
+        slot has a new claim."""
 
     @property
     def is_timed(self) -> bool:
@@ -151,9 +154,9 @@ class Slot:
         self.last_expired = None
 
     def end(self, *, expired: bool = False) -> None:
-        """End the current claim, and the claims of the lease's further choices. The claim's stamp is refused from now
-        on. The memory is freed when no writer or reader uses it any more. `expired`: True if the claim ends because its
-        deadline has passed."""
+        """End the current claim, and the claims for the lease's further choices. Operations with the claim's stamp fail
+        from now on. The memory is freed when no writer or reader uses it any more. `expired`: True if the claim ends
+        because its deadline has passed."""
         claim = self.claim
         assert claim is not None
         claim.expired = expired
@@ -168,8 +171,8 @@ class Slot:
             self._drop()
 
     def leave(self) -> bool:
-        """Decrement the number of writers and readers. Return True if this has freed the slot, which was
-        quarantined."""
+        """Decrement the number of writers and readers. Return True if the slot was quarantined and has now become
+        free."""
         assert self.num_inside > 0
         self.num_inside -= 1
         if self.state is not SlotState.QUARANTINED or self.num_inside:
@@ -184,8 +187,8 @@ class Slot:
         self.claim = None
 
     def move(self, move: SlotMove) -> None:
-        """Change the slot's state as `TRANSITIONS` defines for this move. Claims calls this directly only for COMMIT
-        and ACTIVATE."""
+        """Change the slot's state as `TRANSITIONS` defines for this move. The class Claims calls this method directly
+        only for COMMIT and ACTIVATE; other methods of the slot make the other moves."""
         target = TRANSITIONS.get((self.state, move))
         assert target is not None, f"slot {self.number} cannot {move.value} while {self.state.value}"
         self.state = target
@@ -207,28 +210,29 @@ class BatchSlot:
 
 @dataclass(frozen=True)
 class KvLedger:
-    """KV memory of a generation group, by the state of the slots to which it is promised."""
+    """KV memory of a generation group: bytes that are promised to (reserved for) slots, by state of the slot, and free
+    bytes."""
 
     num_bytes: int = 0
     """Total number of bytes of KV memory; 0 if unknown."""
     num_bytes_free: int = 0
-    """Number of bytes that are not promised to any slot."""
+    """Number of bytes that are not promised to (reserved for) any slot."""
     num_bytes_leased: int = 0
-    """Number of bytes promised to slots that are LEASED, COMMITTED or HELD. Their KV is being pushed, or they wait to
-    join the batch."""
+    """Number of bytes reserved for slots that are LEASED, COMMITTED or HELD. KV is being pushed to these slots, or
+    their sequences wait to join the batch."""
     num_bytes_active: int = 0
-    """Number of bytes promised to the slots of the sequences in the batch."""
+    """Number of bytes reserved for the slots of the sequences in the batch."""
     num_bytes_quarantined: int = 0
-    """Number of bytes promised to slots that were freed while a writer or reader was using their memory."""
+    """Number of bytes reserved for slots that were freed while a writer or reader was using their memory."""
 
     @property
     def num_bytes_taken(self) -> int:
-        """Return the number of bytes that are promised to slots in any state."""
+        """Return the number of bytes that are reserved for slots in any state."""
         return self.num_bytes_leased + self.num_bytes_active + self.num_bytes_quarantined
 
     @property
     def imbalance(self) -> str:
-        """Return a one-line error if free and promised bytes do not add up to `num_bytes`, or if the number of free
+        """Return a one-line error if free and reserved bytes do not add up to `num_bytes`, or if the number of free
         bytes is negative. Return an empty string otherwise."""
         free, taken = self.num_bytes_free, self.num_bytes_taken
         if free >= 0 and free + taken == self.num_bytes:
@@ -238,14 +242,14 @@ class KvLedger:
 
 @dataclass(frozen=True)
 class SlotLedger:
-    """Snapshot of the numbers of slots in each state, and of the memory of the slots. `imbalance` checks that the
-    numbers add up, which is the case at all times."""
+    """Snapshot of the numbers of slots in each state, and of the memory of the slots. The numbers always add up, which
+    `imbalance` checks."""
 
     num_slots: int
     num_free: int
     num_leased: int
-    """Number of slots that are LEASED, COMMITTED or HELD. They are claimed, but their sequences are not in the batch
-    yet."""
+    """Number of slots that are LEASED, COMMITTED or HELD: slots that are in use, but whose sequences are not in the
+    batch yet."""
     num_active: int
     num_quarantined: int
     num_bytes_held: int
@@ -253,8 +257,8 @@ class SlotLedger:
     num_device_bytes: int
     """Number of committed bytes of KV on the device. It equals `num_bytes_held` if the device stores all KV."""
     kv: KvLedger
-    """Bytes that are promised to slots, by state, and bytes that are free. Promised bytes count even if they are not
-    committed. All numbers refer to the memory that stores KV between steps (`KvBytes.home`)."""
+    """Bytes that are promised to (reserved for) slots, by state, and bytes that are free. Promised bytes may not be
+    committed yet. All numbers refer to the memory that stores KV between steps (`KvBytes.home`)."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot], memory: KvMemory) -> Self:
@@ -284,8 +288,8 @@ class SlotLedger:
     @property
     def imbalance(self) -> str:
         """Return a one-line error if the counts do not add up; an empty string if they do. Each slot must be counted in
-        exactly one state. Only slots that are not free may have promised bytes. Committed bytes must not exceed
-        promised bytes."""
+        exactly one state. Memory may be promised to (reserved for) a slot only if the slot is not free. Committed bytes
+        must not exceed promised bytes."""
         states = (self.num_leased, self.num_active, self.num_quarantined)
         promised = (self.kv.num_bytes_leased, self.kv.num_bytes_active, self.kv.num_bytes_quarantined)
         if self.num_free + sum(states) != self.num_slots:

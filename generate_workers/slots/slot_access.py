@@ -1,9 +1,9 @@
 """Access to a slot's memory: writers of pushed KV, and readers that export a sequence's KV.
 
 `baton.transport.kv_receiver` and `prefixes.loading` write. `prefixes.answer_saving` reads. A slot is not claimed again
-until its last writer and reader have ended, and all pieces that are being copied to it (`slots.device_upload`) are in
-place. The owner of memory therefore does not change while the memory is being copied. `SlotTable` makes writers and
-readers; its lock guards their number.
+until its last writer and reader have ended, and all pieces that are being copied to the slot (`slots.device_upload`)
+have arrived. Memory therefore never gets a new owner while it is being copied. `SlotTable` makes writers and readers;
+its lock guards their number.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from generate_workers.slots.leases import SlotClaim
 
 
 class SlotWriter(PushTarget, Protocol):
-    """Writer of pushed KV to a leased slot, yielded by `SlotTable.open_push`. The asyncio loop uses its methods `write`
-    and `settle`. Other threads use `copy_in` and `drain`. Valid only until the context of `open_push` ends."""
+    """Writer of pushed KV to a leased slot, yielded by `SlotTable.open_push`. On the event loop, `write` and `settle`
+    are used. On other threads, `copy_in` and `drain` are used. Valid only until the context of `open_push` ends."""
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Accept the KV of `tokens` in one layer, in one or more pieces. This is the blocking form of PushTarget.write.
-        May be called on any thread except the loop's."""
+        """Accept a piece of KV: the KV of `tokens` in one layer. Return False if it was accepted before. This is the
+        blocking form of PushTarget.write. May be called on any thread except the event loop's."""
         ...
 
     def drain(self) -> None:
-        """Block until all pieces are in the slot's memory. This is the blocking form of PushTarget.settle. May be
-        called on any thread except the loop's."""
+        """Block until all accepted pieces of KV are in the slot's memory. This is the blocking form of
+        PushTarget.settle. May be called on any thread except the event loop's."""
         ...
 
 
@@ -72,14 +72,14 @@ class FrameWriter:
         upload: DeviceUpload,
         expect: Callable[[SlotClaim, int, TokenRange, Sequence[TokenRange]], bool],
     ) -> None:
-        """`expect`: function that records a piece as received, and its parts as being copied. Its arguments are the
-        claim, the layer, the piece's tokens and the parts' tokens. It returns False for a piece that was recorded
-        before, and raises the errors of PushTarget.write."""
+        """`expect`: function that records that a piece was received and that its parts are being copied. Its arguments
+        are the claim, the layer, the piece's tokens and the parts' tokens. It returns False for a piece that was
+        recorded before, and raises the errors of PushTarget.write."""
         self._claim = claim
         self._upload = upload
         self._expect = expect
         self._landed: list[Future[str]] = []
-        """Futures of copies to the device: of running copies, and of copies that ended after errors were last
+        """Futures of copies to the device. They include copies that ended after the errors of ended copies were last
         checked."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
@@ -102,7 +102,7 @@ class FrameWriter:
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         """Copy the KV of `tokens` into frames, one frame at a time, and queue the frames for the upload. Blocks while
-        no frame is free. Return False if all or part of it was received before."""
+        no frame is free. Return False if any part of this KV was received before."""
         row_bytes, is_new = data.nbytes // len(tokens), True
         for part in tokens.split(self._upload.frame_tokens):
             start = (part.start - tokens.start) * row_bytes
@@ -170,8 +170,8 @@ class SlotReader:
 
     def keep_prefix(self, names: Sequence[str], block_tokens: int) -> None:
         """Make the sequence's first blocks available to sequences that have the same prefix, if the policy supports
-        sharing. `names`: names of these blocks, of `block_tokens` tokens each. Raises StaleStampError if the slot has
-        been released."""
+        sharing. `names`: names of the sequence's first blocks, of `block_tokens` tokens each. Raises StaleStampError if
+        the slot has been released."""
         assert self._is_inside
         self.check()
         if isinstance(self._claim.memory.row, PagedRow):

@@ -1,13 +1,13 @@
-"""Slots of a generation group. A slot is memory for one sequence of the batch. Claims on slots have deadlines, and
-stamps that fence off earlier holders.
+"""Slots of a generation group. A slot is memory for one sequence of the batch. Each use of a slot by a sequence (claim)
+has a deadline and a stamp. Stamps are never reused, so a call with the stamp of an earlier claim is rejected.
 
 Callers by thread:
 
-- `baton.transport.kv_receiver` leases, pushes and commits on the process's asyncio loop. It uses the table as a
-  baton.transport.kv_sink.KvSink.
+- `baton.transport.kv_receiver` leases slots, pushes KV and commits leases on the process's asyncio loop. It uses the
+  table as a baton.transport.kv_sink.KvSink.
 - `engine.core` calls `occupy`, `activate`, `expire` and `release` on the engine's thread.
-- `prefixes` copies blocks into slots, and answers out of slots, on its own threads. It releases slots whose answers
-  it has copied.
+- `prefixes` copies cached blocks into slots, and copies answers out of slots, on its own threads. It releases a slot
+  after it has copied the slot's answer.
 
 One lock guards the bookkeeping (`claims`). If KV is written in place, the lock is also held while one piece is copied.
 It is never held while waiting. `device_upload` copies pieces to a device with its own memory, without the lock.
@@ -63,9 +63,9 @@ class SlotTable:
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
         """Lease a free slot, with memory for its tokens and some growth, and reserve another free slot for each further
-        choice. `num_present_tokens`: number of first tokens whose KV the caller must write itself. If no rank pushes
-        KV, the caller must then call `complete_locally`. Raises ResourceExhaustedError if too few slots or too little
-        memory is free, and InvalidArgumentError for a field out of range."""
+        choice. `num_present_tokens`: number of leading tokens whose KV the caller itself writes into the slot. If no
+        rank pushes KV, the caller must then call `complete_locally`. Raises ResourceExhaustedError if too few slots or
+        too little memory is free, and InvalidArgumentError for a field out of range."""
         with self._changing():
             claim = self._claims.reserve(request, num_present_tokens)
         owner = request.request_id, request.attempt
@@ -77,10 +77,10 @@ class SlotTable:
             self._claims.room(request)
 
     def begin_with(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> int:
-        """Begin a new, empty lease with cached blocks, if the policy can share them between sequences. `names`: names
-        of the prompt's leading blocks, of `block_tokens` tokens each. Blocks are used up to the first one that is not
-        cached. The caller must write the other blocks. Return the number of tokens of the used blocks. Raises
-        StaleStampError or LeaseExpiredError if the lease has ended."""
+        """Put cached blocks into a new, empty leased slot, if the residency policy can share blocks between sequences.
+        `names`: names of the prompt's leading blocks, of `block_tokens` tokens each. Blocks are used up to the first
+        one that is not cached. The caller must write the other blocks. Return the number of tokens of the used blocks.
+        Raises StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             row = claim.memory.row
@@ -91,9 +91,9 @@ class SlotTable:
             return num_tokens
 
     def keep_prefix(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> None:
-        """Make the first blocks of a lease available to sequences that have the same prefix, if the policy supports
-        sharing. `names`: names of these blocks, of `block_tokens` tokens each. Their KV must be in place. Raises
-        StaleStampError or LeaseExpiredError if the lease has ended."""
+        """Make the first KV blocks in a leased slot available to other sequences that have the same prefix, if the
+        residency policy can share blocks. `names`: names of these blocks, of `block_tokens` tokens each. The blocks
+        must be in the slot's memory. Raises StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             row = self._claims.present(ref).memory.row
             if isinstance(row, PagedRow):
@@ -107,9 +107,10 @@ class SlotTable:
 
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
-        """Renew the lease, and yield a writer, which is valid until the context ends. The slot is not claimed again
-        before its last writer has ended and all pieces are in place. The end of the context does not wait for pieces:
-        call `settle` or `drain` of the writer. Raises StaleStampError or LeaseExpiredError if the lease has ended."""
+        """Renew the lease, and yield a writer, which is valid until the context ends. The slot is not given to another
+        sequence before its last writer has ended and all pieces of KV are in the slot's memory. The end of the context
+        does not wait for this: call `settle` or `drain` of the writer. Raises StaleStampError or LeaseExpiredError if
+        the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             self._claims.touch(claim)
@@ -146,9 +147,9 @@ class SlotTable:
         return claim.num_tokens * self.layout.token_bytes
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """Commit a lease whose prompt this group's engine prefills. All copied blocks of the prompt must be in place.
-        The engine computes the rest. May be called on any thread. Raises StaleStampError or LeaseExpiredError if the
-        lease has ended."""
+        """Commit a lease whose prompt is prefilled by this group's own engine. All cached blocks that are copied into
+        the slot must be in its memory. The engine computes the KV of all other tokens. May be called on any thread.
+        Raises StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             self._claims.complete_locally(ref)
 
@@ -174,8 +175,9 @@ class SlotTable:
             return self._claims.occupy(num_tokens, capacity_tokens, num_choices)
 
     def extend(self, slot: SlotId, num_tokens: int) -> KvBytes | None:
-        """Promise memory for `num_tokens` tokens in total to an active sequence. Return None on success. If too little
-        memory is free, return the number of bytes that the sequence needs in addition to its present promise."""
+        """Reserve memory for `num_tokens` tokens in total for an active sequence. Return None on success. If too
+        little memory is free, return the number of bytes that the sequence needs in addition to those already
+        reserved for it."""
         claim = self._slots[slot].claim
         assert claim is not None
         if num_tokens <= claim.memory.num_tokens:
@@ -199,8 +201,8 @@ class SlotTable:
             return self._claims.activate(ref)
 
     def open_read(self, ref: LeaseRef) -> SlotReader:
-        """Return a reader of an active slot. The slot is not claimed again before the reader is closed. The slot's
-        sequence must not write KV any more."""
+        """Return a reader of an active slot. The slot is not given to another sequence before the reader is closed. The
+        sequence in the slot must not write KV any more."""
         with self._changing():
             slot = self._claims.active(ref)
             assert slot.claim is not None
@@ -208,8 +210,8 @@ class SlotTable:
             return SlotReader(slot.claim, self.leased_tokens, self._leave)
 
     def release(self, ref: LeaseRef) -> None:
-        """Free the slot of a sequence in the batch, or of a sequence that has ended. The sequence must not use its
-        memory again. May be called on any thread."""
+        """Free the slot of a sequence that is in the batch or has ended. The sequence must not use the slot's memory
+        afterwards. May be called on any thread."""
         with self._changing():
             self._claims.active(ref).end()
             self._claims.changed = True
@@ -236,7 +238,8 @@ class SlotTable:
             return SlotLedger.of(self._slots, self.memory)
 
     def rest(self) -> None:
-        """Wait until all queued pieces are copied to the device, and stop the upload thread. Idempotent."""
+        """Wait until all queued pieces of KV are copied to the device, then stop the thread that copies them.
+        Idempotent."""
         if self._upload is not None:
             self._upload.rest()
 

@@ -19,7 +19,7 @@ _FORGOTTEN_SHARE = 0.01
 """Fraction by which a sequence's counts of a kind of drafts are reduced each time the estimate of this kind is used.
 The counts of all sequences together are reduced 16 times more slowly."""
 _PRIOR_DRAFTS = 4.0
-"""Weight of the initial estimate, as a number of drafts. A sequence's own drafts count in addition."""
+"""Weight of the initial estimate: it counts as much as this number of drafts of the sequence itself."""
 
 
 @dataclass
@@ -50,7 +50,8 @@ class Acceptances:
     """Estimates of how often the drafts of one draft source are accepted."""
 
     expected: Mapping[int, float]
-    """Initial estimate of the acceptance probability, by kind of drafts."""
+    """Initial estimate of the probability that a draft is accepted, by kind of drafts. Kinds are numbered by the draft
+    source; drafts of one kind are expected to be accepted equally often."""
     _all: defaultdict[int, _Count] = field(default_factory=lambda: defaultdict(_Count))
     """Counts of the accepted and rejected drafts of all sequences, by kind of drafts."""
     _rows: defaultdict[Row, defaultdict[int, _Count]] = field(
@@ -66,8 +67,8 @@ class Acceptances:
         return self._rows[row][kind].share(self._all[kind].share(self.expected[kind]))
 
     def took(self, row: Row, num_accepted: int, num_drafts: int, kind: int = 0) -> None:
-        """Record that the first `num_accepted` of a sequence's `num_drafts` drafts were accepted. Counts for the
-        sequence itself are not updated if it has ended in this round."""
+        """Record that the first `num_accepted` of a sequence's `num_drafts` drafts were accepted. If the sequence has
+        ended in this round, only the counts of all sequences together are updated, not the sequence's own counts."""
         num_rejected = int(num_accepted < num_drafts)
         if row.batch_slot is not None:
             self._rows[row][kind].add(num_accepted, num_rejected, _KEPT_SHARE)

@@ -63,10 +63,10 @@ class ModelProposer:
     def __init__(
         self, decoder: Decoder, keys: DraftKeys, num_rows: int, make_memory: MakeMemory, *, keeps: bool = False
     ) -> None:
-        """`decoder` is the small model. It must have no sliding windows, and the vocabulary of the large model. `keys`:
-        numbers of first and latest keys that it attends to. `num_rows`: maximum number of sequences that have a slot at
-        the same time. `keeps`: True if the distributions from which drafts were sampled must be kept. Raises the errors
-        of `make_memory`."""
+        """`decoder` is the small model. It must have the same vocabulary as the large model, and no sliding windows.
+        `keys`: numbers of first and latest keys that it attends to. `num_rows`: maximum number of sequences that have a
+        slot at the same time. `keeps`: True if the distributions from which drafts were sampled must be kept. Raises
+        the errors of `make_memory`."""
         assert all(window is None for window in decoder.config.windows), "keys are kept by number, not by window"
         self._decoder = decoder
         self._keeps = keeps
@@ -88,8 +88,8 @@ class ModelProposer:
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Run the small model on tokens that drafts attend to and that it has not run yet, for each sequence. The last
-        one or two tokens are left to the first draft step."""
+        """For each sequence, run the small model on the tokens that drafts attend to and whose KV it does not have yet.
+        The last one or two of these tokens are not run here, but in the first draft step."""
         for row in rows:
             state = self._state(row)
             state.settle(row.token_ids)

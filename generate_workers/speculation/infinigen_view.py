@@ -1,10 +1,11 @@
 """Draft view that selects the keys with the best partial scores in each draft step (InfiniGen; Lee et al., 2024).
 
-It uses the selection of residency `infinigen` (`generate_workers.residency.sparse.infinigen`) for drafts. The step that
-verifies drafts attends to all keys, so the output is exact. Partial keys are stored next to each sequence's KV
-(`residency.sparse.draft_index`). The first two layers attend to all keys. The other layers select keys with their own
-queries, for any prepared lookahead, because no key has to be fetched. The prepared selection determines the number of
-keys, which is limited to `num_keys`.
+Drafts select keys by the same method as residency `infinigen` (`generate_workers.residency.sparse.infinigen`). The step
+that verifies drafts attends to all keys, so the output is exact. Partial keys are stored next to each sequence's KV
+(`residency.sparse.draft_index`). The first two layers attend to all keys. Every other layer selects keys with its own
+queries. Queries are never guessed a layer ahead, not even if the basis was prepared with lookahead 1, because all keys
+are already on the device. The number of keys follows the settings that were prepared for the model, and is at most
+`num_keys`.
 
 Used on the engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim.
 """
@@ -30,7 +31,8 @@ this value, only `free_keys` limits the number of keys that are selected by scor
 
 
 class InfinigenView:
-    """Draft view of the keys that a prepared selection selects from the sequences' own KV."""
+    """Draft view that selects, in the sequences' own KV, the keys with the best partial scores. The settings of the
+    selection were prepared for the model."""
 
     def __init__(self, residency: IndexedResidency, num_keys: int) -> None:
         """`num_keys`: maximum number of keys that a kv head attends to, including the first and the latest keys."""
@@ -52,7 +54,7 @@ class InfinigenView:
             yield DraftStep(step.spans, ChoosingTurns(partial(self._choose, rows, keys)))
 
     def forget(self, row: Row) -> None:
-        """Do nothing: partial keys are released with the slot's claim."""
+        """Do nothing: partial keys are released together with the sequence's slot."""
 
     def _choose(self, rows: StepRows, keys: PartialRows, layer: int, q_BNH: Tensor) -> Picks | None:
         """Make the new tokens' partial keys, and return the layer's selected keys; None in the first two layers."""

@@ -34,7 +34,8 @@ _SELF_ACCEPTED = {0: 0.8}
 _MODEL_ACCEPTED = {0: 0.6}
 """Initial estimate of the probability that a draft made by a draft model is accepted, by kind of drafts."""
 _LEAST_DIVIDED_KEYS = 32
-"""Minimum configured number of keys from which drafts may also use half and twice this number of keys."""
+"""If at least this number of draft keys is configured, drafts may also attend to half or twice the configured number of
+keys."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -49,7 +50,7 @@ CHOOSING: Mapping[str, MakeChoosing] = {
     ),
     "infinigen": _infinigen,
 }
-"""Functions that make draft views that select keys, by the name of the speculation."""
+"""Factories of draft views that select keys, keyed by the value of the setting `speculation`."""
 
 
 def make_speculation(
@@ -60,11 +61,13 @@ def make_speculation(
     name: str = "",
     choosing: Mapping[str, MakeChoosing] = CHOOSING,
 ) -> Speculator | None:
-    """Return the speculation of an engine over these slots; None if speculation is off. `name`: speculation to make;
-    empty: the configured one. `choosing`: functions that make draft views that select keys, by name.
+    """Return the object that plans and makes the drafts for the sequences in `slots`; None if speculation is off.
+    `name`: kind of speculation to use; empty: the configured one. `choosing`: factories of draft views that select
+    keys, keyed by kind of speculation.
 
-    Raises ConfigError if a named speculation is not supported. Not supported are drafts over approximate KV, drafts
-    over few keys of a model with sliding windows, and drafts over selected keys that are not on the device.
+    Raises ConfigError if the kind of speculation is not supported. Not supported are: a residency that attends to only
+    a part of the KV, a model with sliding windows if drafts attend to few keys, and drafts over selected keys, if the
+    keys are not on the device.
     """
     decoder, draft_model = model.decoder, model.draft_model
     name, residency = name or config.speculation, slots.memory.residency

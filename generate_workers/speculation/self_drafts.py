@@ -27,10 +27,12 @@ from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 @dataclass(frozen=True)
 class DraftStep:
-    """Sequences of one draft step, as the model runs them: spans of KV, and the selection of keys."""
+    """Input of one draft step: the new token and the KV of each sequence (a span), and the keys that each sequence
+    attends to."""
 
     spans: Sequence[SequenceSpan]
-    """Spans of the draft step, one for each sequence. Each has one new token, and covers the keys of the draft view."""
+    """One span per sequence of the draft step: its new token, and the KV of the keys that the draft view may attend
+    to."""
     turns: LayerTurns | None = None
     """Methods that run between the layers of the draft step; None: nothing has to be done between layers."""
     picks: StepPicks | None = None
@@ -43,8 +45,8 @@ class DraftView(Protocol):
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Prepare the draft steps of a round. The KV of the first `num_cached` tokens of each sequence must be final.
-        `num_keys`: number of keys that each sequence attends to, for views that support several numbers. 0, or an empty
-        `num_keys`: the view's default."""
+        `num_keys`: one number of keys to attend to for each sequence; only for views in which it is configurable. 0, or
+        an empty list, selects the view's default."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[DraftStep]:
@@ -62,17 +64,18 @@ class SelfProposer:
     one token for each sequence."""
 
     def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
-        """`num_keys`: numbers of keys that draft steps may attend to. The first number is the view's default. Further
-        numbers are allowed only if the view supports them. `keeps`: True if the distributions from which drafts were
-        sampled must be kept."""
+        """`num_keys`: numbers of keys that draft steps may attend to. The first one is the view's default. More than
+        one number is allowed only if the number is configurable in the view. `keeps`: True if the distributions from
+        which drafts were sampled must be kept."""
         self._decoder = decoder
         self._view = view
         self._num_keys = num_keys
         self._keeps = keeps
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return an option with `wished` drafts for each number of keys. Numbers that make no difference for a sequence
-        of this length are left out. The kind of an option is its number of keys, or 0 for the first number."""
+        """Return one option for each number of keys that draft steps may attend to, all with `wished` drafts. A number
+        is left out if it makes no difference for a sequence of this length. The kind of an option is its number of
+        keys; for the first number, which is the configured one, the kind is 0."""
         num_all, (first, *others) = row.num_known, self._num_keys
         told_apart = [num for num in others if min(num, num_all) != min(first, num_all)]
         return [DraftOption(wished, 0, first), *(DraftOption(wished, num, num) for num in told_apart)]

@@ -54,23 +54,24 @@ _MOST_SELECTED = 2
 
 @dataclass(frozen=True)
 class Selected:
-    """Keys that the drafts of one sequence attend to, as selected at one time."""
+    """Result of one selection: the keys that the drafts of one sequence attend to."""
 
     keys_LGK: Tensor
-    """Indices, int32, of the selected keys, followed by the indices of all keys from the window's start. These include
-    keys of tokens that will be added later."""
+    """Indices, int32, of the keys to attend to: the selected earlier keys, followed by all keys from the start of the
+    window. The window begins with the latest tokens at the time of the selection, and includes tokens that are added
+    later."""
     num_known: int
     """Number of tokens of the sequence when its keys were selected."""
     num_left_out: int
-    """Number of keys before the window that were not selected."""
+    """Number of earlier keys (keys before the window of latest tokens) that were not selected."""
 
 
 class SnapKvView:
     """Draft view of the sequences' own KV: selected earlier keys, and all keys of the latest tokens."""
 
     def __init__(self, decoder: Decoder, residency: DeviceResidency, keys: DraftKeys) -> None:
-        """`keys`: first and latest keys that a sequence's drafts attend to until its keys are selected. A selection has
-        the same total number of keys."""
+        """`keys`: numbers of first and latest keys that a sequence's drafts attend to before its keys have been
+        selected. A selection has as many keys as these two numbers together."""
         self._decoder = decoder
         self._residency = residency
         self._num_first = keys.num_first
@@ -86,9 +87,9 @@ class SnapKvView:
         self._num_left_out: list[int] = []
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Select keys for sequences that have no selection, or have grown too much since the last one. At most
-        `_MOST_SELECTED` of them are processed per round. Then collect the keys of all sequences. `num_keys` is
-        ignored."""
+        """Select keys for sequences that have no selection, or have grown too much since their last selection. At most
+        `_MOST_SELECTED` such sequences are processed per call; the others use their first and latest keys. Then collect
+        the keys of all sequences in `rows` for the round. `num_keys` is ignored."""
         due = [row for row in rows if self._kept(row) is None][:_MOST_SELECTED]
         if due:
             self._selected |= zip(due, self._select(due), strict=True)
@@ -99,7 +100,8 @@ class SnapKvView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a draft step, which attends to the keys of `begin` and to the keys of the new tokens."""
+        """Prepare a draft step. It attends to the keys that `begin` collected, and to the keys of the tokens added
+        since then."""
         places = [self._place_of[slot] for slot, _ in rows]
         keys_LBGK = self._keys_LBGK
         if places != list(range(keys_LBGK.shape[1])):

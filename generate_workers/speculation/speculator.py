@@ -80,7 +80,8 @@ class Speculator:
     ) -> None:
         """`sources`: draft sources by name. Each sequence uses the source with the largest expected number of tokens;
         if several are equal, the first. `costs`: costs of the steps that verify drafts. `draft_steps`: costs of the
-        draft steps of all sources. It must contain the object `costs` if the model itself runs the draft steps.
+        draft steps of all sources. If the model itself runs the draft steps, `draft_steps.costs` must be the same
+        object as `costs`.
 
         `fixed_drafts`: number of drafts per sequence and round. A request may override it. None: the number is planned
         from costs and expected tokens.

@@ -20,8 +20,9 @@ from generate_workers.speculation.port import DraftRequest
 Going = Sequence[tuple[Row, Draft]]
 """Sequences for which tokens are being drafted, each with its draft so far."""
 RunStep = Callable[[Going, int], Tensor]
-"""Function that runs a draft step. Arguments: the sequences with their drafts so far, and the number of tokens in each
-of these drafts. Returns the fp32 logits `[R, V]` after each draft. The caller may change them."""
+"""Function that runs a draft step. Arguments: the sequences, each with its draft so far, and the number of tokens in
+each draft, which is the same for all. Returns the fp32 logits `[R, V]` of the token after each draft. The caller may
+change the logits."""
 
 
 def draft_by_steps(draft_requests: Sequence[DraftRequest], run: RunStep, *, keeps: bool) -> list[Draft]:

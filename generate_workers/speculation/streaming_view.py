@@ -89,9 +89,9 @@ class DraftWindowView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a draft step, which attends to the copies on the device. The new tokens' KV is written only to the
-        copies."""
+        """Prepare a draft step, which attends to the copies of keys on the device. The KV of the new tokens is written
+        only to these copies, not to host memory."""
         yield DraftStep(self._residency.draft_spans(rows))
 
     def forget(self, row: Row) -> None:
-        """Do nothing: the copies are released with the slots' claims."""
+        """Do nothing: the copies on the device are released together with the sequences' slots."""

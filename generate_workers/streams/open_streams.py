@@ -38,7 +38,7 @@ class OpenStream:
     num_open: int = 0
     """Number of choices that have not ended."""
     answers: StreamAnswers | None = None
-    """Answers of the stream, if they are to be stored in the prefix store; otherwise None."""
+    """Collects the answers of the stream that are to be stored in the prefix store; None if no answers are stored."""
     filled: Filled | None = None
     """Message about the stored blocks of the answers, which is the last message of the stream. None before the answers
     are stored, and if no answers are to be stored."""
@@ -124,9 +124,9 @@ class OpenStreams:
         naming: BlockNaming | None = None,
     ) -> OpenStream:
         """Submit a request to the engine, and return its new stream. `keep_s`: seconds for which the stream is kept
-        when its reader is lost. `on_message`: function that is called on the loop after each new message, even after
-        the reader has left the stream. It must neither block nor raise. `naming`: rule that names the blocks of the
-        answers, if these are to be stored in the prefix cache; None: they are not stored. Raises the errors of
+        when its reader is lost. `on_message`: function that is called on the event loop after each new message, even
+        after the reader has left the stream. It must neither block nor raise. `naming`: rule that names the KV blocks
+        of the answers. None: the answers are not stored in the prefix cache. Raises the errors of
         `GenerationEngine.submit`."""
         stream = OpenStream(request, number, keep_s, on_message, num_open=request.params.n)
         stream.rewind([0] * request.params.n)

@@ -42,7 +42,7 @@ class SharedReader(Generic[T]):
         self._ready: dict[StreamNumber, None] = {}
         """Numbers of the streams whose logs may have unread messages, in the order of the arrival of these messages."""
         self._sent: dict[StreamNumber, OpenStream] = {}
-        """Streams whose end was sent to the client. A stream is removed when the client confirms its end."""
+        """Streams whose end was sent to the client, but not yet confirmed by it."""
         self._refused: list[T] = []
         self._changed = asyncio.Event()
         self._is_complete = False

@@ -1,5 +1,5 @@
 """State of a running cluster for the autoscaler. The state includes the numbers of groups after the changes in
-progress, the work that waits, and the time until a group of each role could leave.
+progress, the work that waits, and the predicted time until a group of each role is idle and can be stopped.
 
 Reads the data of `orchestrator.membership` and `orchestrator.placement`, and has a list of the unfinished requests.
 Runs on the asyncio loop.
@@ -47,7 +47,7 @@ class LiveFleet:
 
     def ended(self, record: RequestRecord) -> None:
         """Record the end of an accepted request. The lengths of its outputs are used to forecast later outputs only if
-        the request was completed."""
+        the request was completed and did not resume an earlier stream."""
         self._records.pop(id(record), None)
         if record.is_complete and not record.request.is_resumed:
             num_cached = record.attempt.num_cached_tokens

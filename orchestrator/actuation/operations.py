@@ -25,7 +25,7 @@ Check = Callable[[str], None]
 
 
 class GroupOperations:
-    """Changes the orders for groups, which the supervisor carries out, and waits until this is done."""
+    """Changes the operators' orders for groups, and waits until the supervisor has carried them out."""
 
     def __init__(self, members: Membership, poller: WorkerPoller) -> None:
         self._members = members
@@ -36,8 +36,8 @@ class GroupOperations:
 
         The generator ends when the group has no work left and the supervisor has recorded the drain. It also ends if
         the group is undrained. If `leave` is True, it ends only when the group's workers have been stopped. A borrowed
-        worker is not stopped, but returned to its own group. `returns` is True if the caller will start this group or a
-        replacement afterwards, so that requests should wait for it.
+        worker is not stopped, but returned to its own group. `returns` is True if the caller will afterwards start this
+        group again or a replacement. Requests that need such a group then wait instead of failing.
 
         Raises NotFoundError for an unknown name, and UnavailableError if `leave` is True and no supervisor exists that
         can stop workers.

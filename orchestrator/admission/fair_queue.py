@@ -149,19 +149,20 @@ class FairQueue(Generic[WaiterT]):
 
         The request is selected from the tenant with the most waiting tokens relative to its weight. It is this tenant's
         least urgent request; if several are equally urgent, the one that is due last. If several tenants have equally
-        many tokens, the newcomer's tenant is preferred. Otherwise two tenants would displace each other's requests
-        forever.
+        many tokens, including the newcomer's tenant, a request of the newcomer's tenant is removed. Otherwise two
+        tenants would displace each other's requests forever.
         """
         own = self._flows[newcomer.tenant.name]
         return max(self._flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
     def before(self, waiter: WaiterT) -> tuple[float, int]:
-        """Return the number of slots that will be given to other requests before `waiter` is served: over all tenants,
+        """Return two numbers of slots that will be given to other requests before `waiter` is served: over all tenants,
         and within its own tenant. `waiter` is not in the queue. It is assumed that no other request arrives.
 
-        In its own tenant, the requests that are more urgent are counted, and those that are equally urgent and due no
-        later. In each other tenant, the part of the waiting slots is counted that the tenant's weight allows to be
-        served meanwhile. Costs O(n) for n waiting requests of its tenant.
+        Of its own tenant's requests, those are counted that are more urgent, or equally urgent and due no later. The
+        tenant needs a certain number of turns to serve these and `waiter`. Of each other tenant's waiting slots, the
+        share that this tenant can serve in the same number of turns is counted. Costs O(n) for n waiting requests of
+        `waiter`'s tenant.
         """
         own, mine = self._flows.get(waiter.tenant.name), Totals()
         for each in own or ():

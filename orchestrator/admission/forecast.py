@@ -5,16 +5,16 @@ The prediction is the sum of two waits:
 
     for slots    Time until the request, and all requests served before it, have slots. Slots are assumed to become
                  free at the recent rate, measured while a request waited for one (`Turnover`). Before that rate is
-                 known, all slots are assumed to become free once in the mean time that a request holds its slots
-                 (Little, 1961). Before that time is known, the wait is 0.
+                 known, each slot is assumed to become free once in the mean time that requests hold their slots
+                 (Little, 1961). Before that mean time is known, the wait is 0.
     for prefill  Time of the chain, including unfinished jobs on its ranks, or of the generation group's own prefill,
                  as `orchestrator.placement.chooser` would place the request now. It is multiplied by the recent ratio
                  of measured to predicted time (`Correction`), increased so that one request in forty takes longer.
 
 The prediction does not consider how many tokens the earlier requests will generate, so baton.planning.step_times is not
-used. It also does not consider later requests that are more urgent or due earlier, and failures of workers. The wait
-for slots is a mean, so a caller that refuses requests by it must allow for variance. Used by
-`orchestrator.admission.gate` and `orchestrator.scheduler`. Pure.
+used. It considers neither later requests that are more urgent or due earlier, nor failures of workers. The wait for
+slots is a mean, so a caller that refuses requests by it must allow for variance. Used by `orchestrator.admission.gate`
+and `orchestrator.scheduler`. Pure.
 """
 
 import math
@@ -26,12 +26,12 @@ _KEPT = 0.95
 _ONE_IN_FORTY = 1.960
 """Number of standard deviations above the mean that one value in forty of a normal distribution exceeds."""
 _MOST_LATE = 3.0
-"""Maximum delay of a request that is counted, as a multiple of its corrected prediction. It limits the effect of a
-request that hung on later predictions."""
+"""Maximum delay of a request that is counted, as a multiple of its corrected prediction. Due to this limit, a request
+that hung has little effect on later predictions."""
 
 _MOST_SLOW = 32.0
-"""Maximum measured time of a request that is counted, as a multiple of its predicted time. It limits the effect of a
-request that hung on later predictions."""
+"""Maximum measured time of a request that is counted, as a multiple of its predicted time. Due to this limit, a request
+that hung has little effect on later predictions."""
 
 
 class Turnover:
@@ -63,8 +63,8 @@ class Turnover:
         self._since_s = now_s
 
     def waited_for(self, somebody_waits: bool, now_s: float) -> None:
-        """Record whether a request waits only for a free slot, from now until the next call. `now_s`: present time in
-        seconds."""
+        """Record whether slots are waited for from now until the next call. `somebody_waits`: True if a request waits,
+        and only a free slot is missing. `now_s`: present time in seconds."""
         if not somebody_waits:
             self._since_s = None
         elif self._since_s is None:
@@ -142,11 +142,11 @@ class ChainForecast:
 
     def ended(self, record: RequestRecord, predicted_s: float, finished_s: float) -> None:
         """Correct later predictions by the result of a request. `predicted_s` is the request's predicted prefill time
-        in seconds, and `finished_s` is the time at which it ended.
+        in seconds, and `finished_s` is the time at which the request ended.
 
-        Ignores requests without a prediction or without slots, and requests with more than one attempt. A request that
-        ended without a token would have taken longer. It is counted only if it had already exceeded its corrected
-        prediction.
+        Ignores requests without a prediction or without slots, and requests with more than one attempt. If a request
+        ended without a token, its full prefill time is unknown. It is counted only if it had already taken longer than
+        its corrected prediction.
         """
         if not predicted_s or record.attempt.leased_s is None or record.attempt.number > 1:
             return

@@ -35,12 +35,12 @@ _LONGEST_RETRY_S = 60.0
 _GUESSED_HOLD_S = 1.0
 """Assumed number of seconds for which a request runs. Used only for retry delays, until the first request has ended."""
 _SCATTER = 1.5
-"""Safety factor for the predicted wait in the queue. The actual wait almost never exceeds the predicted wait times this
-factor. In an overload, every admitted request is near its deadline. Without this factor, half of the requests would be
-late, and their work wasted (docs/decisions/0011-admission.md)."""
+"""Safety factor for the predicted wait in the queue. The actual wait is almost never longer than the predicted wait
+times this factor. The factor matters in an overload, when requests are admitted up to the limit that their deadline
+sets: without it, half of them would be late, and their work wasted (docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
-"""Number of seconds after its arrival at which a request is due at the latest, even if its deadline is later. It
-prevents requests with early deadlines from always being served first."""
+"""Maximum number of seconds between a request's arrival and its due time. A request without a deadline, or with a later
+one, is due after this time. This prevents requests with early deadlines from always being served first."""
 
 
 class QueuedRequest(Protocol):

@@ -72,6 +72,6 @@ class QueuePolicy(Protocol[WaiterT]):
         """Return the request to remove when the queue is too full. To be called after `newcomer` was added."""
 
     def before(self, waiter: WaiterT) -> tuple[float, int]:
-        """Return the number of slots that will be given to other requests before `waiter` is served: over all tenants,
+        """Return two numbers of slots that will be given to other requests before `waiter` is served: over all tenants,
         and within its own tenant. `waiter` is not in the queue. It is assumed that no other request arrives. The first
         number may be fractional, because it contains means over other tenants' requests."""

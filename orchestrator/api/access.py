@@ -53,8 +53,8 @@ METHODS: Mapping[str, AllowedCallers] = MappingProxyType(
 
 
 def check_access(tenants: Tenants, secret: ClusterSecret, method: str, metadata: Metadata) -> None:
-    """Raise an error if the caller may not call `method`, the full name of a gRPC method. With the first two arguments
-    bound, the function is a `baton.transport.status_interceptor.Check`.
+    """Raise an error if the caller may not call `method`, the full name of a gRPC method. The server's interceptor
+    calls this function with `tenants` and `secret` already bound, as a `baton.transport.status_interceptor.Check`.
 
     Raises UnauthenticatedError if a required key or secret is missing or unknown, and PermissionDeniedError for a
     tenant's key if an operator's key is required.

@@ -36,7 +36,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     def __init__(
         self, operations: GroupOperations, traces: Traces, model_folders: Sequence[Path] | None = None
     ) -> None:
-        """`model_folders` are the folders in which a model must be that a call names. None: a model may be in any
+        """`model_folders`: folders that must contain every model that a call names. None: a model may be in any
         folder."""
         self._operations = operations
         self._traces = traces

@@ -37,8 +37,8 @@ class RequestValidator:
             raise InvalidArgumentError(f"model = {model[:80]!r} is unknown: {self.model.name!r} is served here")
 
     def check_cache_salt(self, salt: str) -> None:
-        """Check the length of a cache salt, which separates a request's cached prompt from those of others. It may be
-        empty. Raises InvalidArgumentError if it is too long."""
+        """Check the length of a cache salt. Requests share cached prompts only with requests of the same salt. The salt
+        may be empty. Raises InvalidArgumentError if it is too long."""
         if len(salt) > MAX_CACHE_SALT_CHARS:
             raise InvalidArgumentError(
                 f"cache_salt has {len(salt)} characters: the limit is {MAX_CACHE_SALT_CHARS}; send a hash of it"
@@ -97,8 +97,9 @@ class RequestValidator:
             raise InvalidArgumentError(f"outputs has {num_outputs} lists: sampling.n is {params.n}, send one a choice")
 
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
-        """Check the output tokens that a client sends to resume a stream: their number, their ids, and that a random
-        stream is resumed with its seed. If a list is too long, its ids are not read. Raises InvalidArgumentError."""
+        """Check the output tokens that a client sends to resume a stream: their number and their ids. If the stream is
+        sampled at random, check also that the client sent its seed. If a list of tokens is too long, its ids are not
+        read. Raises InvalidArgumentError."""
         limits = ((params.max_tokens, "sampling.max_tokens"), (self.model.max_tokens, "the model's limit"))
         for output_ids in outputs:
             for limit, whose in limits:

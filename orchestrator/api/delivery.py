@@ -70,7 +70,7 @@ class _Watch:
         self._timer.cancel()
 
     def raise_error(self) -> None:
-        """Raise the error for which this object has cancelled the task. Return if this object has not cancelled the
+        """Raise the error because of which this object has cancelled the task. Does nothing if it has not cancelled the
         task."""
         if self._error is not None and not self._task.uncancel():
             raise self._error

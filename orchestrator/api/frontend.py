@@ -179,8 +179,8 @@ class OrchestratorServer:
         """Start the orchestrator and serve it at `address`, which is (host, port). If `metrics_port` is given, serve
         metrics on this port of the same host. A port of 0 selects any free port.
 
-        `validator` checks requests against the served model. `calibration_path` is the file in which calibrations are
-        saved that the orchestrator receives later; None: they are not saved. Raises ConfigError if a server cannot
+        `validator` checks requests against the served model. `calibration_path`: file to which calibrations are saved
+        if the orchestrator receives new ones later; None: they are not saved. Raises ConfigError if a server cannot
         listen on its port.
         """
         (host, port), config, overview = address, orchestrator.config, orchestrator.overview

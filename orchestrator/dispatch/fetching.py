@@ -33,8 +33,8 @@ class BlockFetcher:
         self._clock = clock
 
     async def run(self, fetch: BlockFetch, record: RequestRecord) -> PrefixFetch:
-        """Fetch the blocks within a bounded time, and return the result. A failure is part of the result; it raises no
-        BatonError."""
+        """Fetch the blocks within a bounded time, and return the result. If the fetch fails, the result says so; no
+        BatonError is raised."""
         start_s = self._clock.now_s()
         is_probe = self._sources.began(fetch)
         try:

@@ -38,8 +38,8 @@ class LeaseReaper:
         self._closing = asyncio.Event()
 
     async def close(self) -> None:
-        """Wait until every pending call has been made once. Reserve calls that have not been undone by then expire by
-        their TTL."""
+        """Wait until every pending call has been tried once. If a Reserve call could not be undone by then, its lease
+        ends when the TTL expires."""
         self._closing.set()
         await asyncio.gather(*self._tasks)
 
@@ -57,8 +57,8 @@ class LeaseReaper:
         self._begin(self._end_unwanted(endpoint, number, granting))
 
     def failed(self, endpoint: str, number: ReserveNumber, error: BatonError) -> None:
-        """Start a task that undoes a failed Reserve call, because the worker may have granted it although the call
-        failed. Does nothing if the worker itself refused the call for lack of slots or memory."""
+        """Start a task that undoes a failed Reserve call, because the worker may have leased the slots although the
+        call failed. Does nothing if the worker itself refused the call for lack of slots or memory."""
         if not isinstance(error, ResourceExhaustedError):
             self._begin(self._undo(endpoint, number))
 

@@ -1,8 +1,8 @@
 """Runs one attempt's prefill job on all ranks of its chain. While the job runs, it is in its group's queue of
 unfinished jobs.
 
-Called by `orchestrator.dispatch.attempt` once the attempt has its slots. However the job ends, its calls have then
-ended and it is in no queue. Runs on the event loop, in a separate task.
+Called by `orchestrator.dispatch.attempt` once the attempt has its slots. When the job has ended, for any reason,
+none of its calls is running and it is in no queue. Runs on the event loop, in a separate task.
 """
 
 import asyncio

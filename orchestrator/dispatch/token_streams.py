@@ -90,8 +90,8 @@ async def follow(record: RequestRecord, stream: AttemptEvents, event: TokenEvent
 
 
 class StreamDrainer:
-    """Continues to read streams after they have delivered all their tokens. Each stream ends with a report of the KV
-    blocks of the answers that the group has stored."""
+    """Continues to read each stream after its last token, until the generation group has reported which KV blocks of
+    the answers it has stored."""
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes

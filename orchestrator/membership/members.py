@@ -1,8 +1,8 @@
 """Tracks the groups of the cluster, and how much work this orchestrator has assigned to each of them.
 
 The supervisor pushes a view of the cluster periodically and after each change, through `orchestrator.api.host`. The
-orchestrator itself does not start or stop workers. Read by `orchestrator.placement` and `orchestrator.dispatch`. On the
-event loop.
+orchestrator itself does not start or stop workers. Read by `orchestrator.placement` and `orchestrator.dispatch`. Runs
+on the event loop.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 The health is NOT_SERVING if no generation group can serve a request. It is also NOT_SERVING if a worker's counts of
 slots or bytes do not add up, or if slots are leaked, because then the workers cannot be relied on. Served over gRPC by
-`orchestrator.api.frontend`; scraped by `orchestrator.observability.metrics_server`. On the loop.
+`orchestrator.api.frontend`; scraped by `orchestrator.observability.metrics_server`. Runs on the event loop.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -73,8 +73,8 @@ def why_not_serving(
 ) -> tuple[str, ...]:
     """Return a line for each reason why no request is served; empty if requests are served.
 
-    `is_asleep` is True if all generation groups are stopped and the next request will start one. `leaks_count` is False
-    while leases of an earlier orchestrator may still exist.
+    `is_asleep` is True if all generation groups are stopped and the next request will start one. `leaks_count` is True
+    if leaked slots and jobs are a reason. It is False while they may belong to leases of an earlier orchestrator.
     """
     reasons = []
     if not is_asleep and not any(group.is_ready for group in groups if group.role == "generate"):
@@ -88,9 +88,9 @@ def why_not_serving(
 def why_degraded(
     groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = (), surplus: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return a line for each group that gets no work, for the consequence if a role has no ready group, and for each
-    group that cannot use its node's disk. Groups in `surplus`, which were drained because fewer groups suffice, get no
-    line."""
+    """Return a line for each problem that does not stop the service: for each group that gets no work, for each group
+    that cannot use its node's disk, and one with the consequence if no prefill group is ready. Groups in `surplus`,
+    which were drained because fewer groups suffice, get no line."""
     idle = [group for group in groups if not group.is_ready and group.name not in surplus]
     reasons = [f"{group.name} {_absence(group)}" for group in idle]
     lent = {group.lender: group.name for group in groups if group.lender}

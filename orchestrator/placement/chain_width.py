@@ -1,9 +1,9 @@
 """Plans how a prefill group computes a prompt: which ranks form the chain, how the prompt is divided among the ranks,
 and when the chain is served.
 
-The width of a chain is its number of ranks. The following widths are compared: all widths if there are few, otherwise
-evenly spaced ones, and each width beyond which the next rank has more work. The width with the least cost is selected.
-The cost is the sum of two terms, in seconds of predicted time to first token:
+The width of a chain is its number of ranks. If a group has few ranks, all widths are compared. Otherwise some are
+compared: evenly spaced ones, and each width after which the next rank would have more queued work. The width with the
+least cost is selected. The cost is the sum of two terms, in seconds of predicted time to first token:
 
     own      Time of the jobs that the chain's ranks serve before it, plus the time of the chain itself.
     others   Delay of all jobs served after the chain, plus a charge for the additional work of this width. The charge
@@ -16,7 +16,7 @@ make it miss this end is served after it.
 
 Tenants are served fairly. Let A be the tenant of a waiting job, and B the tenant of a new job. The waiting job yields
 to the new job if the work of A before the waiting job, relative to A's weight, exceeds the unfinished work of B,
-relative to B's weight. This rule overrides the other two. docs/kv_runahead.md derives these rules.
+relative to B's weight. This rule overrides due times and latest ends. docs/kv_runahead.md derives these rules.
 
 Called by `orchestrator.placement.predictions`. Durations are predicted by `baton.planning.planner`. The unfinished jobs
 are listed in `orchestrator.membership.prefill_queues`. Pure.
@@ -184,8 +184,8 @@ class _Group:
         self._busy_s = [(earlier_s[rank], all_s[rank]) for rank in self._ranks]
 
     def edges(self, most: int) -> set[int]:
-        """Return the numbers of ranks, up to `most`, at which one more rank would be a busier one. The cost changes
-        abruptly at these widths."""
+        """Return the widths (numbers of ranks), up to `most`, after which the next rank is busier than the last one of
+        the chain: it becomes free later, or has more work. The cost of a chain rises abruptly beyond such a width."""
         steps = enumerate(pairwise(self._busy_s), start=1)
         return {width for width, (last, following) in steps if width <= most and last != following}
 
@@ -228,11 +228,11 @@ class _Group:
 
 
 def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
-    """Return, for each pending job, True if the job yields to a new job of `tenant`, i.e. if the new job may be served
-    first regardless of due times.
+    """Return, for each pending job, True if it yields to a new job of `tenant`, i.e. if the new job may be served first
+    regardless of due times.
 
-    A job yields if its tenant has more work in the queue before this job than `tenant` has in the whole queue. Work is
-    measured in predicted seconds divided by the tenant's weight.
+    Let A be the tenant of a pending job. The job yields if A has more work in the queue before this job than `tenant`
+    has in the whole queue. Work is measured in predicted seconds divided by the weight of the tenant that owns it.
     """
     own_s = sum(sum(job.left_s.values()) for job in pending if job.tenant.name == tenant.name) / tenant.weight
     before_s: defaultdict[str, float] = defaultdict(float)

@@ -109,10 +109,10 @@ class Chooser:
         """Return the plan for the attempt: the groups that serve it. Waits for groups if necessary.
 
         As soon as a generation group is selected, the attempt is added to the group's load, until the context stack
-        `held` is closed. Thus its slots are not given to other requests while this one waits for a chain. Groups whose
-        incarnation is in `full` have refused the attempt and are tried last. If `uses_cached` is True, a chain starts
-        after the cached blocks. If `fetches` is True too, missing blocks may first be fetched from another node. Raises
-        NoGroupError if no group has enough free slots in time.
+        `held` is closed. Other requests therefore do not get the attempt's slots while it waits for a chain. Groups
+        whose incarnation is in `full` have refused the attempt and are tried last. If `uses_cached` is True, a chain
+        starts after the cached blocks. If `fetches` is True too, missing blocks may first be fetched from another node.
+        Raises NoGroupError if no group has enough free slots in time.
         """
         look = partial(Prospects, self._outlook, AttemptPrompt(self._outlook, record), fetches=fetches)
         generation, prospects = await self._find_generation(record, look, record.avoid | {*full})

@@ -83,8 +83,8 @@ class GenerationLoad:
         """Record that the request's attempt runs on this incarnation of a group. `local` is the prediction for a
         prefill by the group itself. It is None if a chain prefills or if there is no prediction.
 
-        `has_room` is True if such a prefill waits only for other prefills, and not for slots or memory. Its measured
-        duration is then reported to the planner.
+        `has_room` is True if slots and memory are free, so that a prefill by the group itself waits only for other
+        prefills. Only then is its measured duration reported to the planner.
         """
         guest = _Guest(record, record.attempt.number)
         if local is not None:

@@ -116,12 +116,14 @@ class Prospects:
         """Rankings of chains by cost. The key is the fingerprint of the KV layout and the set of incarnations that were
         excluded."""
         self._idle: dict[tuple[int, int], ChainPlan] = {}
-        """Plans of chains in groups without jobs, by the chain's first token and the group's number of ranks."""
+        """Plans of chains in groups without unfinished jobs, by the position of the first token to compute and the
+        group's number of ranks."""
         self._alone_s: dict[int, float | None] = {}
-        """Predicted seconds of a prefill on a generation group that runs no other sequences, by the first token to
-        compute. None if it cannot be predicted."""
+        """Predicted seconds of a prefill on a generation group that runs no other sequences. The key is the position of
+        the first token to compute. The value is None if the time cannot be predicted."""
         self._batches: dict[str, tuple[int, float]] = {}
-        """Number of sequences of a generation group, and their mean number of tokens, by group name."""
+        """Batch of each generation group, by group name: the number of its sequences, and their mean length in
+        tokens."""
 
     @cached_property
     def view(self) -> ClusterView:

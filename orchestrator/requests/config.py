@@ -34,7 +34,7 @@ class OrchestratorLimits(TraceExport):
     max_running: Count = 1024
     """Maximum number of choices that run at the same time; also limited by the slots of all generation groups."""
     max_attempts: Count = 3
-    """Maximum number of attempts at one request, including the first. Then its last error is reported."""
+    """Maximum number of attempts at one request, including the first. If all fail, the last error is reported."""
     lease_ttl_s: Seconds = 30.0
     """Lifetime of a slot lease in seconds. It restarts with each push of KV and with each renewal."""
     generation_wait_s: Seconds = 30.0
@@ -48,7 +48,7 @@ class OrchestratorLimits(TraceExport):
     poll_s: Seconds = 0.5
     """Seconds between two polls of the workers' status. While the workers are idle, it is at least 2 s."""
     elastic: bool = True
-    """True: minimize the predicted waits of all prompts. False: each prompt uses all ranks, in order of arrival."""
+    """True: select ranks and order of prompts by predicted waits. False: all ranks for each prompt, by arrival."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.15
     """Maximum delay of a prompt by later prompts that are served first, as a fraction of its predicted time."""
     disaggregation: Disaggregation = "auto"

@@ -59,7 +59,8 @@ class Tenant(TenantLimits):
 
     name: TenantName
     key_hashes: tuple[KeyHash, ...] = field(default=(), kw_only=True)
-    """Hashes of the tenant's API keys. If it is not empty, a call belongs to the tenant only with one of these keys."""
+    """Hashes of the tenant's API keys. If at least one is configured, a call belongs to this tenant only if it has one
+    of these keys. The tenant's name in the metadata is then refused, even from a trusted gateway."""
 
 
 DEFAULT_TENANT = Tenant("default")
@@ -87,9 +88,9 @@ class Tenants:
     tenants: tuple[Tenant, ...] = ()
     _: KW_ONLY
     trust_metadata: bool = False
-    """True if the tenant's name in the metadata of a call without an API key is trusted."""
+    """True if the tenant's name in a call's metadata is trusted. It is used only for calls without an API key."""
     require_key: bool = False
-    """True if a call is refused that has no API key and no trusted tenant name."""
+    """True if calls that have neither an API key nor a trusted tenant name are refused."""
     operator_hashes: tuple[KeyHash, ...] = ()
     """SHA-256 hashes of the operators' API keys."""
 

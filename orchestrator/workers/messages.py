@@ -28,8 +28,8 @@ class PrefillJob:
     group: PrefillGroup
     chain: ChainPlan
     blocks: PromptBlocks
-    """KV blocks of the prompt. The leading blocks are cached, and the chain starts after them. The chain stores the
-    other blocks."""
+    """KV blocks of the prompt. The chain starts after the leading blocks that are cached, and stores the other blocks
+    in the prefix store."""
     lease: Lease
     """Lease on the slots that receive the KV."""
 

@@ -1,8 +1,8 @@
-"""Lists the blocks of each prefix store once, when the store appears. This finds prefixes that were cached for earlier
-orchestrators.
+"""Lists the blocks of each prefix store once, when the store appears. This finds prefixes that earlier orchestrators
+have cached.
 
 Called by `orchestrator.dispatch.attempt`; writes to `orchestrator.placement.prefix_index`. Requests do not wait for the
-list. Until it arrives, their prompts are computed. Runs on the event loop.
+list of a store. Until it arrives, prompts are computed as if the store were empty. Runs on the event loop.
 """
 
 import asyncio

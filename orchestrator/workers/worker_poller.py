@@ -1,7 +1,7 @@
 """Polls the status of all workers, less often while they are idle, and detects leaked slots and jobs.
 
-A slot or job is leaked if, for more than 2 s without interruption, no request of this orchestrator has owned it and it
-has not belonged to a stream that is kept for a client to resume. A slot may be leased without being used, for example
+A slot or job is known if a request of this orchestrator owns it, or if it belongs to a stream that is kept for a client
+to resume. It is leaked if it has not been known for more than 2 s. A slot may be leased without being used, for example
 if the answer to a Reserve call was lost. Such a slot is leaked if its lease has not ended after its TTL.
 
 Run by `orchestrator.composition`; read by `orchestrator.observability.state`. Runs on the event loop.
@@ -44,8 +44,8 @@ class Leaks:
     def __init__(self, lease_ttl_s: float) -> None:
         self._window_s = LEAK_S + lease_ttl_s
         self._seen: deque[tuple[float, int, int]] = deque()
-        """Recent observations. Each has the time in seconds, the number of slots or jobs without a known request, and
-        this number minus the number of slots that are leased but not in use."""
+        """Recent observations, one per poll: the time in seconds, the number of slots or jobs without a known request,
+        and that number minus the number of slots that are leased but not in use."""
 
     def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
         """Record the numbers that a poll returned at time `now_s`. `num_unknown` is the number of slots or jobs without

@@ -46,10 +46,10 @@ def read_model(
 ) -> Family:
     """Return the model that a Hugging Face config describes. Missing optional fields get the defaults of transformers.
 
-    `raw` is the content of config.json. `generation` is the content of generation_config.json, or None. Its
-    end-of-sequence ids take precedence. `source` names the config file in errors. The quantisation of the weights is
-    not read here, but by `baton.modeling.quantized.weight_formats`. Raises ModelError for missing fields, and for a
-    model that the decoder does not support.
+    `raw` is the content of config.json. `generation` is the content of generation_config.json, or None. End-of-sequence
+    ids in `generation` take precedence over those in `raw`. `source` names the config file in errors. The quantisation
+    of the weights is not read here, but by `baton.modeling.quantized.weight_formats`. Raises ModelError for missing
+    fields, and for a model that the decoder does not support.
     """
     fields = Fields(raw, source, generation)
     model_type = raw.get("model_type")

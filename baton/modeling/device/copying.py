@@ -68,7 +68,7 @@ class ThreadLink:
         return self._begin_store(partial(self._copy_all, copies), num_bytes_of(copies))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Copy one row per sequence to host memory, and return when the copy is done."""
+        """Copy one contiguous range of bytes (row) per sequence to host memory, and return when the copy is done."""
         args = rows.there_B, rows.home_B, rows.row_bytes
         return self._begin_store(partial(native.operators().copy_rows, *args), rows.num_bytes)
 
@@ -192,7 +192,7 @@ class LinkAccess:
     @cached_property
     def frames(self) -> StagingFrames:
         """Return the device's staging frames (preallocated buffers in host memory). They are allocated at the first
-        call, which comes from the policy that stores KV on the device."""
+        access. Only the residency policy that stores KV on the device accesses them."""
         return StagingFrames(self._make_home, *self._frame_size)
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:

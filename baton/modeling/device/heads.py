@@ -42,8 +42,8 @@ class PickedHeads:
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Rows of bytes to copy to host memory. Each of the B sequences has one row, and all rows have the same number of
-    bytes. Addresses are int64."""
+    """Contiguous ranges of bytes (rows) to copy to host memory: one for each of the B sequences, all with the same
+    number of bytes. Addresses are int64."""
 
     there_B: Tensor
     home_B: Tensor
@@ -62,4 +62,5 @@ class HeadLink(Link, Protocol):
         """Start to copy the selected keys and values to the device."""
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Start to copy one row per sequence to host memory, after the work that this thread has queued."""
+        """Start to copy one contiguous range of bytes (row) per sequence to host memory, after the work that this
+        thread has queued."""

@@ -58,8 +58,8 @@ of 32."""
 
 
 class WeightFormat(Protocol):
-    """Format in which a checkpoint stores quantised weights. Its `str` must include all settings that affect the values
-    of the weights, because the fingerprint uses it."""
+    """Format in which a checkpoint stores quantised weights. Its text (`str()`) must include all settings that affect
+    the values of the weights, because the text is part of the fingerprint."""
 
     @property
     def description(self) -> str:
@@ -75,8 +75,8 @@ class WeightFormat(Protocol):
         format."""
 
     def unused_kind(self, name: str) -> str | None:
-        """Return the purpose of a tensor that was not loaded because no weight needs it, as readable text. None: the
-        format does not know a tensor `name` that may be skipped."""
+        """Return the purpose of the tensor `name`, as readable text, if no weight needs this tensor and it may be
+        skipped. None: the format defines no such tensor, so skipping it would be an error."""
 
 
 class _TensorFile(Protocol):
@@ -108,8 +108,8 @@ class Checkpoint:
         self.num_dequantised = 0
         """Number of weights that were dequantised while they were loaded."""
         self.num_unused: Counter[str] = Counter()
-        """Number of tensors of a quantised checkpoint that were not loaded because no weight needs them, by purpose.
-        `seal` counts them."""
+        """Number of tensors of a quantised checkpoint that were not loaded because no weight needs them, keyed by the
+        purpose of the tensors. `seal` sets the numbers."""
         self._weight_format = weight_format
         self._folder = folder
         self._dtype = dtype

@@ -34,9 +34,10 @@ Partial = tuple[Tensor, Tensor]
 """Attention over a subset of the keys: the output o_TNH, and the log-sum-exp lse_TN of the scores. o_TNH has the dtype
 of the queries, or fp32 after merging. lse_TN is fp32."""
 Kernel = Callable[[Tensor, Sequence[KvRows], bool, Tensor | None], Partial]
-"""Function (q_TNH, pieces, is_causal, mask_TS) that attends to all keys of all pieces, with two exceptions. If
-`is_causal` is True, the last piece is masked causally, and its number of keys equals the number of queries. If
-`mask_TS` is not None, there is only one piece, and queries attend to the keys for which the mask is True."""
+"""Function (q_TNH, pieces, is_causal, mask_TS). `pieces` are sets of keys and values that do not overlap. All queries
+attend to all keys of all pieces, with two exceptions. If `is_causal` is True, the last piece is masked causally, and
+its number of keys equals the number of queries. If `mask_TS` is not None, there is only one piece, and queries attend
+to the keys for which the mask is True."""
 
 _QUERY_BLOCK = 512
 _HEAD_DIM_STEP = 16
@@ -56,8 +57,8 @@ def merged(first: Partial, second: Partial) -> Partial:
 
 
 def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Partial]) -> Kernel:
-    """Convert a kernel that takes one piece of keys to a Kernel that takes several pieces. The Kernel calls `kernel`
-    for each piece and merges the results."""
+    """Convert a kernel for one set of keys and values to a Kernel for a list of such sets (pieces). The Kernel calls
+    `kernel` for each piece and merges the results."""
 
     @functools.wraps(kernel)
     def run(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:

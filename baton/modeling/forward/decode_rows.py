@@ -1,5 +1,5 @@
-"""Attention of the spans of a generation step that have only few new tokens. Each new token is a row of the batch, and
-one kernel call computes all rows.
+"""Attention of the spans of a generation step that have only few new tokens. A span is a run of consecutive new tokens
+of one sequence. Each new token is a row of the batch, and one kernel call computes all rows.
 
 `decoder` creates a DecodeRows object from a step's spans. The rows have different numbers of keys, in different memory,
 so a kernel gets B addresses and B lengths. These are the same in all layers, except for the offset of the layer. The
@@ -31,11 +31,11 @@ from baton.types import TokenRange
 
 
 class DecodeRows:
-    """Spans of a step that have few new tokens. The object stores memory addresses, so it must not be used after the
-    spans are freed."""
+    """Spans of a step (consecutive new tokens of one sequence) that have few new tokens. The object stores memory
+    addresses, so it must not be used after the spans are freed."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
-        """Collect the memory addresses of the spans.
+        """Collect the memory addresses of the spans (consecutive new tokens of one sequence).
 
         `spans`: for each span, the index of its first token among the tokens of the step, and the location of its keys.
         All spans must have memory for the same number of layers. Either all spans or none must store KV in pages.
@@ -64,8 +64,8 @@ class DecodeRows:
         self._table = pages_BC, page_tokens
         has_one_length = all(place.others is None for place in places)
         self.keys = RowKeys(addresses_LB, lengths_LB[0], self._table, queries_B, unseen_B2) if has_one_length else None
-        """Keys of the rows in all layers, with addresses `[L, B]`. Sliding windows are ignored. None if the number of a
-        row's keys differs between layers."""
+        """Addresses, `[L, B]`, and numbers of the keys of each row (new token) in all layers. Sliding windows are
+        ignored. None if a row has different numbers of keys in different layers."""
         widest = int(lengths_LB.max())
         windows_L = torch.tensor([widest if window is None else window for window in windows])
         hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides

@@ -68,13 +68,14 @@ class SequenceSpan(Span, Protocol):
 
 
 class PassingSpan:
-    """Base class of a SequenceSpan whose pieces of KV share one buffer. A piece is valid only until the next piece is
-    requested."""
+    """Base class for spans whose method `segments` yields all segments of KV in the same buffer. A segment is valid
+    only until the next one is requested."""
 
 
 class LayerTurns(Protocol):
-    """Callbacks during a forward pass: before each layer, between its queries and its attention, and after it. Policies
-    that store KV in host memory use them to fetch keys, or to select the keys to attend to."""
+    """Callbacks during a forward pass, called for each layer: before the layer, between the computation of its queries
+    and its attention, and after the layer. Residency policies that store KV in host memory fetch or select keys in
+    these callbacks."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Called before `layer` runs on `hidden_TD`. Must make the keys of this layer available to the spans."""
@@ -226,11 +227,11 @@ class Decoder:
 
         `token_ids`: the new tokens of all spans, concatenated.
 
-        `turns`: callbacks before and after each layer. Unless they select keys, they do not change the result, bit for
-        bit.
+        `turns`: callbacks before and after each layer. Callbacks that do not select keys leave the result bitwise
+        unchanged.
 
-        `most_queries`: spans of at most this number of tokens run as rows of a generation step, which is fast for few
-        tokens. Must be 1 if `turns` selects keys.
+        `most_queries`: spans of at most this number of tokens are computed as rows of a generation step, which is fast
+        for few tokens. Must be 1 if `turns` selects keys.
 
         `picks`: the keys to which the spans attend, if they are known before the step. All spans must then have one new
         token and be supported by the native kernel (`baton.modeling.forward.decode_rows`), and `turns` must not select

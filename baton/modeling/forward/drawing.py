@@ -114,7 +114,7 @@ def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
     """Choose the next token of each row of logits, `[B]`, int64, without waiting for the device. `kind` is the largest
     DrawKind of all rows.
 
-    A row whose largest logit is not finite has no distribution. Its result is that of `largest_tokens`.
+    If the largest logit of a row is not finite, no token can be drawn, and the result is that of `largest_tokens`.
     """
     greedy_B = largest_tokens(logits_BV)
     if kind is DrawKind.GREEDY:
@@ -151,12 +151,12 @@ def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
 
 
 def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
-    """Return the next token of each row of logits, or NO_TOKEN. Tokens are drawn one row after another. `rows` contains
-    the sampling parameters and the output position of each row.
+    """Return the next token of each row of logits, or NO_TOKEN. `rows` contains the sampling parameters and the output
+    position of each row.
 
-    One row of logits fits into a CPU's cache, and its result does not depend on the batch. The C++ kernel
-    (baton/modeling/kernels/sampling/draws.cpp) is used if it is available. Torch's operations take up to ten times as
-    long.
+    Tokens are drawn one row after another, because one row of logits fits into a CPU's cache. The token of a row does
+    not depend on the other rows. The C++ kernel (baton/modeling/kernels/sampling/draws.cpp) is used if it is available.
+    Torch's operations take up to ten times as long.
     """
     drawing = [row for row, (params, _) in enumerate(rows) if not is_greedy(params)]
     token_ids: list[int] = [0] * len(rows)

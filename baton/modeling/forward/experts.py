@@ -76,8 +76,8 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ExpertsMlp:
-    """Mixture of experts (Shazeer et al., 2017). The result for a token is a weighted sum of the MLPs that have the
-    highest router weights for the token."""
+    """Mixture of experts (Shazeer et al., 2017). Each expert is an MLP. The result for a token is the weighted sum of
+    the outputs of the experts that have the highest router weights for the token."""
 
     router: Linear
     """Linear layer with weight `[E, D]` that computes a score per expert. The softmax of the scores over all experts

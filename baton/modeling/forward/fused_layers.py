@@ -40,11 +40,11 @@ class FusedLayers:
         attention_product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """Create the call. The kernels must have been loaded.
+        """Prepare the native call. The kernels must have been loaded.
 
-        `linears`: four linear layers per layer, in the order QKV, output, gate and up, down. Each comes with the norm
-        before it. All must use the same multiplication method. `most_rows`: maximum number of new tokens of a step, at
-        most `_MOST_ROWS`. `attention_product`: multiplication method of attention, one of
+        `linears`: the linear layers, four per decoder layer, in the order QKV, output, gate and up, down. Each is
+        paired with the norm before it. All must use the same multiplication method. `most_rows`: maximum number of new
+        tokens of a step, at most `_MOST_ROWS`. `attention_product`: multiplication method of attention, one of
         `baton.modeling.kernels.products`. None: the method that was chosen for this process.
         """
         self._most_rows = most_rows
@@ -63,8 +63,8 @@ class FusedLayers:
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None) -> Tensor:
         """Run all layers on hidden states `[T, D]` and return the result. Writes the keys and values of the new tokens
-        to their memory. If `hidden_TD` is contiguous, it is overwritten. With `picks`, tokens attend only to the
-        selected keys, and each sequence must have only one new token."""
+        to the KV memory of their sequences. If `hidden_TD` is contiguous, it is overwritten. With `picks`, tokens
+        attend only to the selected keys, and each sequence must have only one new token."""
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         turns = positions.cos_T1H, positions.sin_T1H

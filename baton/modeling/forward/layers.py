@@ -73,7 +73,8 @@ class PlainMlp:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Tail in which the MLP follows the attention. The MLP reads the residual sum after a norm."""
+    """Tail (rest of a layer after the attention) in which the MLP follows the attention. The MLP reads the residual sum
+    after a norm."""
 
     output: Linear
     norm: Transform
@@ -86,7 +87,8 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Tail in which attention and MLP run in parallel on the same hidden states (Wang and Komatsuzaki, 2021)."""
+    """Tail (rest of a layer after the attention) for layers whose attention and MLP read the same hidden states (Wang
+    and Komatsuzaki, 2021)."""
 
     output: Linear
     norm: Transform
@@ -99,8 +101,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class PostNorm:
-    """Tail in the order of the original Transformer (Vaswani et al., 2017). Norms follow the residual sums. There are
-    no norms before attention and MLP."""
+    """Tail (rest of a layer after the attention) in the order of the original Transformer (Vaswani et al., 2017). Norms
+    follow the residual sums. There are no norms before attention and MLP."""
 
     output: Linear
     attention_norm: Transform
@@ -114,8 +116,8 @@ class PostNorm:
 
 @dataclass(frozen=True)
 class SandwichNorm:
-    """Tail with norms on both sides (Ding et al., 2021). Attention and MLP each have a norm before them, and a norm
-    after them that precedes the residual sum."""
+    """Tail (rest of a layer after the attention) with norms on both sides (Ding et al., 2021). Attention and MLP each
+    have a norm before them, and a norm after them that precedes the residual sum."""
 
     output: Linear
     attention_norm: Transform
@@ -133,7 +135,8 @@ class SandwichNorm:
 
 @dataclass(frozen=True)
 class Layer:
-    """Components of one layer: those before the attention, and the tail after it."""
+    """Components of one layer: the norm and the projections before the attention, and the tail (rest of the layer)
+    after it."""
 
     attention_norm: Transform
     qkv: Linear

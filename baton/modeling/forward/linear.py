@@ -47,8 +47,8 @@ class Linear(Protocol):
         """
 
     def weight(self) -> Tensor:
-        """Return the weight `[N, K]` with the values that are multiplied. The result may be a copy. Its dtype may be
-        wider than the dtype of the loaded weight."""
+        """Return the weight `[N, K]` with the values that the layer uses, for example after rounding to int8. The
+        result may be a copy. Its dtype may be wider than the dtype of the loaded weight."""
 
     def bias(self) -> Tensor | None:
         """Return the bias `[N]` as it was loaded. None if the layer has no bias."""
@@ -88,9 +88,9 @@ class TorchLinear:
 
 
 class PanelLinear:
-    """Linear layer that is computed by the C++ kernel. The kernel must have been loaded. The weight is stored in
-    panels only. With `int8`, the weight is rounded to int8 with one scale per row, which halves the number of bytes
-    to read."""
+    """Linear layer that is computed by the C++ kernel, which must have been loaded. The weight is stored only in panels
+    (blocks of 32 rows that the kernel reads sequentially). With `int8`, the weight is rounded to int8 with one scale
+    per row, which halves the number of bytes to read."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class PanelLinear:
         product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """Pack the weight into panels. `product` is the multiplication method, one of
+        """Pack the weight into panels (blocks of 32 rows). `product` is the multiplication method, one of
         `baton.modeling.kernels.products`. None: the method that was chosen for this process."""
         self._operators = native.operators(instruction_set)
         num_rows, self._num_inputs = weight_NK.shape
@@ -130,8 +130,8 @@ class PanelLinear:
         return self._operators.linear(x_TK, self._bound, gain_K, eps, residual_TN)
 
     def described(self, norm: Transform) -> tuple[BoundPanels, Tensor | None, float]:
-        """Return the weights, the gain and the epsilon as arguments of `DecodeLayers.add`. `norm` must be an RmsNorm,
-        or `unchanged`, for which the gain is None."""
+        """Return this layer's weights, and the gain and epsilon of `norm`, as arguments of `DecodeLayers.add`. `norm`
+        must be an RmsNorm, or `unchanged`, for which the gain is None."""
         gain_K, eps = _gain(norm)
         assert gain_K is not None or norm is unchanged, norm
         return self._bound, gain_K, eps
@@ -159,8 +159,8 @@ class PanelLinear:
 
 @dataclass(frozen=True)
 class LinearByRows:
-    """Linear layer that stores its weight twice: in panels, for calls with few tokens, and in torch's layout, for calls
-    with many tokens."""
+    """Linear layer that stores its weight twice: for calls with few tokens in panels (blocks of 32 rows that the C++
+    kernel reads sequentially), and for calls with many tokens in torch's layout."""
 
     few: PanelLinear
     many: TorchLinear
@@ -233,8 +233,8 @@ def make_linear(
 ) -> Linear:
     """Return the fastest linear layer on this machine for the weight's device and dtype.
 
-    With `int8`, the weight is rounded to int8. Raises ModelError if int8 is not supported. `has_many_rows` states that
-    the layer will also run on many tokens at once. If it is False, the weight is stored only once.
+    With `int8`, the weight is rounded to int8. Raises ModelError if int8 is not supported. `has_many_rows`: True if the
+    layer will also run on many tokens at once. False: only few tokens at once, so that the weight is stored only once.
     """
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Positions(Protocol):
-    """Table entries of the tokens of one forward pass."""
+    """Position information of the tokens of one forward pass: cosines and sines (RoPE), or learned vectors."""
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Add learned positions to the embeddings, in place. Called once per forward pass. RoPE does nothing here."""
@@ -26,11 +26,11 @@ class Positions(Protocol):
 
 
 class PositionTable(Protocol):
-    """Table with the entries of all positions of a model's context."""
+    """Table with the cosines and sines (RoPE) or the learned vectors of all positions of a model's context."""
 
     def lookup(self, positions_T: Tensor) -> Positions:
-        """Return the entries of the tokens at `positions_T`. Each position must be below the length of the model's
-        context."""
+        """Return the table entries (cosines and sines, or learned vectors) for the positions `positions_T`. Each
+        position must be below the length of the model's context."""
 
 
 @dataclass(frozen=True)

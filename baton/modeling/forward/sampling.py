@@ -63,14 +63,15 @@ class TokenMasks(Protocol):
         ...
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading drafts that the grammar allows as the next tokens, one after another. Waits for
-        the result. Starts to compute the masks after these drafts."""
+        """Return the number of leading drafts that the grammar allows as the next tokens, one after another. Blocks
+        until the grammar has checked the drafts. Then starts to compute, in the background, the masks of the positions
+        that follow them."""
         ...
 
     def settle(self, num_drafts: int) -> None:
-        """Wait for the mask of the next token, and for the masks after each of the next `num_drafts` drafts. These
-        drafts must have been passed to `foresee`, or appended and dropped. Afterwards, earlier tokens can no longer be
-        dropped. Raises the errors of `allowed`."""
+        """Block until the masks are ready for `num_drafts` + 1 positions: the next token, and the token after each of
+        the next `num_drafts` drafts. These drafts must have been passed to `foresee`, or appended and dropped.
+        Afterwards, earlier tokens can no longer be dropped. Raises the errors of `allowed`."""
         ...
 
 
@@ -146,9 +147,9 @@ class SamplerState:
         return True
 
     def settle(self, num_drafts: int) -> None:
-        """Wait until the grammar's masks are ready for the next token and for the tokens after each of the next
-        `num_drafts` drafts. These drafts must have been passed to `foresee`, or appended and dropped. Raises
-        InvalidArgumentError if the grammar does not allow the output."""
+        """Wait until the grammar's masks are ready for `num_drafts` + 1 positions: the next token, and the token after
+        each of the next `num_drafts` drafts. These drafts must have been passed to `foresee`, or appended and dropped.
+        Raises InvalidArgumentError if the grammar does not allow the output."""
         if self._masks is not None:
             self._masks.settle(num_drafts)
 
@@ -160,8 +161,8 @@ class SamplerState:
         return FinishReason.LENGTH if self.position >= self.params.max_tokens else None
 
     def row_draw(self) -> RowDraw | None:
-        """Return the parameters for drawing the next token from unadjusted logits. None: the host must adjust the
-        logits before the draw, or report logprobs after it."""
+        """Return the parameters with which a device can draw the next token from unadjusted logits. None: the device
+        cannot, since the host must adjust the logits before the draw, or report logprobs after it."""
         forbids = self.position < self.params.min_tokens and self._stop_ids
         is_adjusted = self._seen is not None or self._masks is not None or self.params.logit_bias or forbids
         if is_adjusted or self.params.logprobs is not None:

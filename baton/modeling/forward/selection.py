@@ -77,8 +77,8 @@ class Selection:
     """Parameters that determine how many keys are selected. Raises ConfigError if a field is outside its limits."""
 
     alpha: float
-    """Maximum difference between a key's score and the best score of the same head, in scaled scores. Keys within this
-    distance count as close. Above 0; infinity: all keys count."""
+    """Maximum distance, in scaled scores, between a key's score and the best score of the same head. Keys within this
+    distance are counted to find how many to select. Above 0; infinity: all keys count."""
     most_share: float
     """Limit on the number of keys selected by score, as a fraction of the sequence's tokens. Above 0, up to 1. 1: no
     limit."""
@@ -177,14 +177,14 @@ class PartialKeys:
         return self.data_LCGRI.data_ptr() + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that the partial keys of `num_tokens` tokens will certainly be written. Call it at most once between
-        two calls of `release`."""
+        """Announce that the partial keys of `num_tokens` tokens will certainly be written, so that memory can be
+        prepared for them. Call it at most once between two calls of `release`."""
         self._memory.expect(num_tokens // _BLOCK)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for the partial keys of `tokens` before they are written. `layer` None: in all layers. The
-        tokens of calls for all layers must ascend, without a gap after the tokens that were committed for single
-        layers."""
+        """Commit memory for the partial keys of `tokens` before they are written. `layer` None: in all layers.
+        Successive calls for all layers must ascend without gaps. Tokens that were committed layer by layer count as
+        covered."""
         blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
         self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
 
@@ -209,8 +209,9 @@ class PartialKeys:
             data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = projection.apply(k_TGH).to(_DTYPE)
 
     def fitting(self, projection: KeyProjection | None) -> KeyProjection:
-        """Return `projection` after checking its shape, or the identity if it is None. Raises RuntimeError if its
-        number of kv heads or columns differs from that of the partial keys."""
+        """Return `projection` after checking its shape. If it is None, return the projection that leaves keys
+        unchanged. Raises RuntimeError if the projection and the partial keys differ in the number of kv heads or of
+        columns."""
         found = projection or self._unchanged
         num_kv_heads, _, num_columns = found.basis_GHR.shape
         kept_heads, kept_columns = self.data_LCGRI.shape[2:4]

@@ -1,9 +1,9 @@
 """Selection of keys by partial keys on a GPU. It implements `selection` with tensor operations whose results the host
 never reads.
 
-`selection` defines partial keys, scores and selected keys. Its own kernels take addresses in CPU memory and return
-lists of any length. In this module, all shapes follow from the lengths of the sequences, which the host knows. Entries
-beyond the keys of a sequence are masked. No call therefore waits for the device.
+`selection` defines partial keys, scores and selected keys. The CPU kernels that `selection` calls take addresses in CPU
+memory and return lists of any length. In this module, all shapes follow from the lengths of the sequences, which the
+host knows. Entries beyond the keys of a sequence are masked. No call therefore waits for the device.
 
 The order of sums differs from that on a CPU, so two keys with nearly equal scores may be ranked differently.
 

@@ -48,4 +48,4 @@ def _extent(num_bytes: int) -> Tensor:
 
 
 WEIGHTS = HugePages()
-"""Allocator of this process for the weights that are stored in panels."""
+"""Allocator of this process for weights that are stored in panels (blocks of 32 rows for the linear kernel)."""

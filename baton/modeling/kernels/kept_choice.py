@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_choice() -> KernelChoice | None:
-    """Return the stored choice for this processor. None: no choice is stored, or it cannot be read."""
+    """Return the choice of kernels that is stored for this processor. None: no choice is stored, or it cannot be
+    read."""
     path = native.choice_path()
     try:
         choice = KernelChoice(**json.loads(path.read_text()))
@@ -31,8 +32,9 @@ def load_choice() -> KernelChoice | None:
 
 
 def load_or_measure() -> KernelChoice:
-    """Return the stored choice for this processor. If none is stored, measure a choice and store it. This blocks for
-    some seconds. If several processes call this function at the same time, one measures and the others wait."""
+    """Return the choice of kernels that is stored for this processor. If none is stored, measure a choice and store it,
+    which blocks for some seconds. If several processes call this function at the same time, one measures and the others
+    wait."""
     from baton.modeling.kernels.choosing import measure_choice  # imports torch
 
     path = native.choice_path()

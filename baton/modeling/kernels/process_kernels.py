@@ -33,7 +33,7 @@ class ProcessKernels:
         that is stored or measured on this machine.
 
         Call it before the model is loaded, because loading binds linear layers to their kernels. `choices` is ignored
-        if no kernels can be loaded. The handshake with the cluster then reports the difference.
+        if no kernels can be loaded. The handshake with the cluster then reports that the choices differ.
         """
         kind = processor_kind()
         given = next((each for each in choices if each.processor == kind), None)

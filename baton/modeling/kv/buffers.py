@@ -203,8 +203,8 @@ class LayerBuffers:
         return self._buffer(layer).rows(0, tokens)
 
     def release(self, layer: int) -> None:
-        """Release the memory of a layer, so that other layers can use it. The layer must have memory. No view of it may
-        be used any more."""
+        """Release the memory of `layer`, so that other layers can use it. The layer must have memory. Views of this
+        memory must not be used any more."""
         self._free.append(self._held.pop(layer))
 
     def drop(self) -> None:
@@ -258,16 +258,18 @@ class KvPlace:
     """Index of the new token's key, for a sequence with one new token whose key is not the last one. None: the keys of
     new tokens are the last keys."""
     others: "KvPlace | None" = None
-    """Location of the layers from `num_layers` on. None: these layers share the memory of the first layers."""
+    """Location of the KV of the layers from `num_layers` on. None: these layers share the memory of the first
+    layers."""
     table: BlockTable | None = None
     """Block table of the sequence's pages. None: the keys of each layer are contiguous."""
 
 
 @dataclass(frozen=True)
 class BufferSpan:
-    """New tokens `tokens` of a sequence whose old and new KV is in one buffer, such as the buffer of a generation slot.
-    The buffer may have fewer layers than the model. In this case several layers share its memory: the model's layer l
-    uses layer l modulo the number of layers of the buffer."""
+    """Span (consecutive new tokens of one sequence, at the positions `tokens`) whose KV is in one buffer with the KV of
+    all earlier tokens, such as the buffer of a generation slot. The buffer may have fewer layers than the model. In
+    this case several layers share its memory: the model's layer l uses layer l modulo the number of layers of the
+    buffer."""
 
     buffer: KvBuffer
     tokens: TokenRange

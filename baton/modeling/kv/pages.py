@@ -184,7 +184,8 @@ class RowPages:
 
 @dataclass(frozen=True)
 class PageSpan:
-    """New tokens `tokens` of a sequence whose old and new KV is in pages."""
+    """Span (consecutive new tokens of one sequence, at the positions `tokens`) whose KV is in pages, like that of all
+    earlier tokens."""
 
     pages: RowPages
     tokens: TokenRange

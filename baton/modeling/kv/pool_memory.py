@@ -53,13 +53,14 @@ class MappedPool:
         self.data_LPS2GH = self._memory.data_LS2GH.view(_shape(layout, num_pages, page_tokens))
 
     def take(self, pages: Sequence[int]) -> None:
-        """Count the pages as in use in the arena. If they would exceed its limit, raises MemoryError and does not count
-        them."""
+        """Count the pages as in use in the arena (memory of the emulated device). If the arena's limit would be
+        exceeded, raises MemoryError and does not count them."""
         if self._arena is not None:
             self._arena.take(len(pages) * self._page_bytes)
 
     def give(self, pages: Sequence[int]) -> None:
-        """Count the pages as free in the arena. Their memory stays committed."""
+        """Count the pages as free in the arena (memory of the emulated device). The memory of the pages stays
+        committed."""
         if self._arena is not None:
             self._arena.give(len(pages) * self._page_bytes)
 

@@ -48,12 +48,12 @@ class RowMemory(Protocol):
         layers."""
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that `num_tokens` tokens will certainly be written. Call it at most once between two calls of
-        `release`."""
+        """Announce that `num_tokens` tokens will certainly be written, so that memory can be prepared for them. Call it
+        at most once between two calls of `release`."""
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for `tokens` before they are written. `layer` None: in all layers. The tokens of calls for all
-        layers must ascend, without a gap after the tokens that were committed for single layers."""
+        """Commit memory for `tokens` before they are written. `layer` None: in all layers. Successive calls for all
+        layers must ascend without gaps. Tokens that were committed layer by layer count as covered."""
 
     def release(self) -> None:
         """Free all memory. No thread may read or write the memory any more. Idempotent."""

@@ -27,14 +27,14 @@ Frame = memoryview
 
 class StagingFrames:
     """Pool of frames of equal size in one block of host memory. The most recently released frame is reused first,
-    because it is likely to be in a CPU cache. In addition, frames that are never needed are then never written.
-    Thread-safe."""
+    because it is likely to be in a CPU cache. If only few frames are ever needed at a time, the others are therefore
+    never written. Thread-safe."""
 
     def __init__(
         self, make_home: Callable[[int], Tensor], num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES
     ) -> None:
         """Allocate the frames. `make_home(num_bytes)` allocates host memory (uint8) that the link can read directly.
-        Its errors are raised."""
+        Errors of `make_home` are raised."""
         self.num_frames, self.frame_bytes = num_frames, frame_bytes
         self._memory_B = make_home(num_frames * frame_bytes)
         data = self._memory_B.numpy().data

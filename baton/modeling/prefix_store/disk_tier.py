@@ -1,9 +1,9 @@
 """A prefix store on a disk that may stop answering, such as an unreachable file server or a failed disk.
 
 A call to such a disk cannot be interrupted, so no start, request or heartbeat may wait for it without a limit. Each
-call, including the call that opens the store, runs on its own daemon thread. The caller waits until the disk has given
-no answer for ANSWER_S seconds. From then until the call returns, the store counts as empty: no other call is made, and
-`fault` gives the reason.
+call, including the call that opens the store, runs on its own daemon thread. The caller waits for the result, but gives
+up once the disk has given no answer for ANSWER_S seconds. From then until the call returns, the store counts as empty:
+no other call is made, and `fault` gives the reason.
 
 `baton.modeling.prefix_store.store` uses this store as the tier below its blocks in memory. Thread-safe.
 """
@@ -23,8 +23,8 @@ from baton.process.clock import Clock
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
-"""Timeout in seconds after which a disk that does not answer counts as hung. Computing a block usually takes less time
-than this."""
+"""Timeout in seconds after which a disk that does not answer counts as hung. A longer timeout would be useless, because
+computing a block instead of reading it usually takes less time."""
 
 FOLDER_S = 30.0
 """Timeout in seconds, without an answer, for calls that list, copy or remove a whole folder. No request waits for these

@@ -15,8 +15,8 @@ Invariants, which hold even when processes die:
               not locked, and the next `take` removes it.
 
 A store may have a second store below it, on disk, with its own folder and its own limit. Blocks are copied to the disk
-after they are sealed, when no request waits for the copy. They are not copied when they are evicted, because a request
-then waits. Blocks on disk are copied to memory for readers. A disk that does not answer counts as empty (`disk_tier`).
+after they are sealed, when no request waits for the copy, and not at eviction, when a request would have to wait for
+it. Blocks on disk are copied to memory for readers. A disk that does not answer counts as empty (`disk_tier`).
 
 The kernel releases the locks of a process that dies, so no process has to keep a list of readers. Files are mapped
 copy-on-write: readers share the pages and cannot change the files. Processes share no state except the files, so any
@@ -117,7 +117,7 @@ class BlockRoom:
         return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
 
     def drop(self) -> None:
-        """Release the reserved space of blocks that were not sealed. Idempotent."""
+        """Release the reserved space of blocks that were not published by `seal`. Idempotent."""
         for writer in self.writers:
             writer.drop()
 
@@ -236,7 +236,7 @@ class PrefixStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Return a context manager that holds the folder's lock: no other process reserves space meanwhile."""
+        """Return a context manager that holds the folder's lock, so that no other process can reserve space."""
         try:
             file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -248,13 +248,14 @@ class PrefixStore:
             os.close(file)
 
     def open(self, names: Sequence[str], block_tokens: int) -> tuple[KvBuffer, ...]:
-        """Return the KV of consecutive sealed blocks, beginning with the prompt's first block. Each block has
+        """Return the KV of consecutive complete blocks, beginning with the prompt's first block. Each block has
         `block_tokens` tokens.
 
         Buffers of blocks in memory are views of the files, and a file is not evicted until its last view is freed.
         Buffers of blocks on disk are copies, and the call waits until they are read. The call updates the blocks' times
         of last use; the prompt's first block becomes the most recently used one. Raises StalePrefixError if a block is
-        not stored or has another layout or size, and InvalidArgumentError for an invalid name."""
+        not stored or has another layout or size, and InvalidArgumentError for an invalid name.
+        """
         return tuple(block for block, _ in self._opening(names, block_tokens))
 
     def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
@@ -268,12 +269,10 @@ class PrefixStore:
         pieces: Sequence[tuple[int, TokenRange, memoryview]],
         spared: Collection[str],
     ) -> tuple[bool, Sequence[str]]:
-        """Store one complete block. `pieces` is its KV as (layer, tokens, bytes), each token of a layer once.
-
-
-
-        Readers do not see the block before it is complete. Blocks in `spared` are not evicted for it. Return True if
-        the block is stored now, and the names of the evicted blocks. Raises the same errors as `take`."""
+        """Store one complete block. `pieces` is its KV as (layer, tokens, bytes), and must contain each token of
+        each layer once. Readers do not see the block before it is complete. No block in `spared` is evicted to make
+        room. Return True if the block is stored now, and the names of the evicted blocks. Raises the same errors as
+        `take`."""
         room = self.take((name,), tokens, len(tokens), spared=spared)
         try:
             for writer in room.writers:
@@ -285,8 +284,8 @@ class PrefixStore:
             room.drop()
 
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
-        """Open the blocks before the first one of `names` that is not stored, as `open` does. Raises
-        InvalidArgumentError for an invalid name."""
+        """Open the leading blocks of `names`: those before the first one that is not stored. The buffers are as in
+        `open`. Raises InvalidArgumentError for an invalid name."""
         found: list[tuple[KvBuffer, int]] = []
         try:
             found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
@@ -304,7 +303,8 @@ class PrefixStore:
     def take(
         self, names: Sequence[str], tokens: TokenRange, block_tokens: int, *, spared: Collection[str] = ()
     ) -> BlockRoom:
-        """Reserve space to write consecutive blocks of a prompt, which contain `tokens`, `block_tokens` each.
+        """Reserve space for consecutive blocks of a prompt, which together contain `tokens`: `block_tokens` in each
+        block.
 
         Evicts blocks that are not being read and whose names are neither in `names` nor in `spared`. If there is still
         not enough space, the last blocks are omitted without an error. May wait for the folder's lock. Raises

@@ -11,8 +11,8 @@ Each kv head has one basis for all its J query heads, so that a partial key is s
 
 The distribution of queries and keys after RoPE depends on the position, because columns that rotate slowly have
 different means at different positions. A basis that is fitted only to the first thousands of positions fails at later
-ones. Therefore the sample text is fitted at several positions of the context. For this, its queries and keys only have
-to be rotated.
+ones. Therefore each basis is fitted to the sample text as if the text stood at several positions of the context. The
+model processes the text once; its queries and keys are then rotated to each position.
 
 `baton prepare` fits bases in fp64, before any request. `selection_file` stores them. Workers only apply them. See
 docs/infinigen.md for an overview.
@@ -39,7 +39,8 @@ NUM_WHOLE_LAYERS = 2
 """Number of layers at the start of the model that attend to all keys, as in the InfiniGen paper. Attention in these
 layers is spread over too many keys to omit some."""
 NUM_PLACES = 5
-"""Number of positions in the context at which the sample text is fitted."""
+"""Number of start positions in the context. To fit a basis, the queries and keys of the sample text are rotated to each
+of these positions."""
 _DAMPING = 1e-3
 """Smallest singular value that may be used as a divisor, as a fraction of the largest singular value. Smaller singular
 values are replaced by this minimum."""

@@ -19,8 +19,8 @@ from baton.planning.cost_model import CostModel, Protocol
 from baton.types import TokenRange
 
 _KNOT_SLACK = 0.005
-"""Fraction by which a knot's partition may be slower than the best partition that was found. With this slack,
-neighbouring knots get similar partitions (see `search`)."""
+"""Fraction by which a knot's partition may be slower than the best partition that was found for the same context
+length. With this slack, neighbouring knots get similar partitions (see `search`)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Knot:
 
 @dataclass(frozen=True)
 class PartitionTable:
-    """Table of the best partitions that were found. It maps each number of ranks to knots, sorted by context length."""
+    """Table of the best partitions that were found. It maps each number of ranks to knots (a context length with its
+    partition), sorted by context length."""
 
     knots: Mapping[int, tuple[Knot, ...]]
 
@@ -63,8 +64,9 @@ class PartitionTable:
         return as_ranges(rounded(self.fractions(len(tokens), num_ranks), len(tokens)), tokens.start)
 
     def fractions(self, num_tokens: int, num_ranks: int) -> tuple[float, ...]:
-        """Return the fraction of the prompt for each rank, in rank order, interpolated between knots for `num_tokens`
-        tokens. Raises ConfigError if the table has no knots for this number of ranks."""
+        """Return the fraction of the prompt for each rank, in rank order, for a prompt of `num_tokens` tokens. The
+        fractions are interpolated between the context lengths in the table. Raises ConfigError if the table does not
+        contain this number of ranks."""
         knots = self.knots.get(num_ranks)
         if knots is None:
             known = ", ".join(str(ranks) for ranks in sorted(self.knots)) or "none"
@@ -78,8 +80,9 @@ class PartitionTable:
 
 
 def build_table(cost: CostModel, protocol: Protocol, contexts: Mapping[int, Iterable[int]]) -> PartitionTable:
-    """Build a table by searching the best partition for each knot. `contexts` maps each number of ranks (at least 2) to
-    the context lengths of its knots. Lengths with fewer tokens than ranks are skipped."""
+    """Build a table by searching the best partition for each knot (context length for which a partition is stored).
+    `contexts` maps each number of ranks (at least 2) to the context lengths of its knots. Lengths with fewer tokens
+    than ranks are skipped."""
 
     def knot(num_tokens: int, num_ranks: int) -> Knot:
         chunks = search(num_tokens, num_ranks, cost, protocol, slack=_KNOT_SLACK)

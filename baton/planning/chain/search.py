@@ -26,8 +26,8 @@ Evaluate = Callable[[Partitions], NDArray[np.float64]]
 """Function that returns the predicted time in seconds of each of N partitions, `[N]`."""
 
 _COARSE_STEPS = 256
-"""Resolution of the first pass of the search. All seeds are improved in steps of at least 1 / _COARSE_STEPS of the
-prompt. Then the best two results are improved in steps of one token."""
+"""Resolution of the first pass of the search. All seeds (partitions with which the search starts) are improved in steps
+of at least 1 / _COARSE_STEPS of the prompt. Then the best two results are improved in steps of one token."""
 _SAME = 1e-9
 
 
@@ -106,8 +106,8 @@ def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tu
     """Improve a partition by local search. Return the chunks, and the value that `evaluate` returns for them.
 
     Each step moves tokens from one rank to another, if this decreases the value. If no move does, the number of tokens
-    of a step is halved, down to `least_step`. Pairs of moves are tried as well, because it often helps only if the
-    slowest rank gives tokens to two other ranks at once.
+    of a step is halved, down to `least_step`. Pairs of moves are also tried, because often the value decreases only if
+    the slowest rank gives tokens to two other ranks at once.
     """
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])
@@ -143,8 +143,8 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return seeds for slow links. In three of them, each rank has 0.5, 2 or 4 times the tokens of the previous rank.
-    In the fourth, the last rank has nearly all tokens."""
+    """Return seeds (partitions with which the search starts) for slow links. In three of them, each rank has 0.5, 2 or
+    4 times the tokens of the previous rank. In the fourth, the last rank has nearly all tokens."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)
     shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]

@@ -8,10 +8,11 @@ compute a chunk of c tokens, after P cached tokens and s tokens of earlier ranks
       latency + bytes / bandwidth
   h[l + 1] = max(q + own, r) + far + rest                           LOCAL_FIRST: own = c c / 2 pairs, far = c (P + s)
   h[l + 1] = max(q, r) + own + far + rest                           OVERLAPPED
-  h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message is sent on request
+  h[l + 1] = max(h[l], t) + message + fixed + project(c) + own + far + rest
+                                                                    BLOCKING: the previous rank can send at time t
 
 Each layer takes at least issue_s. `chain_ttft` solves each recursion for all layers and for many partitions at once. It
-uses that y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
+uses the closed form of y[l + 1] = max(y[l] + A, x[l] + B), which is a running maximum of x[l] - l A.
 
 See KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, and docs/kv_runahead.md. All functions are pure.
 """

@@ -29,8 +29,8 @@ class Trace:
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     blocks: tuple[tuple[int, ...], ...] = ()
-    """Block ids of each prompt. Prompts with a common prefix begin with the same ids. Empty if no prompts share a
-    prefix."""
+    """Ids of the blocks of each prompt, in order. Prompts with a common prefix begin with the same ids. Empty if no
+    prompts share a prefix."""
     block_tokens: int = 512
     """Number of tokens of each prompt block."""
 

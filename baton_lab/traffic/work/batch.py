@@ -19,8 +19,8 @@ from baton.planning.step_times import StepTimes
 from baton_lab.traffic.gaps import GapHistogram
 
 _NEAR_TOKENS = 64
-"""Length of a segment of context lengths, in tokens per sequence. Within a segment, measured step times are
-approximated by a straight line."""
+"""Step times are approximated by a straight line within each range of this many context tokens per sequence. Used only
+for measured step times."""
 
 
 class StepLines:
@@ -59,7 +59,8 @@ class Batch:
         self._order = count()
         self._num_steps = 0
         self._at_s = 0.0
-        """Time of the step boundary that the batch's state describes. It may be up to one step in the future."""
+        """Simulated time of the step boundary up to which steps have been simulated. May be up to one step in the
+        future."""
         self.num_keys = 0
         """Number of tokens of all sequences together, at the step boundary `_at_s`."""
         self._line = (0.0, 0.0)

@@ -29,7 +29,7 @@ class PrefillWork(Protocol):
     def __len__(self) -> int: ...
 
     def add(self, number: int, plan: ChainPlan, now_s: float) -> None:
-        """Add the job `number`, which is processed as `plan` describes."""
+        """Add a job with the number `number`, whose ranks and durations are those of `plan`."""
 
     def advance(self, now_s: float) -> Done:
         """Advance the simulated time to `now_s`, and return the work that was finished by then."""
@@ -56,12 +56,12 @@ class RankQueue:
 
     def __init__(self) -> None:
         self._parts: dict[int, _Part] = {}
-        """Unfinished jobs by their number."""
+        """Remaining work of each unfinished job, by job number."""
         self._waiting: list[tuple[float, int]] = []
         """Heap of (due time, job number) for the jobs that are waiting."""
         self._running: tuple[float, int] | None = None
         self._at_s = 0.0
-        """Simulated time to which the running job's remaining work, `left_s`, refers."""
+        """Simulated time up to which the running job's work has been subtracted from its `left_s`."""
 
     def __len__(self) -> int:
         return len(self._parts)

@@ -58,8 +58,8 @@ class _Part:
 
     @property
     def ready_s(self) -> float:
-        """Time from which the next turn on the job can begin. Minus infinity: immediately. Infinity: not known yet,
-        because KV of earlier ranks is missing."""
+        """Earliest time at which the next turn on the job can begin. Minus infinity: immediately. Infinity: not known
+        yet, because KV of earlier ranks is missing."""
         if self.is_first or not self.num_taken:
             return -math.inf
         return self.arrived_s[self.num_taken - 1] if self.num_taken <= len(self.arrived_s) else math.inf

@@ -80,10 +80,10 @@ class ChainFit:
 
     calibration: Calibration
     residual: float
-    """Largest deviation of a rank's measured time from the fit, as a fraction."""
+    """Largest deviation of a measured computation time of a rank from the fit, as a fraction of the measured time."""
     checks: tuple[Check, ...]
-    """Comparisons of predicted and measured times, in ascending order of prompt length. There is one for each prompt
-    length and each division of a prompt among ranks."""
+    """Comparisons of predicted and measured times, in ascending order of prompt length. There is one comparison for
+    each combination of a prompt length and the numbers of its tokens that the ranks computed."""
     width: int
     """Number of ranks of the chains that were used for the fit."""
     num_ranks: int
@@ -91,16 +91,16 @@ class ChainFit:
 
     @property
     def median_error(self) -> float:
-        """Median absolute error, as a fraction of the measured time, over the prompts that were not used for the fit.
-        If all prompts were used for the fit, the median over all of them."""
+        """Median absolute error of the predictions, as a fraction of the measured time, over the prompts that were not
+        used for the fit. If all prompts were used for the fit, it is the median over all of them."""
         unseen = [abs(check.error) for check in self.checks if not check.is_fitted]
         return statistics.median(unseen or [abs(check.error) for check in self.checks])
 
 
 def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
     """Return the prompt lengths that are used for the fit, in ascending order. `max_tokens` is the maximum number of
-    tokens of a request. Each length is twice the previous one. Raises InvalidArgumentError if the lengths would be too
-    short to distinguish the costs."""
+    tokens of a request. Each length is twice the previous one. Raises InvalidArgumentError if the shortest length would
+    be below LEAST_TOKENS, because the costs could then not be separated."""
     longest = int(max_tokens * _LONGEST_SHARE)
     lengths = tuple(longest >> power for power in reversed(range(_NUM_LENGTHS)))
     if lengths[0] < LEAST_TOKENS:
@@ -112,8 +112,8 @@ def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
 
 
 def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return one further prompt length between every two neighbouring `lengths`. The additional lengths are used to
-    check the fit, not to make it."""
+    """Return one further prompt length between every two neighbouring `lengths`. Prompts of these lengths are measured
+    to check the fit, but are not used for the fit."""
     ascending = sorted(set(lengths))
     between = [round((low * high) ** 0.5) for low, high in itertools.pairwise(ascending)]
     return tuple(each for each in between if each not in ascending)
@@ -172,8 +172,9 @@ def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[in
 
 
 def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
-    """Return the computation times of ranks in seconds, with one entry for each different chunk of a prompt. Chunks are
-    equal if they have the same length, start and last-rank flag. The time of equal chunks is their median."""
+    """Return one entry for each distinct chunk of a prompt that a rank computed. An entry has the chunk's number of
+    tokens, its start, whether the chain's last rank computed it, and the median of its measured computation times in
+    seconds."""
     seconds: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks:

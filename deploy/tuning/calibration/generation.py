@@ -53,9 +53,8 @@ def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningSt
 
 
 def draft_keys_of(state: "ClusterState") -> dict[str, int]:
-    """Return the draft sources of the generation groups. The value of each source is the number of keys that a draft
-    step attends to. The draft source `model` is left out, because a draft model's steps are not steps of the measured
-    model."""
+    """Return, for each draft source of the generation groups, the number of keys that a draft step attends to. The
+    draft source `model` is left out, because a draft model's steps are not steps of the measured model."""
     groups = [group.generation for group in state.groups if group.generation is not None]
     sources = {each.counts.source: each.draft_keys for group in groups for each in group.speculation.sources}
     return {name: num_keys for name, num_keys in sources.items() if name != _DRAFT_MODEL}

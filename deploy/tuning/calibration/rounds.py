@@ -120,8 +120,8 @@ def rounds_of(
 
 
 def steps_of_choice(events: Sequence[TokenEvent]) -> list[ChoiceStep]:
-    """Group the token events of one choice into steps, and return the steps. In a step with drafts, the event of its
-    last token reports the drafts. A step without drafts has one token."""
+    """Group the token events of one choice by the step that produced the tokens, and return the steps in order. If a
+    step verified drafts, the event of its last token reports them. A step without drafts has one token."""
     steps: list[ChoiceStep] = []
     for index, event in enumerate(events):
         steps.append(ChoiceStep(event.unix_ns, event.unix_ns, index, None))

@@ -25,8 +25,8 @@ from baton.types import TokenEvent
 NUM_STEPS = 16
 """Number of steps that are measured in each batch."""
 _BEFORE = NUM_STEPS // 2 + 2
-"""Number of output tokens of a sequence in the first half of its measurement. The first two of them are not measured:
-the token at the end of the prompt, and the token of the next step."""
+"""Number of output tokens of a sequence up to the middle of its measurement. The first two of them (from the step that
+ends the prompt, and from the step after it) are not measured."""
 LEAST_CONTEXT = _BEFORE + 1
 """Minimum context that can be measured, in tokens. It is the length that a sequence with a prompt of one token has
 half-way through its measurement."""
@@ -52,7 +52,8 @@ class Grid:
 
     def work(self, cell: tuple[int, int]) -> int:
         """Return an estimate of the time to measure a batch, in an arbitrary unit. `cell` is a pair (number of
-        sequences, tokens of context). The estimate adds the prefill of one prompt and the steps of all sequences."""
+        sequences, tokens of context). The estimate is the sum of the work to prefill one prompt and the work of the
+        steps of all sequences."""
         return cell[1] + NUM_STEPS * cell[0]
 
 
@@ -103,7 +104,7 @@ def measure_steps(client: Client, grid: Grid, *, rng: random.Random, done: Calla
 
 
 def steps_of(events: Iterable[TokenEvent], batch: int) -> list[float]:
-    """Return the duration in seconds of each measured step of a batch; the first step is not measured. `events` are the
+    """Return the duration in seconds of each step of a batch except the first, which is not measured. `events` are the
     token events of a batch of `batch` sequences that ran alone from its first to its last token. Raises
     UnavailableError if the sequences did not run in the same steps."""
     stamps: list[list[int]] = [[] for _ in range(batch)]

@@ -26,14 +26,14 @@ class Captured:
     are selected."""
 
     mass: float
-    """Fraction of the softmax weight that belongs to the selected keys."""
+    """Fraction of the softmax weight over all keys that the selected keys have."""
     share: float
     """Fraction of the visible keys that are selected."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """Method to select keys: by scores that a basis estimates, or by true scores."""
+    """Method of selecting keys: by the scores that a basis estimates, or by the true scores."""
 
     basis: Basis | None
     """Basis whose columns estimate the scores of the keys. None: the true scores are used, which give the best possible
@@ -66,14 +66,14 @@ def captured(
 
 
 def closeness(scores_GJQS: Tensor) -> Tensor:
-    """Return the closeness of each key as `[G, Q, S]`: the key's score minus the highest score of the same query head.
-    Closeness is at most 0. For a kv head, it is the maximum over the kv head's J query heads."""
+    """Return the closeness of each key as `[G, Q, S]`. For a query head, the closeness of a key is its score minus the
+    highest score of all keys, so it is at most 0. For a kv head, it is the maximum over the kv head's J query heads."""
     return (scores_GJQS - scores_GJQS.amax(-1, keepdim=True)).amax(1)
 
 
 def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: Selection) -> Tensor:
     """Return the keys that `baton.modeling.forward.selection` would select, as a bool mask `[G, Q, S]`. `close_GQS` is
-    the closeness of each key. `positions_Q` has the positions of the queries. `seen_QS` is True where a query may
+    the result of `closeness`. `positions_Q` has the positions of the queries. `seen_QS` is True where a query may
     attend to a key."""
     num_seen_Q = seen_QS.sum(-1)
     num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()

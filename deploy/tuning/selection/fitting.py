@@ -1,11 +1,11 @@
 """Implements `baton prepare`: fits bases (columns that estimate the scores of keys), compares them, tunes a selection,
 and writes the best selection to a file. Blocks for a minute or more.
 
-1. The first passage of the text gives queries and keys of every layer. Bases of all kinds are fitted to them.
-2. The second passage gives other queries and keys. They show how much attention each basis captures. The best kinds of
-   basis for each number of columns are kept.
-3. The other passages are read through the policy. They show the perplexity and the bytes of each selection. Of the
-   selections within the allowed cost, the one that reads the fewest bytes is written.
+1. The model runs over the first passage of the text. Bases of all kinds are fitted to its queries and keys.
+2. The model runs over the second passage. Its queries and keys show how much attention each basis captures. The best
+   kinds of basis for each number of columns are kept.
+3. The model reads the other passages once with each selection that is tried, to measure the perplexity and the bytes
+   of KV read. Of the selections within the allowed cost, the one that reads the fewest bytes is written.
 
 If several kinds of bases capture nearly the same attention, they are compared in step 3, because their costs in
 perplexity differ more.
@@ -46,7 +46,8 @@ from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.selective import require_selective
 
 _FITTED_TOKENS = 2048
-"""Maximum number of tokens to which bases are fitted. They are the first tokens of the first passage."""
+"""Maximum number of tokens of the first passage to which bases are fitted. They are the first tokens of this
+passage."""
 _LEAST_TOKENS = 64
 _NUM_JUDGED = 64
 """Number of queries with which bases are compared. The queries are evenly spaced over the second half of the second
@@ -73,8 +74,8 @@ class Judged:
     """Fraction of the softmax weight that is captured if keys are selected with queries that were predicted one layer
     earlier (lookahead 1)."""
     is_best: bool
-    """True if this basis is among the best with its number of columns, at the requested lookahead. Bases whose captured
-    mass is less than `_TIE` below the highest are all among the best."""
+    """True if this basis is one of the best with its number of columns, at the requested lookahead. Those are all bases
+    whose captured mass is less than `_TIE` below the highest."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Outcome:
     can capture more."""
     full_perplexity: float
     found: tuple[Measured, ...]
-    """Selections within the allowed cost. The first one is written to the file."""
+    """Selections that were accepted, in order of preference: those within the allowed cost, or those with the bounds
+    that the user gave. The first one is written to the file."""
     path: Path
 
 
@@ -165,9 +167,10 @@ def judge(
 
 
 def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> list[Measured]:
-    """Measure selections with these bases, and return them in order of preference. If the user gave alpha and
-    most_share, this selection is measured with each basis, and the basis with the lowest cost is first. Otherwise alpha
-    and most_share are searched, and the selection that reads the fewest bytes is first. Raises ConfigError."""
+    """Measure selections with these bases, and return them in order of preference. A selection is bounded by alpha
+    (distance from the best score) and most_share (fraction of the keys). If the user gave both, they are measured with
+    each basis, and the basis with the lowest cost is first. Otherwise both are searched, and the selection within the
+    allowed cost that reads the fewest bytes is first. Raises ConfigError."""
     if wanted.by_hand is None:
         fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
         bases = cheapest(bases, fixed, wanted.context, reader.measure)
@@ -177,12 +180,12 @@ def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> l
 
 
 class PassageReader:
-    """Reads the same passages of text through several policies, one after another."""
+    """Measures the perplexity of the same passages of text with several selections of keys, one after another."""
 
     def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, console: Console) -> None:
-        """Prefill the passages, and read them once with attention to all keys, as the reference. `lookahead` is the
-        number of layers by which keys are selected in advance (0 or 1). Raises ConfigError if there is not enough
-        memory."""
+        """Prefill the contexts of the passages, and read the passages once with attention to all keys, as the
+        reference. `lookahead` is the number of layers by which keys are selected in advance (0 or 1). Raises
+        ConfigError if there is not enough memory."""
         self._decoder = decoder
         self._lookahead = lookahead
         self._console = console
@@ -197,9 +200,9 @@ class PassageReader:
         return perplexity(self._full.losses_BM)
 
     def read(self, basis: Basis, selection: Selection, mass_every: int = 0) -> Reading:
-        """Read the passages through the policy `infinigen` with this basis and selection. Every `mass_every` steps, the
-        true attention weight of the selected keys is measured, which is slow. If `mass_every` is 0, the weight is never
-        measured."""
+        """Run the model over the passages with the policy `infinigen`, this basis and this selection. Every
+        `mass_every` steps, the true attention weight of the selected keys is measured, which is slow. If `mass_every`
+        is 0, it is never measured."""
         fingerprint = self._shape.layout.model_fingerprint
         prepared = PreparedSelection(basis, selection, self._lookahead, fingerprint, text_hash="")
         residency = InfinigenResidency(self._shape, PagedMemory, prepared, self._decoder)

@@ -1,5 +1,5 @@
-"""Quality measures of a residency policy through which a text is read (module `passages` in this folder): perplexity,
-agreement with full attention, and selected keys.
+"""Measures the quality of a residency policy while the model reads a text (module `passages` in this folder):
+perplexity, agreement with full attention, and selected keys.
 
 Shape suffixes: B sequences, M steps, L layers, N heads, G kv heads, J = N / G query heads per kv head, H head dim, S
 keys of a sequence, K maximum number of selected keys.
@@ -23,7 +23,7 @@ def perplexity(losses: Tensor) -> float:
 
 
 def compatibility(choices_BM: Tensor, reference_BM: Tensor) -> float:
-    """Return the fraction of tokens in `choices_BM` that equal the token of the reference at the same position."""
+    """Return the fraction of positions at which the token in `choices_BM` equals the token in `reference_BM`."""
     return float((choices_BM == reference_BM).double().mean())
 
 
@@ -49,7 +49,8 @@ class PicksMeter:
 
     @property
     def picked_share(self) -> float | None:
-        """Mean fraction of a sequence's keys that a kv head attended to. None if no layer selected keys."""
+        """Mean fraction of a sequence's keys that a kv head attended to, over the layers in which keys were selected.
+        None if no layer selected keys."""
         return statistics.fmean(self._shares) if self._shares else None
 
     @property
@@ -64,8 +65,8 @@ class PicksMeter:
         return None if step.turns is None else WatchedTurns(self, step, step.turns)
 
     def take(self, layer: int, picks: Picks, step: StepKv, q_BNH: Tensor) -> None:
-        """Record the keys that were selected in one layer of a step. `q_BNH` are the queries for which they were
-        selected."""
+        """Record the keys `picks` that were selected in one layer of a step. `q_BNH` are the queries that selected
+        them."""
         lengths_B = torch.tensor([span.tokens.end for span in step.spans])
         self._shares.append(float((picks.num_BG / lengths_B.unsqueeze(1)).mean()))
         if self.weighs:
@@ -76,8 +77,8 @@ class PicksMeter:
 
 @dataclass(frozen=True)
 class WatchedTurns:
-    """Wrapper of a step's LayerTurns, the policy's hooks before and after each layer. It forwards all calls to them,
-    and reports the selected keys to a meter."""
+    """Wrapper of a step's LayerTurns (the policy's hooks before and after each layer). It forwards all calls to the
+    wrapped object, and reports the selected keys to a meter."""
 
     meter: PicksMeter
     step: StepKv

@@ -1,4 +1,5 @@
-"""Measures the quality of a residency policy by reading natural text through it, as generation steps do.
+"""Measures the quality of a residency policy: the model reads natural text in generation steps, and the policy provides
+the KV.
 
 Each sequence is a passage: a context, and the text that follows it in the original. Full attention computes the
 context's KV, which is copied into the policy's memory. Every policy thus starts with the same KV. The text after the
@@ -40,8 +41,8 @@ class Passage:
 
     token_ids: tuple[int, ...]
     num_context: int
-    """Number of tokens of the context, which are prefilled. Each later token except the last is fed in a step. Each
-    step predicts the token after the one that it is fed."""
+    """Number of tokens of the context, which is prefilled. Each later token except the passage's last is fed in a step
+    of its own. A step predicts the token after the one that it is fed."""
 
     def __post_init__(self) -> None:
         assert self.num_context >= 1, "a row needs a context"
@@ -49,8 +50,8 @@ class Passage:
 
     @property
     def num_steps(self) -> int:
-        """Number of tokens that steps predict. It is the number of tokens after the context minus one, because the
-        first of them would be predicted by prefill."""
+        """Number of tokens that steps predict: all tokens after the context except the first, which prefill would
+        predict."""
         return len(self.token_ids) - self.num_context - 1
 
 
@@ -70,7 +71,7 @@ class StepScore:
     losses_B: Tensor
     """Negative log likelihoods (natural logarithm) of the true next tokens, in float64."""
     choices_B: Tensor
-    """Token with the highest likelihood for each sequence, according to this step."""
+    """The token that the step predicts as most likely, for each sequence."""
     duration_s: float
     """Duration of the step in seconds. It includes the decoder, the policy, the logits and the choice of tokens."""
     num_kv_bytes: int
@@ -137,7 +138,8 @@ def shape_for(decoder: Decoder, passages: Sequence[Passage]) -> KvShape:
 
 
 class PassageRows:
-    """Sequences that read their passages through a policy, one token per step. `opened` makes an object."""
+    """Sequences, one per passage, that are fed one token of the passage per step while a policy provides the KV. Made
+    with `opened`."""
 
     def __init__(
         self, decoder: Decoder, residency: Residency, passages: Sequence[Passage], rows: Sequence[RowKv]
@@ -152,8 +154,8 @@ class PassageRows:
     @classmethod
     @contextmanager
     def opened(cls, decoder: Decoder, residency: Residency, contexts: Sequence[Context]) -> Iterator["PassageRows"]:
-        """Add one sequence for each context to the policy, and copy the context's KV to it. Yield the sequences, and
-        release them when the `with` block ends. The policy must not hold other sequences."""
+        """Add one sequence for each context to the policy `residency`, and copy the context's KV to this sequence.
+        Yield the sequences, and release them when the `with` block ends. The policy must not hold other sequences."""
         with ExitStack() as claims:
             rows: list[RowKv] = []
             for slot, context in enumerate(contexts):
@@ -167,7 +169,7 @@ class PassageRows:
 
     @property
     def num_steps_left(self) -> int:
-        """Number of steps until the first passage ends."""
+        """Number of steps until the shortest passage ends."""
         return min(passage.num_steps for passage in self._passages) - self._num_steps
 
     @property
@@ -207,9 +209,9 @@ class PassageRows:
 
 
 def read(rows: PassageRows, mass_every: int = 0, done: Callable[[], None] | None = None) -> Reading:
-    """Run steps until the first passage ends, and return their combined result. `done` is called after each step. Every
-    `mass_every` steps, the weight of full attention on the selected keys is measured, which is slow. If `mass_every` is
-    0, the weight is never measured."""
+    """Run steps until the shortest passage ends, and return their combined result. `done` is called after each step.
+    Every `mass_every` steps, the selected keys' share of full attention's softmax weight is measured, which is slow. If
+    `mass_every` is 0, it is never measured."""
     meter, scores, times = PicksMeter(), [], []
     for number in range(rows.num_steps_left):
         meter.weighs = bool(mass_every) and number % mass_every == 0

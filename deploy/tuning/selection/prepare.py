@@ -1,5 +1,5 @@
-"""`baton prepare`: fits the rules by which the residency policy `infinigen` selects keys of a model. The rules use only
-some of the keys' columns.
+"""`baton prepare`: fits the rules by which the residency policy `infinigen` selects the keys that a model attends to.
+To estimate the scores of keys, the rules read only a few columns of each key.
 
 The command needs no cluster. One process runs the model over a text (`deploy.tuning.selection.fitting`).
 docs/infinigen.md describes the fitted parameters.
@@ -41,7 +41,7 @@ The best of all --kinds is taken at each ratio, and of these what reads least an
 a standard error more. `baton evaluate` on another text says what it is worth."""
 
 _COSTS = ("0.02", "0.015")
-"""Default values of the allowed relative increase of perplexity. The index is the lookahead in layers (0 or 1)."""
+"""Default values of the allowed relative increase of perplexity, indexed by the lookahead in layers (0 or 1)."""
 
 _EXAMPLES = """\
 examples:

@@ -1,5 +1,5 @@
-"""Searches for the smallest selection of keys whose cost in perplexity is allowed, for `baton prepare`. The cost of
-each candidate is measured by reading a text through the policy.
+"""Searches for the smallest selection of keys whose cost in perplexity is allowed, for `baton prepare`. To measure the
+cost of a candidate, the model reads a text while it attends only to the keys that the candidate selects.
 
 A selection has two bounds. `alpha` is the maximum distance of a selected key's score from the best score. `most_share`
 (the cap) is the maximum fraction of a sequence's keys that are selected by score. Tighter bounds increase the
@@ -9,8 +9,8 @@ First, bisection finds the tightest cap that stays within the allowed cost witho
 alpha within the cost is searched for this cap and for the next looser cap. The best selection is the one within the
 cost that reads the fewest bytes.
 
-Every sequence may select a minimum number of keys. A cap below this number has no effect at the measured length, but
-would affect longer sequences. Therefore such caps are not tried.
+Every sequence may select a minimum number of keys, regardless of the cap. A cap that allows fewer keys than this number
+has no effect at the measured length, but would affect longer sequences. Therefore such caps are not tried.
 """
 
 import math
@@ -52,8 +52,8 @@ Measure = Callable[[Basis, Selection], Measured]
 
 
 def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Measure) -> list[Basis]:
-    """Return one basis for each number of columns. It is the basis with the lowest cost in perplexity under the
-    tightest cap, without a bound on scores (alpha)."""
+    """Return one basis for each number of columns: the one with the lowest cost in perplexity. The cost is measured
+    with the tightest cap (most_share) that has an effect, and without a bound on scores (alpha)."""
     tightest = replace(fixed, alpha=math.inf, most_share=_caps(fixed, context)[0])
     rivals = [[basis for basis in bases if basis.num_columns == num] for num in sorted({b.num_columns for b in bases})]
     return [
@@ -66,8 +66,8 @@ def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: floa
     `most_cost`. Return the selections, ordered so that the one that reads the fewest bytes is first.
 
     `most_cost` is a relative increase of perplexity. `fixed` has the number of keys that are always selected, and the
-    number that any sequence may select by score. `context` is the smallest number of tokens of the measured sequences.
-    Raises ConfigError if no selection stays within the cost.
+    number of keys that may be selected by score regardless of the cap. `context` is the number of tokens of the
+    shortest measured sequence. Raises ConfigError if no selection stays within the cost.
     """
     tries: list[Measured] = []
     caps = _caps(fixed, context)

@@ -1,7 +1,7 @@
 """Natural texts that `baton prepare` and `baton evaluate` read.
 
-Sequences are independent samples: texts are assigned to sequences one after another, and each sequence has its own part
-of its text.
+Each sequence reads a different part of a text, so that sequences are independent samples. The sequences are assigned to
+the texts one after another. A text is divided among its sequences.
 """
 
 import gzip

@@ -17,12 +17,13 @@ class Wanted:
     ratios: tuple[float, ...]
     """Fractions of a head's columns to keep in a basis. Each fraction is tried."""
     reach: int
-    """Number of positions for which bases must be valid, counted from 0. If 0, the model's context length."""
+    """Bases must be valid for the positions [0, `reach`). 0 selects the model's context length."""
     lookahead: int
     context: int
     """Number of tokens of each passage that are prefilled before the first step."""
     num_rows: int
-    """Number of passages. Bases are fitted to the first passage and compared on the second."""
+    """Number of passages into which the text is divided. Bases are fitted to the first passage and compared on the
+    second."""
     num_steps: int
     most_cost: float
     """Maximum relative increase of perplexity that a selection may cause, for example 0.02."""

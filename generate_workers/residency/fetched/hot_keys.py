@@ -9,11 +9,11 @@ buffer. Each area has *places* for keys and values of all kv heads:
     0 ... W - 1      the latest tokens, in order, including the step's new token: the same tokens for all kv heads
     W ... W + C - 1  slots: each kv head stores a key of its own in each slot
 
-This module has the parts that do not depend on the device: the area of a layer, the layer whose keys an area contains,
-and the places of the latest tokens. Records list the keys that are in slots. There is one record for each area and kv
-head, in the memory of the device that finds places for picks: `native_keys` for CPUs, `tensor_keys` for GPUs. A pick
-that is not in a slot gets a slot that was never used. If all slots were used, it gets the next slot, in cyclic order,
-whose key is not picked now.
+This module has the parts that are the same for all devices. It determines the area of a layer, the layer whose keys an
+area contains, and the places of the latest tokens. The other modules decide which key each slot contains, in *records*
+(lists of the keys in slots, one for each area and kv head): `native_keys` for CPUs, `tensor_keys` for GPUs. They find a
+slot for each pick. A pick that is not in a slot gets a slot that was never used. If all slots were used, it gets the
+next slot, in cyclic order, whose key is not picked now.
 
 Shape suffixes: G kv heads, H head dim, W latest, C slots.
 """
@@ -26,8 +26,8 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.row_parts import MakeMemory, PagedKv
 
 _MORE_LATEST = 16
-"""Number of extra places for latest tokens, in addition to the places for latest tokens that are always selected. When
-the extra places are full, the tokens that are always selected are moved to the first places."""
+"""Number of places for latest tokens, in addition to those for the latest tokens that are always selected. When these
+additional places are full, the tokens that are always selected are moved to the first places."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HotSize:
 
     @property
     def num_latest(self) -> int:
-        """Return the number of places for the latest tokens of a sequence: W."""
+        """Return the number of places for the latest tokens of a sequence, called W."""
         return self.selection.num_last + _MORE_LATEST
 
     def num_slots(self, num_tokens: int) -> int:
@@ -59,14 +59,14 @@ class HotSize:
 
 
 class HotKeys:
-    """Device memory of one batch slot for hot keys, divided into areas; a RowPart. Used by the engine's thread. Other
-    threads may begin and end claims."""
+    """Device memory of one batch slot for hot keys (recently selected keys), divided into areas. It is a RowPart (part
+    of the slot's memory). Used by the engine's thread. Other threads may begin and end the use of the slot."""
 
     def __init__(self, size: HotSize, make_memory: MakeMemory, max_tokens: int) -> None:
         """Prepare memory for sequences of at most `max_tokens` tokens. Raises the errors of `make_memory`."""
         self.size = size
         self.most_slots = size.num_slots(max_tokens)
-        """Number of slots for keys, per area and kv head, that a sequence of `max_tokens` tokens needs: C."""
+        """Number of slots per area and kv head, called C, that a sequence of `max_tokens` tokens needs."""
         self._num_places = size.num_latest + self.most_slots
         self._kv = PagedKv(replace(size.layout, num_layers=size.num_areas), make_memory, self._num_places)
         """Memory of all areas. Its layers are the areas, and its tokens are the places of an area."""
@@ -88,7 +88,7 @@ class HotKeys:
         return self._kv.bytes_for(self.size.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. It has no hot keys yet."""
+        """Begin the use of the slot by a new sequence, which has no hot keys yet."""
         self._kv.open(self.size.num_places(num_tokens), self._num_places)
         self.forget()
 
@@ -97,7 +97,7 @@ class HotKeys:
         self._kv.memory.commit(TokenRange(0, self.size.num_places(num_tokens)))
 
     def copy_from(self, other: "HotKeys", num_tokens: int) -> None:
-        """Do nothing: keys are fetched when they are selected."""
+        """Do nothing: a new sequence has no hot keys. Keys are fetched when they are selected."""
 
     def forget(self) -> None:
         """Drop all hot keys. All keys that are selected next are then fetched."""
@@ -105,18 +105,18 @@ class HotKeys:
         self.start = self._end = 0
 
     def release(self) -> None:
-        """End the claim on the slot, if one exists, and release its memory."""
+        """End the current sequence's use of the slot, if there is one, and release its memory."""
         self._kv.release()
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the current claim's memory as a KvBuffer whose layers are the areas, and whose tokens are the
-        places."""
+        """Return the current sequence's memory as a KvBuffer. The layers of this buffer are the areas, and its tokens
+        are the places within an area."""
         return self._kv.buffer
 
     def places_of(self, num_tokens: int) -> int:
-        """Return the number of places in an area for a sequence of `num_tokens` tokens. A place is an index within an
-        area; selected keys are in places below this number."""
+        """Return the number of places (indices within an area) that a sequence of `num_tokens` tokens uses. All of its
+        selected keys are in places below this number."""
         return self.size.num_places(num_tokens)
 
     def area(self, layer: int) -> int:
@@ -125,9 +125,9 @@ class HotKeys:
         return layer % self.size.num_areas
 
     def own_place(self, position: int) -> int:
-        """Return the place (index within an area) of the step's new token at `position`. If the places for latest
-        tokens are full, first move the latest tokens that are always selected to the first places. If other tokens were
-        added since the last call, drop all hot keys first."""
+        """Return the place (index within an area) of the step's new token, which has this `position`. If the places for
+        latest tokens are full, first move the latest tokens that are always selected to the first places. If the
+        previous token did not get its place from this method, first drop all hot keys."""
         if position != self._end:
             self.forget()  # tokens in between were not run as single-token steps
             self.start = position
@@ -140,8 +140,8 @@ class HotKeys:
         return position - self.start
 
     def takes_over(self, layer: int) -> bool:
-        """Assign a layer's area to `layer`. Return True if the area contained keys of another layer, or no keys. The
-        layer must then fetch all of its selected keys."""
+        """Assign the area that a layer uses to `layer`. Return True if the area contained keys of another layer, or no
+        keys: the layer must then fetch all of its selected keys."""
         area = self.area(layer)
         was = self.owners[area]
         self.owners[area] = layer

@@ -6,13 +6,13 @@ selects are guessed from the input of layer l (lookahead 1). Selected keys that 
 (`hot_keys`) are fetched while layer l runs. New tokens' KV is copied to host memory layer by layer, also while layers
 run.
 
-    engine:  begin l: guess l + 1, ask for what is missing | layer l | end l: store | begin l + 1 ... picks l + 1: wait
-    link in:                                        fetch l + 1 -------------->
-    link out:                                                            store l ---->
+    engine:  begin l: guess l + 1, request missing keys | layer l | end l: store | begin l + 1 ... picks l + 1: wait
+    link in:                                     fetch l + 1 -------------->
+    link out:                                                         store l ---->
 
     host    KV of all layers except the first two
-    device  the first two layers' KV, partial keys, hot keys, one piece for pushed KV and one for long spans
-    link    picks that are not hot, and new tokens' KV. For longer spans (local prefill): all tokens before them
+    device  the first two layers' KV, partial keys, hot keys, two buffers for pieces of KV (pushed KV and long spans)
+    link    picks that are not hot keys, and new tokens' KV. For spans of several tokens: the KV of all earlier tokens
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim.
 """
@@ -55,8 +55,8 @@ class FetchedStep(ScoringStep[FetchedRow]):
         mechanism: FetchMechanism,
         pieces: Pieces,
     ) -> None:
-        """`pieces` is device memory for spans of several new tokens. They read earlier KV through it, a piece at a
-        time."""
+        """`pieces` is a buffer on the device. Spans of several new tokens read the earlier KV through it, one piece at
+        a time."""
         super().__init__(rows, prepared, decoder, mechanism.scored)
         self._link, self._pieces = link_of(decoder.device), pieces
         self._stores = HomeStores(self._link)
@@ -65,7 +65,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
         """Running fetches by layer. Each entry has the transfer of the missing keys, and the places of all selected
         keys on the device."""
         self._fetch: Transfer = DoneTransfer()
-        """Latest fetch. When it has ended, all earlier fetches have ended as well."""
+        """Latest fetch. All earlier fetches have ended when this one has ended."""
         self._num_picks: list[tuple[Tensor, Tensor]] = []
         """Numbers of selected keys and of fetched keys, two tensors `[B, G]` for each layer that has selected keys so
         far. The tensors stay on the device that made them."""
@@ -143,7 +143,7 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder, device_bytes: int | None = None
     ) -> None:
         """`prepared` must have been made for the model of `decoder`. `device_bytes` is the number of bytes of device
-        memory for the KV of all slots, and determines the number of areas; None: no limit. Raises an error of
+        memory for the KV of all slots; None: no limit. The number of areas depends on it. Raises an error of
         OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
         device, layout = decoder.device, shape.layout
         pieces = Pieces(layout, device), Pieces(layout, device)
@@ -152,8 +152,8 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         passing_bytes = 2 * PIECE_TOKENS * layout.row_bytes + shape.long_span_bytes
         self.scratch_bytes = passing_bytes + mechanism.scratch_bytes
         self.num_areas = others_of(layout).num_layers
-        """Number of areas of device memory per sequence. If a layer has an area of its own, its selected keys stay in
-        the area until the next step."""
+        """Number of areas of device memory per sequence. If there is one area per layer, a layer's selected keys stay
+        in its area until the next step."""
         num_rows = shape.num_slots
         if device_bytes is not None:
             left = max(device_bytes - self.scratch_bytes, 0)

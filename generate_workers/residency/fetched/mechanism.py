@@ -5,8 +5,8 @@ The policy (`infinigen`, with the bookkeeping of `hot_keys`) decides which keys 
 memory the layers use, and when KV is fetched and stored. A mechanism owns the sequences' memory, finds places for
 selected keys, and lists the copies that the policy runs:
 
-    native_keys   CPUs, and the device that one emulates: kernels in C++ over addresses, Rows in memory of their own
-    tensor_keys   GPUs: operations on tensors, Rows in pools; the host does not read the picks
+    native_keys   for CPUs, and for a device that a CPU emulates: C++ kernels. Each Row has its own memory
+    tensor_keys   for GPUs: tensor operations. Rows are in pools. The CPU does not read which keys were selected
 
 A Row is the memory of one slot. Layers are counted from the first layer that selects keys. Shape suffixes: B sequences
 of one new token, G kv heads, H head dim.
@@ -25,11 +25,12 @@ from generate_workers.residency.fetched.rows import FetchedRow
 from generate_workers.residency.sparse.infinigen import ScoredKeys
 
 Choosing = Sequence[tuple[FetchedRow, TokenRange]]
-"""Sequences of a step that select keys. Each has exactly one new token, which the TokenRange gives."""
+"""Sequences of a step that select keys, as pairs of the slot's memory and a range that contains only the new token."""
 
 
 class StepKeys(Protocol):
-    """Keys on the device of the sequences that select keys in one step, with a place for each sequence's new token."""
+    """Device memory of one step for the sequences that select keys: the selected keys, and each sequence's new
+    token."""
 
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
         """Assign a place (index in device memory) to each key in `picks`, the keys that `layer` selects. Return `picks`
@@ -45,13 +46,13 @@ class StepKeys(Protocol):
 
 
 class FetchMechanism(Protocol):
-    """Memory of all slots on one device. It also decides where selected keys are stored in this memory. Used on the
+    """Memory of all slots on one device, with the rule by which places in it are assigned to selected keys. Used on the
     engine's thread."""
 
     @property
     def basis(self) -> Basis:
-        """Return the basis on which keys are projected to partial keys. It is in the memory of the device that computes
-        with it."""
+        """Return the basis on which keys are projected to partial keys. It is stored on the device that computes the
+        projections."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -70,5 +71,5 @@ class FetchMechanism(Protocol):
         keys, and `num_tokens` is its number of tokens. Both include the new token."""
 
     def begin(self, choosing: Choosing) -> StepKeys:
-        """Begin a step of the sequences in `choosing`, and return their keys. All copies of the previous step must have
-        ended."""
+        """Begin a step of the sequences in `choosing`, and return the StepKeys of this step. All copies of the previous
+        step must have ended."""

@@ -1,9 +1,9 @@
 """C++ kernels that find places on the device for selected keys (picks), for CPUs and for the device that a CPU
 emulates.
 
-Each Row (memory of one slot) has its own memory, which is committed as its sequence grows. Records in host memory list
-the keys that the slots contain, one record for each area and kv head. The kernel reads and writes the records
-(baton/modeling/kernels/sparse/hot_keys.cpp).
+Each Row (memory of one slot) has its own memory, which is committed as its sequence grows. Records (lists of the keys
+that the slots of an area contain) are in host memory, one record for each area and kv head. The kernel reads and writes
+the records (baton/modeling/kernels/sparse/hot_keys.cpp).
 
 Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C slots.
 """
@@ -27,7 +27,7 @@ from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.infinigen import PartialIndex
 
 _RECORD_HEAD = 3
-"""Number of int32 values in a record before its list of keys. The C++ kernel uses the same number."""
+"""Number of int32 values at the start of a record, before its list of keys. The C++ kernel uses the same number."""
 
 
 class RecordedKeys(HotKeys):
@@ -35,16 +35,17 @@ class RecordedKeys(HotKeys):
     by address."""
 
     records = torch.empty(0, dtype=torch.int32)
-    """Records of all areas. The first dimension is the number of the area. Empty if the slot has no claim."""
+    """Records (lists of the keys on the device) of all areas. The first dimension is the area. Empty if no sequence
+    uses the slot."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. It has no hot keys yet."""
+        """Begin the use of the slot by a new sequence, which has no hot keys yet."""
         super().open(num_tokens, capacity_tokens)
         numbers = self.size.layout.num_kv_heads * (_RECORD_HEAD + 2 * self.most_slots)
         self.records = torch.zeros(self.size.num_areas, numbers, dtype=torch.int32)
 
     def release(self) -> None:
-        """End the claim on the slot, if one exists, and release its memory."""
+        """End the current sequence's use of the slot, if there is one, and release its memory."""
         self.records = torch.empty(0, dtype=torch.int32)
         super().release()
 
@@ -105,8 +106,8 @@ class NativeMechanism:
     scratch_bytes = 0
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: device memory through which KV passes in pieces, for pushed keys and for long spans. Each
-        FetchedRow gets it. Raises an error of OUT_OF_MEMORY, or OSError."""
+        """`pieces`: buffers on the device, one piece of KV each. Pushed keys pass through the first, long spans through
+        the second. Each FetchedRow gets both. Raises an error of OUT_OF_MEMORY, or OSError."""
         assert native.load()
         self.basis, self._selection = prepared.basis, prepared.selection
         self._shape, self._device, self._pieces = shape, decoder.device, pieces

@@ -27,13 +27,13 @@ from generate_workers.residency.sparse.infinigen import PartialPart, ScoredRow
 from generate_workers.residency.sparse.selective import SplitSpan
 
 PIECE_TOKENS = 512
-"""Maximum number of tokens in a piece of KV. A piece is fetched to the device, read once, and overwritten by the next
-piece."""
+"""Maximum number of tokens in a piece of KV. A piece is fetched to a buffer on the device and read once. The next piece
+overwrites it."""
 
 
 class Pieces:
-    """Device memory for one piece of KV of one layer. Long KV is fetched through it, a piece of at most `PIECE_TOKENS`
-    tokens at a time. Used by one thread at a time."""
+    """Buffer on the device for one piece of KV of one layer. Long KV is fetched through it, in pieces of at most
+    `PIECE_TOKENS` tokens, one after another. Used by one thread at a time."""
 
     def __init__(self, layout: KvLayout, device: Device) -> None:
         """Raises an error of OUT_OF_MEMORY if the buffer cannot be allocated."""
@@ -76,10 +76,10 @@ class AwayRow(StoredRow):
         pieces: Pieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """`parts` are the policy's parts on the device, in addition to the first two layers. `pieces` is device memory
-        through which spans of several new tokens read KV. `make_whole`: function that makes memory for the first two
-        layers; None: `device.row_memory`. Raises an error of OUT_OF_MEMORY when the slot's address space cannot be
-        reserved."""
+        """`parts` are the policy's parts on the device, in addition to the first two layers. `pieces` is the buffer on
+        the device through which earlier KV is fetched for spans of several new tokens. `make_whole`: function that
+        makes memory for the first two layers; None: `device.row_memory`. Raises an error of OUT_OF_MEMORY when the
+        slot's address space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         self.whole = PagedKv(whole_of(layout), make_whole or device.row_memory, most)
         self.others = PagedKv(others_of(layout), device.home_memory, most)
@@ -88,8 +88,8 @@ class AwayRow(StoredRow):
         self._make_buffer, self._new = device.buffer, replace(layout, num_layers=1)
 
     def long_span(self, tokens: TokenRange) -> "LongSpan":
-        """Return the SequenceSpan of a step that runs several new `tokens`. It has device memory for the new tokens' KV
-        of one layer, which all layers after the first two reuse."""
+        """Return the SequenceSpan of a step that runs several new `tokens`. The span has device memory for the new
+        tokens' KV of one layer only; the layers after the first two use this memory one after another."""
         whole = BufferSpan(self.whole.buffer, tokens)
         return LongSpan(whole, self.others.buffer, self._make_buffer(self._new, tokens), self._read)
 
@@ -106,15 +106,17 @@ class FetchedRow(AwayRow, ScoredRow):
         pieces: PassingPieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """`keys` are the slot's partial keys and hot keys. `pieces`: device memory through which pushed keys and long
-        spans read KV. `make_whole`: function that makes memory for the first two layers; None: `device.row_memory`.
-        Raises an error of OUT_OF_MEMORY when the slot's address space cannot be reserved."""
+        """`keys` are the slot's partial keys and hot keys. `pieces`: buffers on the device through which pushed keys,
+        and earlier KV for spans of several new tokens, are fetched. `make_whole`: function that makes memory for the
+        first two layers; None: `device.row_memory`. Raises an error of OUT_OF_MEMORY when the slot's address space
+        cannot be reserved."""
         self.partial, self.hot = keys
         self._pushed, read = pieces
         super().__init__(shape, device, keys, read, make_whole)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and device memory for the hot keys of a sequence that ends with `tokens`."""
+        """Commit host memory for the new `tokens`, and device memory for as many hot keys as a sequence that ends with
+        `tokens` needs."""
         super().commit(tokens)
         self.hot.commit(tokens.end)
 
@@ -149,8 +151,8 @@ def others_of(layout: KvLayout) -> KvLayout:
 
 
 def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-    """Compute the partial keys of `tokens` from `kv_T2GH`, their KV in host memory. The keys are fetched to the device
-    through `pieces`. Does nothing if `layer` has no partial keys."""
+    """Compute the partial keys of `tokens` in `layer`. `kv_T2GH` is their KV in host memory; the keys in it are fetched
+    to the device through the buffer `pieces`. Does nothing if `layer` has no partial keys."""
     for part in tokens.split(PIECE_TOKENS) if layer in partial.layers else []:
         home_T2GH = kv_T2GH[part.start - tokens.start : part.end - tokens.start]
         partial.add_keys(layer, part.start, pieces.bring_keys(home_T2GH))
@@ -158,8 +160,8 @@ def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: Toke
 
 @dataclass(frozen=True)
 class PlacedSpan:
-    """SequenceSpan of one new token in the layers that select keys. It covers the places on the device that hold
-    selected keys."""
+    """SequenceSpan of one new token in the layers that select keys. Its KV is in the places (indices of an area on the
+    device) that contain selected keys."""
 
     places: KvBuffer
     """Device memory for selected keys and values. Its layers are the areas, and its tokens are the places. Layer l uses

@@ -45,8 +45,9 @@ class HomeStores:
         self._longer[-1].join()
 
     def join(self, layer: int) -> None:
-        """Wait until the copy of a layer's new tokens has ended, so that their device memory may be overwritten. Return
-        at once if no copy was begun for the layer. Does not wait for sequences with several new tokens."""
+        """Wait until the copy of the KV of a layer's new tokens has ended, so that the tokens' device memory may be
+        overwritten. Return at once if no copy was begun for the layer. Copies for sequences with several new tokens are
+        not waited for."""
         if (transfer := self._transfers.get(layer)) is not None:
             transfer.join()
 
@@ -68,8 +69,8 @@ def link_of(device: Device) -> HeadLink:
 
 
 class LayerAddresses:
-    """Addresses of each layer of several tensors. The layers of a tensor must have equal strides. The object is made
-    once per step, and then returns a layer's addresses without a loop over sequences."""
+    """Memory addresses of several tensors, layer by layer. The layers of a tensor must have equal strides. The object
+    is made once per step. It then returns the addresses of a layer in all tensors without a loop over sequences."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """The first dimension of each tensor must be the layer."""

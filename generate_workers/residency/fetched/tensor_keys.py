@@ -61,7 +61,7 @@ class TensorPartialIndex(TensorPartialKeys, PartialPart):
 
 
 class TensorHotKeys(HotKeys):
-    """HotKeys whose memory is a page of a pool, and whose records are on the device."""
+    """HotKeys whose memory is a page of a pool, and whose records (lists of the keys in slots) are on the device."""
 
     def places_of(self, num_tokens: int) -> int:
         """Return the number of places in an area. It is the same for all sequences, because any sequence may use all
@@ -70,17 +70,17 @@ class TensorHotKeys(HotKeys):
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes that the sequence uses now, including its records."""
+        """Return the number of bytes that the sequence uses now, including its records (lists of the keys in slots)."""
         return super().num_bytes + (self._record_bytes if super().num_bytes else 0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes that a sequence takes, including its records; 0 if `num_tokens` is 0. Every
-        sequence takes as many bytes as a sequence of the maximum length."""
+        """Return the number of bytes that a sequence uses, including its records (lists of the keys in slots); 0 if
+        `num_tokens` is 0. Every sequence uses as many bytes as a sequence of the maximum length."""
         return super().bytes_for(num_tokens) + (self._record_bytes if num_tokens else 0)
 
     @property
     def memory(self) -> PoolRow:
-        """Return the claim's page in the pool of areas."""
+        """Return the current sequence's page in the pool of areas."""
         assert isinstance(self._kv.memory, PoolRow)
         return self._kv.memory
 
@@ -90,7 +90,7 @@ class TensorHotKeys(HotKeys):
 
 
 class Records:
-    """Tensors on the device that list which key each slot contains, for the areas of all sequences."""
+    """Lists of the keys that the slots contain, as tensors on the device, for the areas of all sequences."""
 
     def __init__(self, size: HotSize, num_rows: int, most_slots: int, device: torch.device) -> None:
         """`num_rows`: number of pages in the pool of areas. `most_slots`: number of slots per area and kv head. Raises
@@ -99,8 +99,8 @@ class Records:
         self.keys_APGC = torch.full(shape, -1, dtype=torch.int32, device=device)
         """Token index of the key in each slot, for each area, page and kv head; -1: the slot is empty."""
         self.turn_APG1 = torch.zeros((*shape[:3], 1), dtype=torch.int32, device=device)
-        """Slot from which the search for the next key's slot begins, for each area, page and kv head. A slot whose key
-        is selected in this step is skipped."""
+        """Slot at which the search for a slot for the next key begins, for each area, page and kv head. The search
+        skips slots whose keys are selected in this step."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class PooledSpan(SplitSpan):
     """SplitSpan whose two memories are pages of pools."""
 
     tables: tuple[BlockTable, BlockTable]
-    """Two block tables, each with the sequence's page: in the pool of the first two layers, and in the pool of
-    areas."""
+    """Block tables of the sequence in two pools: the pool of the first two layers, and the pool of areas. Each table
+    has one page."""
 
     def place(self) -> KvPlace:
         place, (whole, areas) = super().place(), self.tables
@@ -184,8 +184,8 @@ class TensorMechanism:
     stored in the pools."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: device memory through which KV passes in pieces, for pushed keys and for long spans. Each
-        FetchedRow gets it."""
+        """`pieces`: buffers on the device, one piece of KV each. Pushed keys pass through the first, long spans through
+        the second. Each FetchedRow gets both."""
         device = decoder.device
         self.basis, self._selection = prepared.basis.to(device.torch_device), prepared.selection
         self._shape, self._device, self._pieces = shape, device, pieces
@@ -205,8 +205,8 @@ class TensorMechanism:
         return whole_of(layout).token_bytes * most + partial_bytes + areas + _record_bytes(size, size.num_slots(most))
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Allocate pools of `num_rows` pages, and return the Row (memory) of every slot. A slot allocates a page in
-        each pool when its claim begins."""
+        """Allocate pools of `num_rows` pages, and return the Row (memory) of every slot. A slot gets a page in each
+        pool when a sequence begins to use the slot."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         whole, partials, areas = (
             PagePool(self._device.pool_memory(each, num_rows, num_tokens))

@@ -28,8 +28,7 @@ from baton.types import KvLayout
 
 _MOST_CHANNELS = 64
 _HEAD_DIM_STEP = 4
-"""Divisor of supported head dims: each head dim must be a multiple of this number. A packed head is then a whole number
-of fp16 elements."""
+"""Each head dim must be a multiple of this number, so that a packed head is a whole number of fp16 elements."""
 
 
 def has_int4_kernel() -> bool:
@@ -62,8 +61,8 @@ class Int4Format:
         return self.plain.head_dim // 2 + 4 * (self.plain.head_dim // self.group)
 
     def packed(self, num_layers: int) -> KvLayout:
-        """Return the layout for memory that stores the packed KV of `num_layers` layers. An element of this layout is
-        two bytes of packed data, not an fp16 number."""
+        """Return the layout for memory that stores the packed KV of `num_layers` layers. The layout's element type is
+        fp16, but an element is only two bytes of packed data."""
         return replace(self.plain, num_layers=num_layers, head_dim=self.head_bytes // 2, dtype="float16")
 
     def pack(self, x_T2GH: Tensor, to_T2GW: Tensor) -> None:
@@ -88,9 +87,9 @@ class Int4Format:
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
         """Unpack the selected keys and values in `picks` from the addresses `from_B` to the addresses `to_B`, one
-        address per sequence. Each token is written to the same token index at `to_B`; other bytes at `to_B` do not
-        change. Each kv head has its own picks. Picks that are not among the first `num_tokens_B` tokens of a sequence
-        are ignored.
+        address per sequence. A token's unpacked KV has the same token index as its packed KV. Other bytes at `to_B` do
+        not change. Each kv head has its own picks. Picks that are not among the first `num_tokens_B` tokens of a
+        sequence are ignored.
 
         Uses all threads. Return the number of unpacked keys. Raises RuntimeError if `picks` has a different number of
         sequences or heads, or a negative index.

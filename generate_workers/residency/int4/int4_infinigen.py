@@ -2,15 +2,17 @@
 (`sparse.infinigen`).
 
 A Residency for `engine.model_runner`. Layers 0 and 1 are not packed, and are read in place. In other layers, a step
-unpacks the keys and values that each kv head selects into the slot's area (memory for one layer's KV). Each is unpacked
-to its token's index. Attention reads the area, which also contains the KV of the step's new token from before packing.
+unpacks the keys and values that each kv head selects into the slot's area (memory for one layer's KV). An unpacked
+token has the same index in the area as in the sequence. Attention reads the area, which also contains the KV of the
+step's new token from before packing.
 
-    pushed KV, a prompt's chunk, a step's own token   ->  partial keys, before packing  ->  packed, `home`
-    selected keys of a layer                          ->  from `home`, unpacked         ->  the area of that layer
+    KV that was pushed or computed here   ->  partial keys, made before packing  ->  packed, `home`
+    selected keys and values of a layer   ->  from `home`, unpacked              ->  the area of the slot
 
-    `home`  layers 0 and 1, and the others packed
+    `home`  layers 0 and 1, and the other layers packed
     device  layers 0 and 1, partial keys, the area
-    link    packed: selected tokens before a step, and back the step's own. For longer spans: all tokens before them
+    link    packed KV: of selected tokens to the device, of the new token to `home`. For spans of several tokens: also
+            of all earlier tokens to the device
 
 `home` is the memory that stores KV between steps. For the same queries, this policy selects the same keys as
 `infinigen`. A layer's additional error is therefore only the error of its selected KV in 4 bits. Longer spans (local
@@ -55,8 +57,8 @@ class ScoredInt4Row(Int4Row, ScoredRow):
         make_home: MakeMemory | None = None,
     ) -> None:
         """`more`: additional parts of the slot's memory on the device. `make_home`: function that makes host memory for
-        the packed layers; None: `make_memory` makes their memory. Raises ConfigError for KV that cannot be packed, and
-        an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
+        the packed layers; None: `make_memory` makes memory for them, too. Raises ConfigError for KV that cannot be
+        packed, and an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
         self.partial = PartialIndex(shape.layout, basis, shape.max_slot_tokens, make_memory)
         index = self.partial, *more
         super().__init__(shape, make_memory, index, is_apart=make_home is not None, make_home=make_home)
@@ -78,8 +80,8 @@ class AreaSpan:
         return self._area.own(layer)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the span's KV for attention other than the native decode kernel. For one new token, the area contains
-        only selected keys, so all earlier keys are unpacked into a copy."""
+        """Yield the KV of all tokens, for attention that does not use the native decode kernel. For one new token, the
+        area contains only the selected keys. Therefore all earlier KV is unpacked into a copy."""
         if len(self.tokens) != 1:
             yield from self._area.segments(layer)
             return
@@ -99,8 +101,8 @@ I = TypeVar("I", bound=ScoredInt4Row)
 
 
 class InfinigenInt4Step(ScoringStep[I]):
-    """Step that unpacks the selected KV before each layer, and packs the new tokens' KV after each layer. It works
-    layer by layer, because an area holds one layer."""
+    """Step that unpacks the selected KV before each layer, and packs the new tokens' KV after each layer. Every layer
+    must be completed before the next one, because an area holds only one layer."""
 
     def __init__(
         self,

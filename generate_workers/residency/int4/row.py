@@ -37,10 +37,10 @@ class Int4Row(AreaRow):
         is_apart: bool = False,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """`index`: the policy's index for selecting keys. With an index, the first two layers count as device memory as
-        well. `is_apart`: True if `make_memory` makes memory of a device that has its own memory. `make_home` may be set
-        only then: function that makes host memory for the packed layers. None: the packed layers are stored on the
-        device.
+        """`index`: the policy's index for selecting keys. With an index, the first two layers count as device memory,
+        in addition to `home`. `is_apart`: True if `make_memory` makes memory of a device that has its own memory.
+        `make_home` may be set only if `is_apart` is true. It is a function that makes host memory for the packed
+        layers; None: the packed layers are stored on the device.
 
         Raises ConfigError for KV that cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space
         cannot be reserved.
@@ -61,8 +61,8 @@ class Int4Row(AreaRow):
 
     @property
     def codes(self) -> PagedKv:
-        """Return the memory of packed KV that steps use. Steps unpack a layer from it, and pack the KV of their new
-        tokens into it."""
+        """Return the memory of packed KV: steps unpack a layer from this memory, and pack the KV of new tokens into
+        it."""
         return self.packed
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
@@ -92,8 +92,8 @@ class Int4Row(AreaRow):
 
 
 class PackedRows:
-    """Packed layers of a step's sequences, as memory addresses of cached and new KV. This memory must exist as long as
-    this object is used."""
+    """Packed layers of a step's sequences, as the memory addresses of their cached KV and of their new KV. This memory
+    must exist as long as the object is used."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]]) -> None:
         """`rows`: sequences of the step, each with its new tokens. Memory for the new tokens must be committed. `rows`
@@ -105,8 +105,8 @@ class PackedRows:
         self._areas_B = _numbers(row.area.buffer.data.data_ptr() for row, _ in rows)
         packed = [row.codes.buffer.data for row, _ in rows]
         self._num_layers = len(packed[0]) if packed else 1
-        """Number of layers that the memory of packed KV holds at the same time. Packed layer l, counted from 0, uses
-        layer l modulo this number."""
+        """Number of packed layers that have memory at the same time. Packed layer l, counted from 0, uses the memory
+        with index l modulo this number."""
         self._packed_B = _numbers(data.data_ptr() for data in packed)
         self._layer_bytes_B = _numbers(data.stride(0) * data.element_size() for data in packed)
 

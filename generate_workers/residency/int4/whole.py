@@ -3,15 +3,16 @@
 A Residency for `engine.model_runner`, after FlexGen's compression (Sheng et al., 2023, section 5). Layers 0 and 1 are
 not packed, as in InfiniGen's comparisons. The KV of the other layers, pushed or computed here, is packed when it is
 stored, so that host memory holds only packed KV of these layers. In each step, the packed KV of all earlier tokens
-crosses the link to the device, and the packed KV of the new tokens crosses it back. Attention reads an area on the
-device, which holds one unpacked layer, and the new tokens' KV from before packing.
+crosses the link to the device, and the packed KV of the new tokens crosses the link to host memory. Attention reads an
+area on the device, which holds one unpacked layer, and the new tokens' KV from before packing.
 
-On a device with its own memory, packed KV and layers 0 and 1 are stored on the device as well, so steps send no KV over
-the link. Pushed KV is packed before it crosses the link.
+On a device with its own memory, all KV is stored only on the device: packed KV, and layers 0 and 1. Steps then send no
+KV over the link. Pushed KV is packed before it crosses the link.
 
 A prompt that is prefilled here in chunks attends to the packed values of earlier chunks. FlexGen, which has no chunks,
-attends to the unpacked prompt. The policy needs a CPU as the computing device, and its native kernel. The bandwidth of
-the link is then the memory bandwidth. Unpacking itself reads host memory, so no thread has to fetch layers ahead.
+attends to the unpacked prompt. The policy needs a CPU (or a device that a CPU emulates), and its native kernel. The
+bandwidth of the link is then the memory bandwidth. Unpacking itself reads host memory, so no thread has to fetch layers
+ahead.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class Int4Step(RowStep[Int4Row]):
         self._reads_home = any(row.reads_home for row, _ in rows)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Unpack the layer's cached tokens into the slots' areas. Layers 0 and 1, which are not packed, are copied."""
+        """Fill the slots' areas with the layer's cached tokens: unpacked KV, or, for layers 0 and 1, which are not
+        packed, a copy."""
         if layer >= NUM_WHOLE_LAYERS:
             self._count(self._packed.unpack(layer))
             return

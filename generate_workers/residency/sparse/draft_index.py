@@ -1,11 +1,13 @@
 """Residency `device` with an additional index of partial keys, with which speculative drafts select keys.
 
 Sequences attend to all keys, as with `device`, so their results do not change. The partial keys are a RowPart (part of
-a slot's memory). They are promised and counted as device memory, and are released with the slot's claim. They are
-computed from the sequence's own KV when drafts first need them (`generate_workers.speculation.infinigen_view`). It does
-not matter whether this KV was pushed, prefilled locally or copied.
+a slot's memory). Their memory is reserved and counted as device memory, and is released at the end of the sequence.
+They are computed from the sequence's own KV when drafts first need them
+(`generate_workers.speculation.infinigen_view`). It does not matter whether this KV was pushed, prefilled locally or
+copied.
 
-Used on the engine's thread. Other threads may begin and end claims. Shape suffixes: T tokens, G kv heads, H head dim.
+Used on the engine's thread. Other threads may begin and end the use of a slot. Shape suffixes: T tokens, G kv heads, H
+head dim.
 """
 
 from collections.abc import Callable
@@ -27,23 +29,24 @@ the range."""
 
 
 class DraftIndex(PartialIndex):
-    """Partial keys of one slot's sequence, for drafts; a RowPart. It has the partial keys of the tokens that `follow`
-    has processed."""
+    """Partial keys of one slot's sequence, for drafts; a RowPart (part of the slot's memory). Only tokens for which
+    `follow` was called have partial keys."""
 
     def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory) -> None:
         """Raises OSError if the address space cannot be reserved."""
         super().__init__(layout, basis, max_tokens, make_memory)
         self._num_followed = 0
-        """Number of the current claim's tokens whose partial keys were computed. Their KV is final."""
+        """Number of the current sequence's first tokens whose partial keys were computed. The KV of these tokens is
+        final."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. It has no partial keys yet. No memory is reserved, because
+        """Begin the use of the slot by a new sequence, which has no partial keys yet. No memory is reserved, because
         drafts may never need partial keys."""
         self._num_followed = 0
 
     def follow(self, num_tokens: int, read: ReadKv) -> None:
-        """Compute the partial keys of the sequence's first `num_tokens` tokens that do not have them yet. The KV of
-        these tokens must be final. `read` returns it."""
+        """Compute the partial keys of those of the sequence's first `num_tokens` tokens that have none yet. The KV of
+        these tokens must be final. `read` returns this KV."""
         new = TokenRange(self._num_followed, num_tokens)
         if new:
             for layer in self.layers:

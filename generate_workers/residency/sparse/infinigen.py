@@ -12,8 +12,8 @@ can be fetched in time. The guess is computed from the input of layer l - 1, wit
 the token's position. With lookahead 0, the true queries select keys. Lookahead 0 suits devices that fetch no KV, such
 as a CPU, whose kernel reads the stored KV.
 
-    KV pushed, copied from a slot, of a prompt's chunk or of new tokens   ->  `home`  ->  partial keys
-    begin l - 1 (guessed) or picks l (true queries)                       ->  scores over partial keys  ->  picks of l
+    KV that was pushed, copied from another slot or computed here   ->  `home`  ->  partial keys
+    queries: guessed before layer l - 1, or the true ones of l      ->  scores of partial keys  ->  picks of layer l
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, R columns of partial
 keys, L layers.
@@ -39,8 +39,8 @@ from generate_workers.residency.traits import POLICIES
 
 
 class PartialPart(RowPart, Protocol):
-    """Partial keys of one slot's sequence, in the layers that select keys; a RowPart. Each instance uses one basis.
-    Implementations provide the memory."""
+    """Partial keys of one slot's sequence, in the layers that select keys; a RowPart (part of the slot's memory). Each
+    instance uses one basis. Implementations provide the memory."""
 
     layers: range
     """Layers of the model that have partial keys."""
@@ -56,7 +56,7 @@ class PartialPart(RowPart, Protocol):
         ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        """Begin the use of the slot by a new sequence. `num_tokens`: number of tokens that are certain to be written.
         `capacity_tokens` is not used."""
         self.expect(num_tokens)
 
@@ -83,7 +83,8 @@ class PartialIndex(PartialKeys, PartialPart):
 
 
 class ScoredKeys(Protocol):
-    """Partial keys of the sequences of a step that have exactly one new token, and the selection of keys by them."""
+    """Partial keys of those sequences of a step that have exactly one new token. Selects the keys with the best
+    scores."""
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection) -> None:
         """Compute and store the partial keys of the new tokens `k_BGH` in `layer`, one token per sequence."""
@@ -102,8 +103,8 @@ class ScoredKeys(Protocol):
 
 
 MakeScored = Callable[[Sequence[Any], Sequence[int], Sequence[int]], ScoredKeys]
-"""Function that makes the ScoredKeys of several sequences. Arguments, one entry per sequence: partial keys, number of
-keys including the new token's key, and number of tokens."""
+"""Function that makes the ScoredKeys of several sequences. Arguments, each with one entry per sequence: partial keys,
+number of keys including the new token's key, and number of tokens."""
 
 
 class ScoredRow(StoredRow):
@@ -118,8 +119,8 @@ class ScoredRow(StoredRow):
 
 
 class InfinigenRow(SelectiveRow, ScoredRow):
-    """Memory of one slot, with partial keys and with all stored layers of KV in place. The keys of a step's new token
-    can be read in all layers after the forward pass."""
+    """Memory of one slot, with partial keys. All layers of KV are stored where attention reads them. Therefore the keys
+    of a step's new token can still be read, in all layers, after the forward pass."""
 
     partial: PartialIndex
 
@@ -132,7 +133,7 @@ class InfinigenRow(SelectiveRow, ScoredRow):
         *,
         reads_home: bool = True,
     ) -> None:
-        """`num_places`: maximum number of tokens that the layers that select keys can store; None: all tokens.
+        """`num_places`: maximum number of tokens that are stored in each layer that selects keys; None: all tokens.
         `reads_home`: False if `make_memory` makes memory of a device that has its own memory. Raises an error of
         OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
         self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens, make_memory)
@@ -147,9 +148,9 @@ S = TypeVar("S", bound=ScoredRow)
 
 
 class ScoringStep(SelectiveStep[S]):
-    """Step that selects keys by the scores of partial keys. Subclasses compute the partial keys of the new tokens of
-    sequences that select keys. These partial keys are not needed before the next step, because a token's own key is
-    always selected."""
+    """Step that selects keys by the scores of partial keys. A subclass computes the partial keys of the new tokens of
+    those sequences that select keys. It may do so at the end of the step: a token's own key is selected in any case, so
+    that its partial key is first needed in the next step."""
 
     def __init__(
         self,
@@ -158,8 +159,8 @@ class ScoringStep(SelectiveStep[S]):
         decoder: Decoder,
         make_scored: MakeScored = PartialRows,
     ) -> None:
-        """`make_scored`: function that makes an object with the partial keys of several sequences. The object is on the
-        device that stores the partial keys."""
+        """`make_scored`: function that makes an object with the partial keys of several sequences. The object computes
+        on the device that stores the partial keys."""
         super().__init__(decoder.layout, rows)
         self._places_B = self._places_B.to(decoder.device.torch_device)
         self._prepared = prepared
@@ -188,7 +189,8 @@ class ScoringStep(SelectiveStep[S]):
         return self._guessed.pop(layer)
 
     def end(self, layer: int) -> None:
-        """Compute and store the partial keys of sequences with several new tokens, in `layer`."""
+        """Compute and store, in `layer`, the partial keys of the new tokens of those sequences that have several new
+        tokens."""
         for _, row, span in self.longer:
             row.take_in(layer, span.tokens, span.own(layer))
 

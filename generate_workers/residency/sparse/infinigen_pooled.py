@@ -10,9 +10,9 @@ the pool returns.
     `home`  all KV of layers 0 and 1; in other layers the places, and the order in which their tokens are evicted
     device  layers 0 and 1, and partial keys of the places
 
-`home` is the memory that stores KV between steps. On a device with its own memory, the places are stored on the device
-as well. A full pool moves a token in each layer and kv head at each step, so copies of places would soon contain
-outdated keys. Also, a pool is small by design.
+`home` is the memory that stores KV between steps. On a device with its own memory, the places are stored only on the
+device, not in host memory with a copy on the device. A full pool moves a token in each layer and kv head at each step,
+so copies would soon contain outdated keys. In addition, a pool is small enough for the device.
 
 Pushed KV is written to its places as it arrives, so a prompt never uses more memory than the limit. A prompt that is
 prefilled here and is longer than the limit runs chunk by chunk. Each chunk attends to the tokens that are kept: the
@@ -70,10 +70,10 @@ class PooledInfinigenRow(InfinigenRow):
         self._make_buffer = device.buffer
         self._pools, self._slot = pools, slot
         self._can_overflow = False
-        """True if the current claim may have more tokens than its pool keeps. If False, no token is ever evicted, and
-        selected keys are not recorded."""
+        """True if the current sequence may have more tokens than its pool keeps. If False, no token is ever evicted,
+        and selected keys are not recorded."""
         self._has_begun = False
-        """True after the first decode step of the claim has begun. Before it, no key was selected."""
+        """True after the first decode step of the current sequence has begun. Before this step, no key was selected."""
         self._kv_LP2GH: NDArray[np.int64] = self.others.memory.data_LS2GH.view(torch.int64).numpy()
         """KV of all kept tokens, by layer and place. An int64 contains several elements of K or V. This type is used
         because numpy does not support bf16, and because it is fast to copy."""
@@ -83,8 +83,8 @@ class PooledInfinigenRow(InfinigenRow):
 
     @property
     def pool_slot(self) -> int | None:
-        """Return the number of the slot's pool, in which selected keys are recorded. None: they are not recorded,
-        because the sequence never evicts, or evicts in FIFO order."""
+        """Return the number of the slot's pool if selected keys are recorded in it. None: they are not recorded,
+        because the sequence never evicts tokens, or evicts them in FIFO order."""
         return self._slot if self._can_overflow and self._pools.limit.eviction is not Eviction.FIFO else None
 
     @property
@@ -106,7 +106,7 @@ class PooledInfinigenRow(InfinigenRow):
         return min(num_tokens, self._pools.limit.num_places)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim on the slot, for a new sequence. `num_tokens`: number of tokens that are certain to be written.
+        """Begin the use of the slot by a new sequence. `num_tokens`: number of tokens that are certain to be written.
         `capacity_tokens`: maximum number of tokens. If this raises, no memory stays allocated."""
         self._can_overflow = capacity_tokens > self._pools.limit.num_places
         try:
@@ -118,8 +118,9 @@ class PooledInfinigenRow(InfinigenRow):
             raise
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV into the slot. In a layer that selects keys, only tokens that have a place in the
-        pool now are copied, and the copies and the tokens' partial keys are complete when this returns."""
+        """Begin to copy pushed KV into the slot. In a layer that selects keys, only the KV of tokens that have a place
+        in the pool at this time is copied. In such a layer, the copies, and the tokens' partial keys, are complete when
+        this returns."""
         if layer < NUM_WHOLE_LAYERS:
             return self.whole.write(layer, tokens, data)
         row_bytes = data.nbytes // len(tokens)
@@ -136,7 +137,7 @@ class PooledInfinigenRow(InfinigenRow):
         return super().export(layer, tokens)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for the new `tokens` of a step. In a full pool, a new token uses the extra last place."""
+        """Commit memory for the new `tokens` of a step. In a full pool, a new token uses the additional last place."""
         self.whole.memory.commit(tokens)
         start, end = self.num_kept(tokens.start), self.num_kept(tokens.end)
         if len(tokens) == 1 or self._has_begun:
@@ -144,9 +145,9 @@ class PooledInfinigenRow(InfinigenRow):
         self.others.memory.commit(TokenRange(start, end))
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the SequenceSpan of a step that runs the new tokens `tokens`. If there are several new tokens and they
-        do not all fit into the pool, they get a separate buffer. For the first decode step, also move the latest tokens
-        of the prompt to the end of the pool."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`. Several new tokens that do not all fit
+        into the pool get a separate buffer. Before the first decode step, the latest tokens of the prompt are moved to
+        the end of the pool."""
         kept, beside = self.others.buffer, None
         if len(tokens) != 1 and tokens.end > self._pools.limit.num_places:
             beside = self._make_buffer(replace(kept.layout, num_layers=1), tokens)
@@ -158,9 +159,9 @@ class PooledInfinigenRow(InfinigenRow):
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Copy the KV of `tokens` to their places in the pool, and compute their partial keys. Before the first decode
-        step, or if the sequence can never be longer than its pool, consecutive tokens are copied together. Otherwise
-        tokens are copied one by one, and each evicts another token when the pool is full."""
+        """Copy the KV of `tokens` to their places in the pool, and compute their partial keys. Before the sequence's
+        first decode step, or if the sequence can never be longer than its pool, consecutive tokens are copied together.
+        In all other cases they are copied one by one, and each evicts another token when the pool is full."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -172,8 +173,8 @@ class PooledInfinigenRow(InfinigenRow):
                 self.keep(part.start, slice(at, at + 1))
 
     def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
-        """Add a step's new token at `position` to the pool, after its partial keys were made. If the pool is full, move
-        K, V and partial keys as the pool requires, and evict one token per layer and kv head.
+        """Add a step's new token at `position` to the pool, after its partial keys were made. If the pool is full,
+        evict one token per layer and kv head, and move K, V and partial keys to the places that the pool returns.
 
         `layers`: layers to change, counted from the first layer that selects keys. `victims_LG`: places whose tokens
         are evicted; None: the pool selects them.
@@ -207,7 +208,7 @@ class PooledInfinigenRow(InfinigenRow):
             self._pools[self._slot].copy_from(self._pools[other._slot])
 
     def release(self) -> None:
-        """End the claim on the slot, if one exists, and release its memory."""
+        """End the current sequence's use of the slot, if there is one, and release its memory."""
         super().release()
         if self._can_overflow:
             self._pools.clear(self._slot)
@@ -246,8 +247,8 @@ class PooledInfinigenSpan:
     num_kept: int
     """Number of kept tokens from before the step."""
     beside: KvBuffer | None
-    """Buffer for the new tokens' KV of one layer, if the new tokens do not fit into the pool. None: the new tokens are
-    stored in the pool, directly after the kept tokens."""
+    """Separate buffer for the new tokens' KV of one layer, if the new tokens do not fit into the pool. None: the new
+    tokens are stored in the pool, directly after the kept tokens."""
 
     def own(self, layer: int) -> Tensor:
         if self.beside is not None:
@@ -255,8 +256,8 @@ class PooledInfinigenSpan:
         return self.kept.span(layer, TokenRange(self.num_kept, self.num_kept + len(self.tokens)))
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the KV of the kept tokens, then of the new tokens. Positions of the kept tokens are not consecutive.
-        For attention masks, the kept keys get positions as if they directly preceded the new tokens."""
+        """Yield the KV of the kept tokens, then of the new tokens. The true positions of the kept tokens are not
+        consecutive. For attention masks, the kept tokens count as if they directly preceded the new tokens."""
         num_keys = self.num_kept + (len(self.tokens) if self.beside is None else 0)
         if num_keys:
             yield replace(

@@ -9,7 +9,7 @@ The first tokens and the latest tokens are never victims. The paper's pool prote
 first tokens at once, and its quality does not recover from this. The Eviction rule determines the victim: the earliest
 token, the token that was selected longest ago, or the token that was selected least often. When a counter is full, all
 counters of the same layer and kv head are halved. At the first eviction, many tokens of a prompt were never selected.
-Among equal tokens, the victim is the token with the lowest score in the current step.
+Among tokens that are equal by the rule, the victim is the one with the lowest score in the current step.
 
 Places are not ordered by position. Attention to selected keys does not need an order, because keys are stored after
 RoPE. There are P places, and one more for the new token of a step (its own token). F and R are the numbers of first and
@@ -18,8 +18,8 @@ places are
 
     [0, F)          the first F tokens
     [F, P - R + 1)  tokens that may be evicted
-    [P - R + 1, P)  the latest R - 1 tokens before the own one; the next one overwrites the earliest of them
-    P               the own token, which is always selected in its step and has no mark yet
+    [P - R + 1, P)  the latest R - 1 tokens before the own token, in a ring
+    P               the own token, which is always selected in its step and has no eviction order yet
 
 Keys that are always selected are therefore at both ends, as a Selection requires. When a step ends, the earliest of the
 latest R - 1 tokens moves to the victim's place. The own token moves to the place that becomes free.
@@ -53,26 +53,28 @@ from baton.types import TokenRange
 
 Integers = NDArray[np.int64]
 Orders = NDArray[np.signedinteger[Any]]
-"""Eviction order of tokens, as integers. The token with the lowest integer is evicted first. The high bits are a mark,
-which depends on the eviction rule. The low bits are the token's position, which orders tokens with equal marks."""
+"""Eviction order of tokens, as integers. The token with the lowest integer is evicted first. The high bits are a mark:
+the count or the time of selections, according to the eviction rule. The low bits are the token's position, which orders
+tokens with equal marks."""
 
 MAX_TOKENS = 1 << 23
-"""Maximum number of tokens of a sequence. An eviction order stores the position in 23 bits, next to a counter."""
+"""Maximum number of tokens of a sequence. In an eviction order, 23 bits store the position, and other bits a
+counter."""
 _MAX_COUNT = 255
 _FULL_COUNT = 127
-"""Default count at which the selection counters of a layer and kv head are halved. With a much lower value, counts are
-lost before they are useful. With a much higher value, old selections count as much as recent selections
+"""Default count of selections at which all counters of a layer and kv head are halved. With a much lower value, counts
+are lost before they are useful. With a much higher value, old selections count as much as recent selections
 (docs/infinigen.md)."""
 _ALL = slice(None)
 
 
 class Eviction(Enum):
-    """Rule that decides which token is evicted when a new token is added to a full pool. Among equal tokens, the token
-    with the lowest score in the step is evicted. If there are no scores, the earliest token is evicted."""
+    """Rule that decides which token is evicted when a new token is added to a full pool. Among tokens that are equal by
+    the rule, the token with the lowest score in the step is evicted, or the earliest token if there are no scores."""
 
     COUNTER = "counter"
-    """Evict the token that was selected least often. This is the paper's rule: it needs a counter per token, but no
-    list."""
+    """Evict the token that was selected least often. This is the paper's rule. It needs only a counter for each token,
+    and no list of tokens in the order of their selection."""
     LRU = "lru"
     """Evict the token that was selected longest ago. Adding a token counts as selecting it. All tokens of a prompt
     count as added at the same time."""
@@ -102,8 +104,8 @@ class PoolLimit:
     num_last: int = 16
     """Number of latest tokens of a sequence that are never evicted, including the new token."""
     most_count: int = _FULL_COUNT
-    """Count, from 2 to 255, at which all counters of a layer and kv head are halved. Used only with Eviction
-    COUNTER."""
+    """Count of selections, from 2 to 255, at which all counters of a layer and kv head are halved. Used only with
+    Eviction COUNTER."""
 
     def __post_init__(self) -> None:
         if self.num_first < 0:
@@ -119,8 +121,8 @@ class PoolLimit:
 
     @property
     def position_bits(self) -> int:
-        """Return the number of low bits of an eviction order that store the token's position. Eviction LRU needs more
-        bits than the others, because its mark in the high bits is a position as well."""
+        """Return the number of low bits of an eviction order that store the token's position. With Eviction LRU there
+        are more of these bits than with the other rules, because the mark in the high bits is then a position, too."""
         return 32 if self.eviction is Eviction.LRU else 23
 
     @property
@@ -151,8 +153,8 @@ class KvPool:
 
     def take_prompt(self, layer: int, tokens: TokenRange) -> tuple[Integers, Integers]:
         """Add `tokens` of a prompt to the pool. Pieces of a prompt may be added in any order. Return `(positions,
-        places)`: the tokens whose KV must be copied, by ascending position, and their places. The other tokens of the
-        piece are not kept, because later tokens use their places."""
+        places)`: the positions, in ascending order, of the tokens whose KV must be copied, and their places. The other
+        tokens of the piece are not kept, because later tokens of the prompt use their places."""
         positions_T = np.arange(tokens.start, tokens.end)
         num_first, num_others = self.limit.num_first, self.limit.num_places - self.limit.num_first
         positions_K = positions_T[(positions_T < num_first) | (positions_T >= tokens.end - num_others)]
@@ -164,9 +166,9 @@ class KvPool:
         return positions_K, places_K
 
     def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
-        """Rearrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: tokens must
-        be moved from the places `sources` to the places `targets`, all at once, in all layers. Both are empty if no
-        token has to be moved."""
+        """Rearrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: places from
+        which and to which the caller must move tokens in all layers. Sources may also be targets, so all are moved at
+        once. Both are empty if no token has to be moved."""
         limit = self.limit
         if num_tokens <= limit.num_places or limit.num_last == 1:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -183,9 +185,10 @@ class KvPool:
         that equals its position, and the result is None. In a full pool, the token is at place P, the last one, and the
         result has the places of the evicted tokens (victims), `[L, G]`.
 
-        The caller must then move the token at `late_place` to the victim's place, and the new token to `late_place`. If
-        the pool protects no latest token except the new one, the caller must move the new token to the victim's place.
-        `victims_LG`: victims that PoolNotes has found; None: the pool selects them by eviction order.
+        In this case the caller must move the token at `late_place` to the victim's place, and the new token to
+        `late_place`. If the pool protects no latest token except the new one, the new token must be moved to the
+        victim's place instead. `victims_LG`: victims that PoolNotes has found; None: the pool selects them by eviction
+        order.
         """
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
         order = np.int64(position)
@@ -224,7 +227,7 @@ class KvPools:
         head."""
         num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
         self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        """Number of bytes of one slot's eviction orders, in whole pages."""
+        """Number of bytes of one slot's lists of eviction orders, in whole pages."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would not be freed
         self._mapping = mmap.mmap(-1, num_slots * self.row_bytes, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
@@ -254,8 +257,8 @@ class KvPools:
 
 
 class PoolNotes:
-    """Records the keys that the sequences of a step select, in their pools, layer by layer. Then returns the tokens to
-    evict (the victims)."""
+    """Records the keys that the sequences of a step select, in the sequences' pools, layer by layer. `victims` then
+    returns the tokens to evict."""
 
     def __init__(self, pools: KvPools, slots: Sequence[int | None], positions: Sequence[int]) -> None:
         """`slots`, `positions`: slot of each sequence of a step, and position of its one new token. If a slot is None,
@@ -285,8 +288,8 @@ class PoolNotes:
         )
 
     def victims(self) -> list[Integers | None]:
-        """Return the places of each sequence's victims, `[L, G]`: one token to evict per layer and kv head. None for a
-        sequence whose slot is None. Must be called after all layers were recorded. Results for sequences whose pool is
-        not full are not valid."""
+        """Return the places of the tokens to evict (victims) of each sequence, `[L, G]`: one per layer and kv head.
+        None for a sequence whose slot is None. Must be called after all layers were recorded. The result for a sequence
+        whose pool is not full must not be used."""
         victims_BLG = self._victims_BLG.numpy()
         return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

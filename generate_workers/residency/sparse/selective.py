@@ -5,8 +5,8 @@ Subclasses are Residencies for `engine.model_runner`. All KV is stored in `home`
 steps (`residency.port`). On a CPU, attention reads the selected keys in place. On a device with its own memory, some
 policies store all KV on the device, and no KV crosses the link during steps. Other policies fetch KV
 (`residency.fetched`). The first two layers (whole layers) attend to all keys, because the important keys cannot be
-predicted there (InfiniGen; Lee et al., 2024). Their KV counts as device memory, as if a device held it together with
-the policy's index for selecting keys:
+predicted there (InfiniGen; Lee et al., 2024). The KV of these layers counts as device memory even on a CPU, as if a
+device held it together with the policy's index for selecting keys:
 
     `home`  all KV, in whole pages
     device  the first two layers' KV, and the policy's index
@@ -40,24 +40,24 @@ from generate_workers.residency.row_parts import MakeMemory, PagedKv, RowPart, S
 from generate_workers.residency.steps import RowStep
 
 NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
-"""Remedy named in error messages when the configured drafts, which attend to selected keys, are not supported."""
+"""Advice in error messages when the configured source of drafts is not supported because its drafts select keys."""
 
 
 _FULL = "use residency device or host"
-"""Remedy named in error messages when a policy that attends to selected keys is not supported."""
+"""Advice in error messages when a policy is not supported because it selects keys."""
 
 
 def require_no_windows(what: str, shape: KvShape, remedy: str = _FULL) -> None:
-    """Raise ConfigError if the model has sliding windows, because selecting keys is then not supported. `what`: name
-    and value of the setting that needs the selection, for the message. `remedy`: remedy for the message."""
+    """Raise ConfigError if the model has sliding windows, because selecting keys is then not supported. For the error's
+    text, `what` has the name and value of the setting that selects keys, and `remedy` has the advice to the user."""
     if any(window is not None for window in shape.windows):
         raise ConfigError(f"{what} is not supported for models with sliding windows: {remedy}")
 
 
 def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _FULL) -> None:
-    """Raise ConfigError if the CPU kernels for attention to selected keys do not support the device or the model.
-    `what`: name and value of the setting that needs the selection, for the message. `remedy`: remedy for the
-    message."""
+    """Raise ConfigError if the CPU kernels for attention to selected keys do not support the device or the model. For
+    the error's text, `what` has the name and value of the setting that selects keys, and `remedy` has the advice to the
+    user."""
     where = f"{what} is not supported"
     layout = shape.layout
     if not device.is_home and device.name != "emulated":
@@ -74,7 +74,7 @@ class SplitSpan:
 
     whole: BufferSpan
     others: SequenceSpan
-    """Span of the other layers. Its layers are counted from 0, which is the first layer after those of `whole`."""
+    """Span of the other layers. In this span, layer 0 is the first layer after those of `whole`."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -111,8 +111,8 @@ class SelectiveRow(StoredRow):
         reads_home: bool = True,
     ) -> None:
         """`index`: the policy's index on the device, with which it selects keys. `num_places`: maximum number of tokens
-        that the layers after the first two can store; None: all tokens. `reads_home`: False if `make_memory` makes
-        memory of a device that has its own memory. These layers then count as both `home` and device memory. Raises an
+        that each layer after the first two can store; None: all tokens. `reads_home`: False if `make_memory` makes
+        memory of a device that has its own memory. All layers then count as both `home` and device memory. Raises an
         error of OUT_OF_MEMORY if the slot's address space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
@@ -180,8 +180,8 @@ class SelectiveStep(ABC, RowStep[R]):
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
         """Copy the selected keys and values of a layer to the memory that attention reads. Return the number of bytes
-        that cross the link. `num_bytes`: size of the selected keys and values in the model's dtype. This class copies
-        nothing. It returns `num_bytes` if attention reads host memory directly (`reads_home`), else 0."""
+        that cross the link. `num_bytes`: size of the selected keys and values in the model's dtype. In this class,
+        nothing is copied. The result is `num_bytes` if attention reads host memory directly (`reads_home`), else 0."""
         return num_bytes if self._reads_home else 0
 
     def of_choosing(self, x_T: Tensor) -> Tensor:

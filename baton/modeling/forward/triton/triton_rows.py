@@ -23,17 +23,18 @@ from baton.modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, power_of_two
 from baton.modeling.kv.buffers import KvPlace
 
 _ALIKE = 16
-"""Divisor of the strides of block tables. Triton compiles one kernel for all strides that are multiples of 16, and
-further kernels for other strides."""
+"""Strides of block tables are rounded up to a multiple of this number. Triton compiles one kernel for all strides that
+are multiples of 16, and further kernels for other strides."""
 
 
 class TritonRows:
-    """Spans of a step that have few new tokens, with KV in pages. The pages are in one pool, or in two pools for
-    different layers."""
+    """Spans of a step (consecutive new tokens of one sequence) that have few new tokens and KV in pages. The pages are
+    in one pool, or in two pools for different layers."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
-        """Collect the kernel arguments of the spans. `spans`: for each span, the index of its first token among the
-        tokens of the step, and the location of its keys. `windows`: sliding window of each layer in tokens, or None."""
+        """Collect the kernel arguments of the spans (consecutive new tokens of one sequence). `spans`: for each span,
+        the index of its first token among the tokens of the step, and the location of its keys. `windows`: sliding
+        window of each layer in tokens, or None."""
         places = [place for _, place in spans]
         self._pools = [_Pool(places)]
         others = [place.others for place in places if place.others is not None]
@@ -76,7 +77,8 @@ class TritonRows:
 
 
 class _Pool:
-    """Kernel arguments that describe the KV of the spans in one pool of pages."""
+    """Kernel arguments that describe the KV of the spans (consecutive new tokens of one sequence) in one pool of
+    pages."""
 
     def __init__(self, places: Sequence[KvPlace]) -> None:
         tables = [place.table for place in places if place.table is not None]
@@ -98,7 +100,8 @@ class _Pool:
         )
         """Kernel argument for attention: the sequences with all of their keys."""
         self.new_rows = self.rows
-        """Kernel argument for appending: the sequences with their keys up to the new tokens."""
+        """Kernel argument for appending KV. The keys of each sequence end with those of its new tokens. It differs from
+        `rows` if a new token's key is not the last key of its sequence."""
         if any(place.own is not None for place in places):
             ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
             self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))

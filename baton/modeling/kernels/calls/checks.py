@@ -8,8 +8,8 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32)
 KeyLists = tuple[Tensor, Tensor]
-"""Selected keys: for each row and kv head, a list of keys `[B, G, K]` in each layer, and the length of each list `[B,
-G]`. Both are int32."""
+"""Selected keys of each row (new token) and kv head, int32: lists of keys, `[B, G, K]` for one layer or `[L, B, G, K]`
+for all layers, and the lengths of the lists, `[B, G]`, which are the same in all layers."""
 Table = tuple[Tensor | None, int]
 """Block tables: the addresses of the pages of each row, and the number of tokens of a page. The addresses are None if
 KV is contiguous."""

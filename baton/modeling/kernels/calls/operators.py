@@ -142,8 +142,8 @@ class Operators(SparseOperators):
         self, q_TNH: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], causal: bool, product: str
     ) -> tuple[Tensor, Tensor]:
         """Return the attention output `[T, N, H]` and the log-sum-exp `[T, N]` of the scores. `keys` and `values` are
-        lists of pieces `[S, G, H]`. Queries attend to all keys. With `causal`, query t attends only to keys 0 to t of
-        the last piece."""
+        lists of tensors `[S, G, H]`, one for each segment of keys. Queries attend to all keys. With `causal`, query t
+        attends only to keys 0 to t of the last segment."""
         dtype = q_TNH.dtype
         require(q_TNH.dim() == 3 and q_TNH.stride(2) == 1, "queries have 3 dimensions, the last contiguous")
         require(dtype in FLOATS and q_TNH.is_cpu, "queries must be bfloat16 or float32")

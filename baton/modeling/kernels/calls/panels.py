@@ -46,8 +46,8 @@ def pack_panels(weight_MK: Tensor, product: str) -> Tensor:
 
 
 def unpack_rows(panels_PJL: Tensor, at_T: Tensor, num_inputs: int, product: str) -> Tensor:
-    """Return rows of the weight from its panels, `[T, K]`. `at_T` contains the indices of the rows. `panels_PJL` must
-    be a result of `pack_panels`."""
+    """Return rows of a weight, `[T, K]`, read from its panels (blocks of 32 outputs). `at_T` contains the indices of
+    the rows. `panels_PJL` must be a result of `pack_panels`."""
     if panels_PJL.dtype == torch.int8:
         return panels_PJL[at_T // PANEL, :num_inputs, at_T % PANEL]
     if product == WIDENED:
@@ -67,8 +67,8 @@ class BoundPanels:
     gated: bool
     product: bytes
     addresses: tuple[int | None, ...]
-    """Kernel arguments in this order: address of the panels, number of panels, number of inputs, number of outputs,
-    addresses of scales and bias."""
+    """Kernel arguments in this order: address of the panels (blocks of 32 outputs), number of panels, number of inputs,
+    number of outputs, addresses of scales and bias."""
     is_int8: bool
 
 
@@ -80,9 +80,9 @@ def bind_panels(
     gated: bool,
     product: str,
 ) -> BoundPanels:
-    """Check the packed weights of a linear layer, and return them as kernel arguments. `weights`: panels, and the
-    scales of int8 weights or None. `sizes`: number of inputs and number of outputs. Scales and bias must have one
-    number for each output of the panels."""
+    """Check the packed weights of a linear layer, and return them as kernel arguments. `weights`: panels (blocks of 32
+    outputs), and the scales of int8 weights or None. `sizes`: number of inputs and number of outputs. Scales and bias
+    must have one number for each output of the panels."""
     (panels_PJL, scales), (num_inputs, num_outputs) = weights, sizes
     is_int8, P = panels_PJL.dtype == torch.int8, len(panels_PJL)
     fits = panels_PJL.dim() == 3 and panels_PJL.shape[1:] == (depth(product, num_inputs), PANEL)
@@ -102,8 +102,8 @@ def bind_panels(
 
 
 def depth(product: str, num_inputs: int) -> int:
-    """Return the number of inputs that a panel stores for `num_inputs` inputs, including padding. `product` is a
-    multiplication method of `baton.modeling.kernels.products`."""
+    """Return the number of inputs that a panel (block of 32 outputs of a weight) stores for `num_inputs` inputs,
+    including padding. `product` is a multiplication method of `baton.modeling.kernels.products`."""
     return num_inputs if product == WIDENED else -(-num_inputs // _TILE_INPUTS) * _TILE_INPUTS
 
 

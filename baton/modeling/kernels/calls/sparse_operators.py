@@ -41,16 +41,17 @@ class SparseOperators:
         rows: tuple[Tensor, Tensor, Tensor, Tensor],
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Find the selected keys in each sequence's cache on the device, and allocate cache slots for keys that are
-        missing (sparse/hot_keys.cpp). A cache, called area, has places for the latest tokens, followed by slots for
-        other keys.
+        """Find each selected key in its sequence's cache on the device, and assign a cache slot to each key that is
+        missing (sparse/hot_keys.cpp). A cache has numbered places for keys: first the places of the latest tokens, then
+        the slots, which hold other keys.
 
         Return the place of each selected key, `[B, G, K]`, the missing keys as pairs of key and place, `[B, G, K, 2]`,
-        and their number, `[B, G]`.
+        and the number of missing keys, `[B, G]`.
 
-        `records_B`: address of the records that list the keys in a sequence's slots. `rows`: for each sequence the
-        number of slots, the first of the latest keys, the number of tokens, and True if its records are new. `sizes`:
-        number of places for latest keys, and maximum number of slots.
+        `records_B`: address of each sequence's records, which list the keys in its slots. `rows`: for each sequence the
+        number of slots, the index of the first key in the places of the latest tokens, the number of tokens, and True
+        if the cache contains only the key of the new token. `sizes`: number of places for latest tokens, and maximum
+        number of slots.
         """
         num_slots_B, latest_B, num_tokens_B, is_fresh_B = rows
         require(picks_BGK.dim() == 3, _LISTS)
@@ -164,14 +165,15 @@ class SparseOperators:
     ) -> Tensor:
         """Record a layer's selected keys in the sequences' pools, and choose victims: the tokens to evict next
         (sparse/pool_notes.cpp). Each kv head of a sequence has a pool with a limited number of places, each for the KV
-        of one token.
+        of one token. A place has a record of when, or how often, its token was selected.
 
         Return the place of the victim for each sequence and kv head, `[B, G]`. It is meaningful only for sequences
         whose pool is full.
 
-        `rows`: address of each sequence's records, and position of its step. `limits`: number of places, start and end
-        of the range of places that may be evicted, number of bits of a position, and largest value of a counter (0:
-        records are positions, not counters).
+        `rows`: address of each sequence's records, and position of the step's new token in the sequence. `limits`:
+        number of places, start and end of the range of places that may be evicted, number of bits of a record that hold
+        the token's position, and largest value of a counter of selections (0: records store the position of the last
+        step that selected the token, instead of a counter).
         """
         (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
         lists = "picks must be int32, contiguous"
@@ -188,17 +190,18 @@ class SparseOperators:
         return victims_BG
 
     def pack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, sizes: tuple[int, int, bool]) -> None:
-        """Pack heads in 4 bits (sparse/kv_int4.cpp). Runs on the calling thread only.
+        """Quantise heads (K or V vectors of one kv head) to 4 bits (sparse/kv_int4.cpp). Runs on the calling thread
+        only.
 
-        `from_B`, `to_B`, `heads_B`: source address, target address and number of heads of each row. `sizes`: head dim,
-        channels of a quantisation group, and True if unpacked heads are bf16, False if they are fp32.
+        `from_B`, `to_B`, `heads_B`: source address, target address and number of heads of each sequence. `sizes`: head
+        dim, channels of a quantisation group, and True if unpacked heads are bf16, False if they are fp32.
         """
         self._pack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), *sizes)
 
     def unpack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, sizes: tuple[int, int, bool]) -> None:
-        """Unpack heads that `pack_kv` has packed in 4 bits. `from_B`, `to_B`, `heads_B`: source address, target address
-        and number of heads of each row. `sizes`: head dim, channels of a quantisation group, and True if unpacked heads
-        are bf16, False if they are fp32."""
+        """Unpack heads (K or V vectors of one kv head) that `pack_kv` has quantised to 4 bits. `from_B`, `to_B`,
+        `heads_B`: source address, target address and number of heads of each sequence. `sizes`: head dim, channels of a
+        quantisation group, and True if unpacked heads are bf16, False if they are fp32."""
         self._unpack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), *sizes, get_num_threads())
 
     def unpack_picked_kv(
@@ -209,8 +212,8 @@ class SparseOperators:
         picks: tuple[Tensor, Tensor],
         sizes: tuple[int, int, bool],
     ) -> int:
-        """Unpack K and V of the tokens that each kv head has selected. Each token is written to its own position in the
-        unpacked memory. Return the number of keys that were unpacked.
+        """Unpack K and V, which are stored in 4 bits, of the tokens that each kv head has selected. Each token is
+        written to its own position in the unpacked memory. Return the number of keys that were unpacked.
 
         `from_B`, `to_B`: addresses of each sequence's packed and unpacked KV. `picks`: selected keys `[B, G, K]` and
         their number `[B, G]`. `sizes`: head dim, channels of a quantisation group, and True if unpacked heads are bf16,

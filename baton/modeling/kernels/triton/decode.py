@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """Keys to which the sequences of a step attend, among the keys up to each new token's own key. Keys are numbered
-    from 0 within their sequence. Tensors are int32, contiguous, and on the device of `StepRows`. The host does not
-    check their contents."""
+    """Restriction of the keys to which the new tokens of a step attend. In any case, a new token attends only to keys
+    up to its own key. Keys are numbered from 0 within their sequence. Tensors are int32, contiguous, and on the device
+    of `StepRows`. The host does not check their contents."""
 
     window: int | None = None
     """Sliding window: number of latest keys to which a new token attends, including its own key. None: all keys."""

@@ -22,7 +22,7 @@ from baton.modeling.kernels.triton.heads import Heads
 from baton.modeling.kernels.triton.softmax import begun, ended, product, weighed
 
 MERGED = tl.constexpr(8)
-"""Number of splits that are merged at a time."""
+"""Number of splits (parts of a sequence's list of keys) whose results are merged at a time."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class DecodeShape:
     tile_keys: int
     split_keys: int
     is_split: bool
-    """True if there may be several splits. Their results are then merged by a second launch."""
+    """True if the keys of a sequence may be divided into several splits. A second launch then merges the results of the
+    splits."""
     in_one_page: bool
     """True if the keys of each tile are adjacent within one page."""
     scale: float
@@ -77,8 +78,8 @@ class Rows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Kernel argument: address of the results `[T, N, H]`, and addresses of the results `[T, N, X, H]` and log-sum-exps
-    `[T, N, X]` of the splits."""
+    """Kernel argument: address of the final results `[T, N, H]`, and addresses of the results `[T, N, X, H]` and
+    log-sum-exps `[T, N, X]` of the splits (parts of a list of keys)."""
 
     o: Any
     part_o: Any

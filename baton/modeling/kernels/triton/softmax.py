@@ -47,6 +47,6 @@ def weighed(score_MS: tl.tensor, largest_M: tl.tensor, total_M: tl.tensor) -> tl
 @triton.jit
 def ended(largest_M: tl.tensor, total_M: tl.tensor, sum_MH: tl.tensor) -> tl.tuple:
     """Finish the online softmax. Return the attention output, and the log-sum-exp to base 2. For a row that attended to
-    no key, they are zeros and NOTHING."""
+    no key, the output is zero and the log-sum-exp is NOTHING."""
     safe_M = tl.where(total_M == 0.0, 1.0, total_M)
     return sum_MH / safe_M[:, None], largest_M + tl.log2(safe_M)

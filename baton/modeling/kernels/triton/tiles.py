@@ -17,7 +17,8 @@ _STAGE_BYTES = 32 * 1024
 _QUERY_BYTES = 32 * 1024
 """Maximum number of bytes of a program's queries."""
 LEAST_SPLIT_KEYS = 512
-"""Minimum number of keys of a split. A list of keys that is not longer is read by one program."""
+"""Minimum number of keys of a split (part of a list of keys that one program reads). A list of at most this many keys
+is not divided."""
 _MOST_SPLITS = 64
 _WIDE_TILES = ((128, 3), (128, 2), (64, 3))
 """Tile sizes of prefill attention with blocks of 128 queries, as pairs (keys of a tile, pipeline stages). The fastest
@@ -35,7 +36,8 @@ class DecodeTiles:
     split_keys: int
     """Number of keys of a split, which one program reads. A multiple of `keys`."""
     num_splits: int
-    """Number of splits, and of programs, for the longest list of keys. Their results are merged."""
+    """Number of splits into which the longest list of keys is divided. One program computes each split, and the results
+    of the splits are merged."""
     num_warps: int
     num_stages: int = 2
 
@@ -64,7 +66,8 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, num_pairs: int, most_keys: i
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int, shared_bytes: int | None = None) -> PrefillTiles:
     """Return the block sizes of prefill attention for `num_queries` queries. `shared_bytes`: bytes of shared memory
-    that a program may use for queries, keys and values. None: unknown, or something else is also stored there."""
+    that a program may use for queries, keys and values. None: the number is unknown, or shared memory also holds other
+    data."""
     most_rows = 32 if dtype == torch.float32 else 128  # fp32 operands are multiplied in registers
     rows = min(max(power_of_two(num_queries), LEAST_SIDE), _most_rows(head_dim, dtype), most_rows)
     if rows == 128 and shared_bytes is not None:
