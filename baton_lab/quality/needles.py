@@ -54,7 +54,7 @@ class NeedleTexts(Texts):
     def _bare(self, text: str) -> list[int]:
         """Return the tokens of a text that is inserted into another one, without the special tokens that the tokenizer
         adds at the start of a text."""
-        return self._tokenizer.encode(text)[self._num_added :]
+        return self._tokenizer.encode(text)[len(self._tokenizer.encode("")) :]
 
 
 def _facts(num_facts: int) -> list[dict[str, str]]:

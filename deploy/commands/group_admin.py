@@ -65,9 +65,9 @@ class GroupAdmin:
         state = self._followed(self._admin.Flip, request, f"changing a role at {group}", late)
         return None if state is None or state.is_drained else state
 
-    def start_like(self, group: str, shown: str) -> str:
-        """Start another group like `group`, and return its name. `shown` is the text of the progress."""
-        with Console(stderr=True).status(shown), translate_rpc_errors():
+    def start_like(self, group: str) -> str:
+        """Start another group like `group`, and return its name."""
+        with Console(stderr=True).status(f"starting another group like {group}"), translate_rpc_errors():
             return str(self._admin.StandIn(admin_pb2.StandInRequest(group=group), timeout=self._timeout_s).name)
 
     def _followed(

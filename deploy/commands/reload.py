@@ -113,7 +113,7 @@ class _Rollout:
 
     def _start_stand_in(self, name: str) -> str:
         try:
-            return self._admin.start_like(name, f"starting an extra group for {name}")
+            return self._admin.start_like(name)
         except BatonError as error:
             raise UnavailableError(
                 f"{name} is the only group that generates, and none can stand in for it ({error}): make room for one"

@@ -67,8 +67,7 @@ def _step(admin: "GroupAdmin", pool: str, number: int) -> str:
     if not working:
         remedy = f"set {pool}.num_groups, and restart `baton serve`"
         raise ConfigError(f"the pool {pool} has no group to copy: {remedy}")
-    copied = working[0].name
-    return f"{admin.start_like(copied, f'starting another group like {copied}')} has started"
+    return f"{admin.start_like(working[0].name)} has started"
 
 
 def _number(group: str) -> int:

@@ -24,7 +24,6 @@ class Texts:
         if num_rows < len(paths):
             raise InvalidArgumentError(f"--rows {num_rows} is less than the {len(paths)} texts: use a row for each")
         self._tokenizer = tokenizer
-        self._num_added = len(tokenizer.encode(""))
         texts = []
         for number, path in enumerate(paths):
             pieces = _equal_parts(_read(path), len(range(number, num_rows, len(paths))))
