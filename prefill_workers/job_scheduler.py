@@ -10,7 +10,7 @@ Due times only order jobs, and may be in the past. They grow with the clock, so 
 no long job waits forever. `orchestrator.placement.chain_width` assigns due times, and bounds the number of jobs that
 may overtake.
 
-Used by `prefill_workers.epoch`. Pure; the engine's lock guards it.
+Used by `prefill_workers.epoch`. Does no I/O. The engine's lock guards it.
 """
 
 from baton.types import JobId

@@ -10,7 +10,7 @@ A rank in a long turn sends ALIVE to the ranks that wait for it, as long as it m
 means a fault, even if the limit was computed from a wrong prediction, or if the peer computes another job than
 predicted.
 
-Used by `prefill_workers.epoch`. Pure, with the clock passed in; the engine's lock guards it.
+Used by `prefill_workers.epoch`. Does no I/O; the clock is passed in. The engine's lock guards it.
 """
 
 from collections import Counter

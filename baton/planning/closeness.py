@@ -22,7 +22,7 @@ _CHAINS = ((256,), (4096,), (2048, 2048))
 _STEPS = ((1, 256), (1, 4096), (16, 1024))
 """Generation steps whose predicted time is compared, as (number of sequences, tokens of each sequence)."""
 _DRAFTS = 4
-"""Number of drafts of each sequence in the compared steps that verify drafts."""
+"""Number of draft tokens per sequence in the verification steps whose predicted times are compared."""
 
 
 def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:

@@ -1,6 +1,6 @@
 """Shapes of models: the numbers of layers, heads and widths on which the time of a prefill depends.
 
-Used by the cost model and by `baton simulate`. Pure.
+Used by the cost model and by `baton simulate`. Does no I/O.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
 """Exponential backoff: delays that grow with each consecutive failure. Used before a call is retried, a process is
-restarted, or a loop continues. Pure."""
+restarted, or a loop continues. Does no I/O."""
 
 from dataclasses import dataclass
 

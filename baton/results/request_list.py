@@ -1,4 +1,4 @@
-"""List of the requests of one orchestrator: requests that wait or run, and the last requests that ended. Pure."""
+"""List of one orchestrator's requests: those that wait or run, and the last ones that ended. Does no I/O."""
 
 from dataclasses import dataclass
 

@@ -80,7 +80,7 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     prefix_disk: str = ""
     """Folder on the node's disk for cached prefixes that do not fit into /dev/shm. Empty: no disk is used."""
     num_engines: Count = 1
-    """Number of generation engines in the cluster. Default limits of KV divide a machine's free memory among them."""
+    """Number of generation engines in the cluster. By default, they share a machine's free memory equally."""
     kernels: tuple[KernelChoice, ...] = ()
     """Kernels that the launcher chose for its kind of processor. Workers on other processors choose their own."""
     secret: str = field(default="", repr=False)

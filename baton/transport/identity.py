@@ -3,7 +3,7 @@ with each call between the processes, and checked before the call's message is r
 
 Servers of workers check the secret (`baton.transport.channel.make_server`), and the orchestrator checks it for the
 methods that operators call (`orchestrator.api.access`). Channels to these servers send it
-(`baton.transport.channel.make_channel`). docs/security.md describes where the secret is stored. Pure.
+(`baton.transport.channel.make_channel`). docs/security.md describes where the secret is stored. Does no I/O.
 """
 
 import hmac

@@ -3,8 +3,8 @@ is received.
 
 The payload is the last field of KvPiece, so an encoded message is a short prefix followed by the payload. The encoding
 is standard protobuf: other clients may send a KvPiece that their own library has encoded. `baton.transport.kv_sender`
-uses this module to serialize pushed pieces, and `baton.transport.kv_receiver` uses it to deserialize them. Pure; called
-on the asyncio loop.
+uses this module to serialize pushed pieces, and `baton.transport.kv_receiver` uses it to deserialize them. Does no I/O.
+Called on the asyncio loop.
 """
 
 from google.protobuf.message import DecodeError

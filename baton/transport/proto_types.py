@@ -2,7 +2,7 @@
 values that clients exchange.
 
 The `x_from_proto` functions do not trust their message. The content of a message from a hostile or newer peer may raise
-InvalidArgumentError or VersionMismatchError, but never fails an assertion. Pure; callable from any thread.
+InvalidArgumentError or VersionMismatchError, but never fails an assertion. Does no I/O. Callable from any thread.
 """
 
 from collections.abc import Sequence

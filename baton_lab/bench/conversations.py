@@ -1,4 +1,4 @@
-"""Generator of a load's conversations: the text of each user message, and the length of its answer. Pure."""
+"""Generator of a load's conversations: the text of each user message, and the length of its answer. Does no I/O."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Distributions of the numbers of prompt and output tokens of a load. Pure."""
+"""Distributions of the numbers of prompt and output tokens of a load. Does no I/O."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Record of one request of a load: times, token counts, and the failure, if any. Pure."""
+"""Record of one request of a load: times, token counts, and the failure, if any. Does no I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

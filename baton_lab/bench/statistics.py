@@ -1,4 +1,4 @@
-"""Statistics of a run: rates, percentiles, goodput, failures by kind. Pure."""
+"""Statistics of a run: rates, percentiles, goodput, failures by kind. Does no I/O."""
 
 import math
 from collections import Counter

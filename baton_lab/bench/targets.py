@@ -1,4 +1,4 @@
-"""Latency targets that a good request meets, parsed from options such as `ttft=500ms`. Pure."""
+"""Latency targets that a good request meets, parsed from options such as `ttft=500ms`. Does no I/O."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Chaos schedules. A seed determines the requests, the process faults with their times, and the rate of network faults.
 
 A process fault is injected when all clients together have received a given number of tokens. A client cancels after a
-given number of events of its stream. A schedule therefore does not depend on the speed of the machine. Pure.
+given number of events of its stream. A schedule therefore does not depend on the speed of the machine. Does no I/O.
 """
 
 import enum

@@ -155,9 +155,9 @@ def find_rate(args: argparse.Namespace) -> float:
 def find_settings(args: argparse.Namespace) -> list[Setting]:
     """Return the settings (residency policies with parameters) to compare, according to the options.
 
-    A policy that was given with its own budget is run once with this budget. Any other policy is run with each of the
-    given sizes that apply to it, or once if none applies. Raises InvalidArgumentError for invalid options, and
-    ConfigError for an unknown policy.
+    A policy that is named with a budget (`NAME:BUDGET`) is run once, with this budget. Any other policy is run once for
+    each value of `--budget` and of `--alpha`, if it has this parameter, and otherwise once with its defaults. Raises
+    InvalidArgumentError for invalid options, and ConfigError for an unknown policy.
     """
     from generate_workers.config import EvictionName  # imports pydantic
 

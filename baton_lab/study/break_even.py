@@ -15,7 +15,7 @@ planner's step times for all later tokens. The mean number of sequences in an en
 
 An engine that spends a fraction p of its time on prefill has the fraction 1 - p left for decode steps. Waiting for
 other requests is not modeled. A side can sustain a rate if none of its pools is full. Above this rate, it has no
-prediction. Pure.
+prediction. Does no I/O.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Predicted times to first token for one prompt on n ranks, for all prefill schemes.
 
-Used by `baton simulate` and benchmarks. Pure. A comparison takes tens of milliseconds, mostly for the search of chunk
-lengths.
+Used by `baton simulate` and benchmarks. Does no I/O. A comparison takes tens of milliseconds, mostly for the search of
+chunk lengths.
 """
 
 from dataclasses import dataclass

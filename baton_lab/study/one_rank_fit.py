@@ -1,5 +1,5 @@
 """Fits prefill costs to measured times in which one rank prefills whole prompts, such as those in a paper's table.
-Pure."""
+Does no I/O."""
 
 from collections.abc import Sequence
 

@@ -6,7 +6,7 @@ all-gather is n - 1 ring steps of one message each, which do not overlap with co
 message of a step overlaps with the attention of the same step.
 
 Sources: KV-Runahead (Cho, Rastegari, Naik, ICML 2024), sections 3 and 4; for the ring, Context Parallelism for Scalable
-Million-Token Inference (arXiv 2411.01783); docs/kv_runahead.md. Pure.
+Million-Token Inference (arXiv 2411.01783); docs/kv_runahead.md. Does no I/O.
 """
 
 from baton.planning.cost_model import CostModel, Kernel

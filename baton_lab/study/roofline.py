@@ -1,4 +1,5 @@
-"""Minimum duration of a generation step, by the roofline model of inference ("How To Scale Your Model", part 7). Pure.
+"""Minimum duration of a generation step, by the roofline model of inference ("How To Scale Your Model", part 7). Does
+no I/O.
 
     step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
            attention: reads                     matrices: read, or compute from the critical batch on

@@ -12,7 +12,7 @@ one token per sequence.
 
 The predicted speedup is an upper bound, because selecting keys, sampling and launching steps are assumed to take no
 time. In a server, rounds are planned with costs that are learnt from measured steps (`baton.planning.speculation`).
-Used by `baton plan`. Pure.
+Used by `baton plan`. Does no I/O.
 """
 
 from bisect import bisect_left

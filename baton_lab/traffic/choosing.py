@@ -2,7 +2,7 @@
 
 The production chooser examines every group, which takes milliseconds for hundreds of groups. The simulator normally
 uses `baton_lab.traffic.placing`, which is faster, because it compares only a few candidate groups. Tests compare its
-results with those of this module. Pure.
+results with those of this module. Does no I/O.
 """
 
 from contextlib import ExitStack

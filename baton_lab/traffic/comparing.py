@@ -1,5 +1,5 @@
 """Runs a trace under several scaling policies, all with the same maximum number of groups, and predicts the request
-rate that this number of groups can sustain. Pure."""
+rate that this number of groups can sustain. Does no I/O."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

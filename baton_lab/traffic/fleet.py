@@ -2,7 +2,7 @@
 
 A group starts, either cold or by a change of its role. It then serves until it is drained. When a drained group is
 idle, it leaves the cluster or changes its role, as with `baton drain`. Work is never aborted. The cost of a group is
-the number of seconds from its start until it leaves. Owned by `baton_lab.traffic.simulation`. Pure.
+the number of seconds from its start until it leaves. Owned by `baton_lab.traffic.simulation`. Does no I/O.
 """
 
 import heapq

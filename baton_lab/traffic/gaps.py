@@ -1,4 +1,4 @@
-"""Histogram of the time between output tokens, in bins of a relative width of 1.5 %. Pure."""
+"""Histogram of the time between output tokens, in bins of a relative width of 1.5 %. Does no I/O."""
 
 import math
 

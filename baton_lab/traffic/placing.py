@@ -5,7 +5,7 @@ The production code (the chooser) examines every group. This takes milliseconds 
 assigns millions of requests. In the simulator, all groups of a role have the same hardware. Therefore the cheapest
 prefill group is one of those that finish their work first, or the group that has cached the longest prefix of the
 prompt. The cheapest generation group is one of those with the most free slots. Only these candidates are planned
-(`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Pure.
+(`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Does no I/O.
 """
 
 from collections.abc import Sequence

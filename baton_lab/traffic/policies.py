@@ -5,7 +5,7 @@
     load          mean load divided by a group's throughput, without queueing (load regression, as in other planners)
 
 `queue` and `load` change the roles of groups and drain groups in the same way as the autoscaler, so the policies differ
-only in their decisions. Pure.
+only in their decisions. Does no I/O.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Results of a simulated trace: latencies, goodput, cost, and the changes that a scaling policy made. Pure."""
+"""Results of a simulated trace: latencies, goodput, cost, and the changes that a scaling policy made. Does no I/O."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

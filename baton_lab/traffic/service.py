@@ -1,7 +1,7 @@
 """Cost model and group sizes of the simulated cluster.
 
 `RecallingPlanner` is the production planner with a cache, because a simulation asks for the same prompt lengths many
-times. Pure.
+times. Does no I/O.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@
 
 A request occupies its slot from the placement to its last token, as in production. A scaling policy is called at
 regular intervals and changes the groups. Not simulated: failures, speculation, prefill by generation groups, and
-several transfers that share one link. Deterministic. Pure.
+several transfers that share one link. Deterministic. Does no I/O.
 """
 
 from collections import deque

@@ -3,7 +3,7 @@ never waits.
 
 The link transmits one message after the other at a given bandwidth. Other traffic occupies the link in bursts, during
 which messages make no progress. The lengths of bursts and of the gaps between them are exponentially distributed. The
-two directions between two ranks are separate links with separate bursts. Pure; seeds are arguments.
+two directions between two ranks are separate links with separate bursts. Does no I/O. Seeds are arguments.
 """
 
 import math

@@ -39,7 +39,7 @@ class ClusterConfig(LogLines):
     name: Name = "baton"
     """Name of the cluster, for `baton status` and `baton stop`; also the namespace of its Ray actors."""
     arrangement: Arrangement = "auto"
-    """How ranks, threads and cores are chosen if none is set: for this machine (auto), or the defaults (configured)."""
+    """Source of ranks, threads and cores that are not set: auto (this machine), configured (the fields' defaults)."""
     worker_host: str = ""
     """Address that workers and their links bind to; empty: the node's address on a running Ray, else 127.0.0.1."""
     model: ModelSection = field(default_factory=ModelSection)

@@ -51,13 +51,13 @@ class WorkerGroup:
         *,
         room: tuple[str, int] | None = None,
     ) -> None:
-        """Create a group without starting it. `links` is given only for a prefill chain. `room` selects the reserved
-        resources in which the workers run: (name of the group for which they are reserved, number of workers that they
-        suffice for). None: resources are reserved for exactly the workers of this group."""
+        """Create a group without starting it. `links` is given only for a prefill chain. `room` is an existing
+        reservation of resources that the workers use: (name of the group that it was made for, number of workers that
+        it is large enough for). None: reserve resources for exactly the workers of this group."""
         self.name = name
         self.room, self.num_places = room or (name, len(configs))
-        """Reserved resources in which the workers run: `room` is the name of the group for which they are reserved, and
-        `num_places` the number of workers that they suffice for."""
+        """Reservation of resources that the workers use: `room` is the name of the group that it was made for, and
+        `num_places` the number of workers that it is large enough for."""
         self.links = links
         self.workers: dict[int, Worker] = {}
         """Current workers by rank. Empty before the group has been started."""

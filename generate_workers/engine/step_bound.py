@@ -66,7 +66,7 @@ class Decoding:
     draft_model_s: float = 0.0
     """Predicted seconds of the draft steps of a separate draft model. Their costs are measured separately."""
     is_streaming: bool = True
-    """True if at least one sequence has more than one output token. Its client would notice a pause."""
+    """True if a sequence has produced more than one output token, so that its client would notice a pause."""
 
     @property
     def work(self) -> StepWork:

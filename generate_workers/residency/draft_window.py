@@ -80,9 +80,9 @@ class DraftWindow:
         self._num_copied = num_tokens
 
     def missing(self, num_tokens: int) -> list[TokenRange]:
-        """Return the ranges of tokens whose KV must still be written to the window, so that the window is complete for
-        the sequence's first `num_tokens` tokens. The ranges must be written in this order: first tokens, then latest
-        tokens. The method also frees space in the window for these tokens and for the drafts that follow them."""
+        """Free space in the window, and return the ranges of tokens whose KV must be written to it before drafts are
+        made for a sequence of `num_tokens` tokens. Write the ranges in the returned order: the range at the start of
+        the sequence, then the range of its latest tokens."""
         size, copied = self._size, self._num_copied
         first_last = max(num_tokens - size.num_last, size.num_first)
         first = min(size.num_first, num_tokens)

@@ -13,7 +13,7 @@ waiting requests. If prompts are longer than a quantum, no request can be served
 at once, without visiting the tenants.
 
 Adding and removing cost O(log n) for n waiting requests of the tenant. Finding the next request costs O(1) during a
-turn, otherwise O(number of tenants). Pure: it has no clock and does not wait. Implements `QueuePolicy`
+turn, otherwise O(number of tenants). Does no I/O. It has no clock and does not wait. Implements `QueuePolicy`
 (`orchestrator.admission.queue_policy`); owned by `orchestrator.admission.gate`.
 """
 

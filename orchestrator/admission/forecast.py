@@ -14,7 +14,7 @@ The prediction is the sum of two waits:
 The prediction does not consider how many tokens the earlier requests will generate, so baton.planning.step_times is not
 used. It considers neither later requests that are more urgent or due earlier, nor failures of workers. The wait for
 slots is a mean, so a caller that refuses requests by it must allow for variance. Used by `orchestrator.admission.gate`
-and `orchestrator.scheduler`. Pure.
+and `orchestrator.scheduler`. Does no I/O.
 """
 
 import math

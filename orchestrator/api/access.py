@@ -3,7 +3,7 @@ processes of the cluster, or operators.
 
 Called before each call by the server's interceptor (`baton.transport.status_interceptor`), which
 `orchestrator.api.frontend` installs. The caller's address is not checked, because a local call may come from a proxy
-for any client, or from another user of the machine. docs/security.md has the rules as a table. Pure.
+for any client, or from another user of the machine. docs/security.md has the rules as a table. Does no I/O.
 """
 
 from collections.abc import Mapping

@@ -42,8 +42,8 @@ _GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, bytes]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _STATUS_GRACE_S = 1.0
-"""Number of seconds for which a stopping server waits until the last statuses are sent, after all requests have
-ended."""
+"""Maximum time in seconds that a stopping server waits, after all requests have ended, for the last statuses to be
+sent."""
 _PASSED_ON = ("GetModel", "GetClusterState", "GetRequests")
 """Methods whose messages are forwarded unchanged."""
 _CLOSING = "the gateway is shutting down: try again"

@@ -1,6 +1,6 @@
 """Conversion between the data that a supervisor and the orchestrator exchange, and the messages of baton.v1.Keeping.
 
-Used by `orchestrator.api.host` and, in the supervisor, by `deploy.groups.keeper`. Pure.
+Used by `orchestrator.api.host` and, in the supervisor, by `deploy.groups.keeper`. Does no I/O.
 """
 
 from dataclasses import asdict, fields

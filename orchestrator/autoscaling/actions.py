@@ -1,7 +1,8 @@
 """Kinds of changes to groups: starts, drains, changes of role, and loans of ranks. `actions_between` lists the changes
 that lead from one allocation of groups to another.
 
-Pure. `orchestrator.autoscaling.autoscaler` decides on the allocation; `orchestrator.actuation` makes the changes.
+Does no I/O. `orchestrator.autoscaling.autoscaler` decides on the allocation; `orchestrator.actuation` makes the
+changes.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ targets.
 Latencies only decrease when a pool grows. Therefore bisection finds, for each role, the minimum number of groups that
 suffices if the other role has the maximum number. The search starts at these two minimums and increases the total
 number of groups. If many allocations have the same total, a few evenly spaced ones are predicted first, and then those
-near the best of them. Pure.
+near the best of them. Does no I/O.
 """
 
 from bisect import bisect_left

@@ -13,7 +13,7 @@ It makes four kinds of decisions:
 The lengths of answers are unknown until the first answer has ended. Nothing is changed until then, for `PATIENCE_S`
 seconds at most. A change with a small gain is made only after a miss has been predicted for `PATIENCE_S` seconds. It is
 not made if it reverts another change within a cool-down period. Each decision has an explanation.
-`orchestrator.actuation` applies the decisions. Pure: the caller provides the time.
+`orchestrator.actuation` applies the decisions. Does no I/O. The caller provides the time.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Computes the demand on the groups, from forecast traffic and waiting work: seconds of prefill, tokens, and sequences.
 
 The durations are predicted by the planner that also plans requests. Waiting work includes KV that the generation groups
-have not pulled yet. It is counted as additional traffic, spread over the time in which it should be done. Pure.
+have not pulled yet. It is counted as additional traffic, spread over the time in which it should be done. Does no I/O.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ include the work that is already waiting.
 If groups are saturated, percentiles do not exist. The share of requests that meet the targets is then estimated by a
 heuristic: the share decreases with the overload. This keeps saturated allocations comparable. The share is the mean of
 two values, one with the waiting work and one without it. Therefore an allocation that clears a queue but cannot sustain
-the traffic is not preferred. Pure.
+the traffic is not preferred. Does no I/O.
 """
 
 import copy

@@ -7,7 +7,7 @@ averaged out.
 
 The latest output lengths of each class are kept even while the class has no traffic, so that they are known when
 traffic returns. If the rate of a class rises or falls steadily, it is extrapolated linearly to the time of the
-forecast. Pure; owned by one autoscaler.
+forecast. Does no I/O. Owned by one autoscaler.
 """
 
 import math

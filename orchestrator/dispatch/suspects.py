@@ -68,8 +68,8 @@ class Suspects:
         """Wait until it is known whether a worker has crashed in the group that made the last attempt fail.
 
         Waits for at most `_VERDICT_S` seconds. Does not wait if the attempt produced more than the first tokens.
-        `num_before` is the request's number of output tokens before the attempt. Raises BatonError if the request was
-        named in `MAX_CRASHES` crashes.
+        `num_before` is the request's number of output tokens before the attempt. Raises BatonError if the crash notes
+        of `MAX_CRASHES` workers name the request.
         """
         incarnation = record.attempt.blamed
         if incarnation is None or record.num_output_tokens - num_before >= _num_watched(record):

@@ -7,7 +7,7 @@
 
 A breaker belongs to one incarnation of a group. A group that was repaired or replaced is a new incarnation and starts
 with a new breaker. Breakers have no influence on repairs, which are made by the supervisor. Used by
-`orchestrator.membership.members` and `orchestrator.scheduler`. Pure; runs on the event loop.
+`orchestrator.membership.members` and `orchestrator.scheduler`. Does no I/O. Runs on the event loop.
 """
 
 from collections.abc import Collection, Hashable

@@ -1,5 +1,5 @@
 """Counts the requests and slots that this orchestrator has assigned to each group. Maintained by
-`orchestrator.membership.members`. Pure."""
+`orchestrator.membership.members`. Does no I/O."""
 
 from dataclasses import dataclass
 

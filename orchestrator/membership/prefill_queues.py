@@ -6,7 +6,8 @@ earliest due time, at the predicted speed. The remaining work of a job never fal
 for any reason, its remaining work on this rank is removed. An error of its prediction then has no further effect. The
 queue of a group is dropped when the links between the group's ranks are replaced.
 
-Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`. Pure; runs on the event loop.
+Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`. Does no I/O. Runs on the event
+loop.
 """
 
 from collections.abc import Hashable, Iterable, Mapping

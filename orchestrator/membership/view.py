@@ -1,6 +1,6 @@
 """Groups of a cluster as the supervisor reports them, and the operators' orders for these groups.
 
-Made by `deploy.groups.cluster`; stored by `orchestrator.membership.members`. Pure.
+Made by `deploy.groups.cluster`; stored by `orchestrator.membership.members`. Does no I/O.
 """
 
 from collections.abc import Collection, Hashable, Mapping

@@ -1,8 +1,8 @@
 """Exports the cluster's present state as metrics. They are computed from one ClusterState at each scrape and not
 stored.
 
-Used by `orchestrator.observability.metrics_server`. docs/metrics.md lists all names. Pure; on the thread that serves
-the scrape.
+Used by `orchestrator.observability.metrics_server`. docs/metrics.md lists all names. Does no I/O. Runs on the thread
+that serves the scrape.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

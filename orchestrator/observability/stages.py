@@ -1,4 +1,4 @@
-"""Trace of a request that has ended, with its stages, for OpenTelemetry and for `baton trace`. Pure."""
+"""Trace of a request that has ended, with its stages, for OpenTelemetry and for `baton trace`. Does no I/O."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

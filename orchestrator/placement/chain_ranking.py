@@ -9,7 +9,7 @@ cost of its own can be the cheapest of them. These few chains are compared once 
 the time to select among all combinations of groups is linear in the number of groups, unless almost every node has a
 different part of the prompt cached.
 
-Created by `orchestrator.placement.predictions` for one moment. Pure.
+Created by `orchestrator.placement.predictions` for one moment. Does no I/O.
 """
 
 import math

@@ -19,7 +19,7 @@ to the new job if the work of A before the waiting job, relative to A's weight, 
 relative to B's weight. This rule overrides due times and latest ends. docs/kv_runahead.md derives these rules.
 
 Called by `orchestrator.placement.predictions`. Durations are predicted by `baton.planning.planner`. The unfinished jobs
-are listed in `orchestrator.membership.prefill_queues`. Pure.
+are listed in `orchestrator.membership.prefill_queues`. Does no I/O.
 """
 
 import math

@@ -4,7 +4,7 @@ workers that prefill.
 The workers that prefill are either a chain of ranks in a prefill group, or the generation group itself. The cost of an
 option is the sum of `baton.results.prefill_trace.PlacementTerms`, predicted by `orchestrator.placement.predictions`. A
 prefill by the generation group delays the group's running sequences. This delay is not a term of the cost, because the
-engine limits it (`generate_workers.engine.step_bound`). Called by `orchestrator.placement.chooser`. Pure.
+engine limits it (`generate_workers.engine.step_bound`). Called by `orchestrator.placement.chooser`. Does no I/O.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable

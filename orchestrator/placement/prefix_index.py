@@ -13,7 +13,7 @@ The number of names per store is limited. Above the limit, the least recently us
 prompt are marked as used from the last to the first, so that its first blocks are removed last.
 
 Read by `orchestrator.placement.predictions`; written by `orchestrator.dispatch` and
-`orchestrator.workers.prefix_discovery`. Pure; runs on the event loop.
+`orchestrator.workers.prefix_discovery`. Does no I/O. Runs on the event loop.
 """
 
 from collections import OrderedDict

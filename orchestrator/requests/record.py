@@ -2,7 +2,7 @@
 `orchestrator.requests.states`.
 
 Records are created by `orchestrator.scheduler`, changed by it and by `orchestrator.dispatch`, and read by
-`orchestrator.placement`. Pure.
+`orchestrator.placement`. Does no I/O.
 """
 
 from collections.abc import Hashable, Sequence

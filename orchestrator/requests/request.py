@@ -1,7 +1,7 @@
 """Client's request after validation against the model's limits. A request never changes.
 
 Created by `orchestrator.api.request_reader`, or in process by `deploy.commands.session`. The progress of a request is
-recorded in `orchestrator.requests.record`. Pure.
+recorded in `orchestrator.requests.record`. Does no I/O.
 """
 
 from dataclasses import dataclass, replace

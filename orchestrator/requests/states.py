@@ -5,7 +5,7 @@
                  +-----------+-------------+      an attempt failed, the next begins
 
 A request may move to FINISHED from any other state. No transition leaves FINISHED, so each request ends exactly once.
-Used by `orchestrator.requests.record`. Pure.
+Used by `orchestrator.requests.record`. Does no I/O.
 """
 
 from collections.abc import Mapping

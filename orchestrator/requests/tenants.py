@@ -3,7 +3,8 @@
 The gRPC metadata of a call identifies its sender by an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`). If a
 trusted gateway has already checked the key, the metadata has the tenant's name instead (`baton-tenant: NAME`).
 Operators have separate keys (`orchestrator.api.access`). Only the hashes of keys are stored. Used by
-`orchestrator.api`; weights and limits are applied by `orchestrator.admission`. Pure; read-only after construction.
+`orchestrator.api`; weights and limits are applied by `orchestrator.admission`. Does no I/O. Read-only after
+construction.
 """
 
 import hashlib

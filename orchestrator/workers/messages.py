@@ -1,7 +1,7 @@
 """Builds the messages that are sent to workers for a request: a prefill job, a new stream, and the takeover of a
 stream.
 
-Used by `orchestrator.workers.client`. Jobs are created by `orchestrator.dispatch.attempt`. Pure.
+Used by `orchestrator.workers.client`. Jobs are created by `orchestrator.dispatch.attempt`. Does no I/O.
 """
 
 from dataclasses import dataclass

@@ -39,7 +39,8 @@ _MOST_PAUSE_S = 5.0
 
 class Leaks:
     """Detects leaked slots or jobs of one worker. A slot or job is leaked if no known request has owned it for `LEAK_S`
-    seconds. A slot that is leased but not in use is leaked after `LEAK_S` seconds plus the TTL of a lease. Pure."""
+    seconds. A slot that is leased but not in use is leaked after `LEAK_S` seconds plus the TTL of a lease.
+    Does no I/O."""
 
     def __init__(self, lease_ttl_s: float) -> None:
         self._window_s = LEAK_S + lease_ttl_s

@@ -1,8 +1,8 @@
 """Paged KV: a pool of pages in device memory that all sequences share, and the block table of each sequence.
 
 A page holds a fixed number of tokens, with their KV in all layers. One block table therefore serves all layers of a
-sequence. Prefixes are shared, copied and counted in tokens, never layer by layer. Within a layer, pages are adjacent in
-memory, so consecutive page numbers are contiguous memory.
+sequence. Sharing or copying a prefix always applies to all layers. In memory, the pages of one layer are adjacent, so
+consecutive page numbers are contiguous memory.
 
 Residency `device` stores sequences in pages on devices with separate memory (`generate_workers.residency.paged`). The
 decoder's kernels read the block tables (`baton.modeling.forward.decode_rows`).

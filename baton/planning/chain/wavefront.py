@@ -38,8 +38,8 @@ class LayerTimes:
     own: Seconds
     """Seconds of attention to the keys of the rank's own chunk."""
     far: Seconds
-    """Seconds of attention to the keys of cached tokens and of earlier ranks' tokens, plus the remaining matrices of
-    the layer."""
+    """Seconds of the part of a layer that needs earlier ranks' KV: attention to the keys of cached tokens and of
+    earlier ranks' tokens, and the matrix products that follow attention."""
     copy: Seconds
     """Seconds in which KV is copied before it is sent. 0 on the first rank."""
     last_own: Seconds

@@ -1,4 +1,4 @@
-"""Random arrival times of requests. They do not depend on when earlier requests are answered. Pure.
+"""Random arrival times of requests. They do not depend on when earlier requests are answered. Does no I/O.
 
 Used by `baton_lab.traffic.traces.generators` for simulated traffic, and by `baton bench` for real traffic.
 """

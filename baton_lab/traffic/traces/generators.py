@@ -2,7 +2,7 @@
 
 Arrivals are a Poisson process whose rate may change over time. Bursty traffic has gamma distributed gaps instead.
 Prompt and output lengths are gamma distributed around their means. Equal arguments give the same trace on every
-machine. Pure.
+machine. Does no I/O.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ planner's step times for N sequences, near C. While no sequence joins or leaves,
     k (A + B C) + B N k (k - 1) / 2
 
 The formula is exact for nominal step times, and interpolates measured step times linearly. A sequence joins at the
-first step that begins after its arrival, as in the engine, and leaves after its last step. Pure.
+first step that begins after its arrival, as in the engine, and leaves after its last step. Does no I/O.
 """
 
 import heapq

@@ -6,7 +6,7 @@ sends its own KV, and the attention to the rank's own tokens.
 
 Each rank gives its next turn to the ready job with the earliest due time. While a job waits for KV of earlier ranks,
 another job runs for one turn. A long prompt can therefore delay a short one by the time of a layer, several times.
-Pure.
+Does no I/O.
 """
 
 import math

@@ -52,8 +52,8 @@ Measure = Callable[[Basis, Selection], Measured]
 
 
 def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Measure) -> list[Basis]:
-    """Return one basis for each number of columns: the one with the lowest cost in perplexity. The cost is measured
-    with the tightest cap (most_share) that has an effect, and without a bound on scores (alpha)."""
+    """Return, for each number of columns, the basis that increases perplexity least. The increase is measured with
+    `most_share` at the smallest of the caps that `tune` tries, and with `alpha` disabled."""
     tightest = replace(fixed, alpha=math.inf, most_share=_caps(fixed, context)[0])
     rivals = [[basis for basis in bases if basis.num_columns == num] for num in sorted({b.num_columns for b in bases})]
     return [

@@ -31,8 +31,8 @@ class Texts:
         self._parts = [texts[row % len(texts)][row // len(texts)] for row in range(num_rows)]
 
     def passages(self, num_context: int, num_steps: int) -> list[Passage]:
-        """Return one passage for each sequence, which begins at the first token of the sequence's part of the text. A
-        passage has a context of `num_context` tokens, and enough further tokens for `num_steps` steps. Raises
+        """Return one passage for each sequence. A passage begins with the first token of the sequence's part of the
+        text. It has a context of `num_context` tokens, and enough further tokens for `num_steps` steps. Raises
         InvalidArgumentError if a part is too short."""
         num_tokens = num_context + num_steps + 1
         return [Passage(tuple(first_tokens(*part, num_tokens)), num_context) for part in self._parts]

@@ -142,9 +142,10 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
     def __init__(
         self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder, device_bytes: int | None = None
     ) -> None:
-        """`prepared` must have been made for the model of `decoder`. `device_bytes` is the number of bytes of device
-        memory for the KV of all slots; None: no limit. The number of areas depends on it. Raises an error of
-        OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
+        """Create the residency. `prepared` must have been made for the model of `decoder`. `device_bytes` limits the
+        device memory for the KV of all slots, and thereby the number of areas (buffers for the selected keys and values
+        of a layer); None: no limit. Raises OSError, or one of the errors in OUT_OF_MEMORY, if the slots' address space
+        cannot be reserved."""
         device, layout = decoder.device, shape.layout
         pieces = Pieces(layout, device), Pieces(layout, device)
         make = TensorMechanism if device.name == "cuda" else NativeMechanism

@@ -66,7 +66,8 @@ of several new tokens."""
 
 class AwayRow(StoredRow):
     """Memory of one slot (a StoredRow) with the first two layers on the device and all other layers in host memory.
-    Spans of several new tokens read the other layers in pieces."""
+    If a step has several new tokens of the sequence, the KV in host memory is copied to the device and attended to in
+    pieces, one range of tokens at a time."""
 
     def __init__(
         self,

@@ -75,8 +75,8 @@ class PooledInfinigenRow(InfinigenRow):
         self._has_begun = False
         """True after the first decode step of the current sequence has begun. Before this step, no key was selected."""
         self._kv_LP2GH: NDArray[np.int64] = self.others.memory.data_LS2GH.view(torch.int64).numpy()
-        """KV of all kept tokens, by layer and place. An int64 contains several elements of K or V. This type is used
-        because numpy does not support bf16, and because it is fast to copy."""
+        """KV of all tokens in the pool, by layer and by position in the pool, viewed as int64. Each int64 contains
+        several elements of K or V: numpy does not support bf16, and copies of int64 are fast."""
         self._k_LCGRI: NDArray[np.int16] = self.partial.data_LCGRI.view(torch.int16).numpy()
         self._head_G = np.arange(shape.layout.num_kv_heads)
         self._layer_L1 = np.arange(len(self._kv_LP2GH))[:, None]
