@@ -4,7 +4,7 @@ cell by cell.
 The model is calibrated on Llama-7B only. Linear and attention times are fitted to the paper's one-GPU times. The time
 to launch a layer's kernels, and the latency of a message, are fitted to the times for 1k tokens, where these dominate.
 The times of other models follow from their FLOPs and bytes, without fitted factors. The ranks compute as in the paper's
-table 5 (`baton.planning.cost_model.PAPER`), and partitions into chunks are searched at a resolution of 64 tokens.
+table 5 (`baton_lab.study.protocols.PAPER`), and partitions into chunks are searched at a resolution of 64 tokens.
 
 `python -m benchmarks.simulate_paper` prints the tables in Markdown.
 """

@@ -1,10 +1,11 @@
 """Runs the tests that `make test` leaves out, one file at a time, for a given number of minutes.
 
-`python -m tools.nightly [--minutes N]` starts with the files whose last pass is the longest ago. It appends one line
-for each file to the ledger tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It skips a
-file whose last run took longer than the time that is left. A file that still runs when the time is over is interrupted,
-recorded as late, and goes to the end of the queue. `--check` runs no tests. It prints a warning for each file
-of the ledger that has not passed for `STALE_COMMITS` commits.
+`python -m tools.nightly [--minutes N]` starts with the files that passed, or were late, the longest ago. It appends one
+line for each file to the ledger tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It
+skips a file whose last run took longer than the time that is left. A file that still runs when the time is over is
+interrupted, recorded as late, and goes to the end of the queue; it has up to two minutes more to remove what it
+started. `--check` runs no tests. It prints a warning for each file of the ledger that has not passed for
+`STALE_COMMITS` commits.
 """
 
 import argparse
@@ -45,7 +46,7 @@ class Run:
 
 
 def main() -> int:
-    """Run test files until the time limit is reached. Return 1 if a test file failed, else 0."""
+    """Run test files until the time limit is reached. Return 1 if a test file failed or was interrupted, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40, help="time for the whole run, in minutes (default: 40)")
     parser.add_argument("--check", action="store_true", help="print a warning for each stale file, and run nothing")
@@ -108,26 +109,34 @@ def _run_files(files: list[str], runs: list[Run], limit_s: float, console: Conso
         if result is None:
             continue
         _append(Run(file, commit, processor, result, round(time.monotonic() - start_s)))
-        failed += [file] if result == FAILED else []
-    for file in failed:
-        console.print(f"failed: {file}", markup=False)
+        failed += [f"{result}: {file}"] if result != PASSED else []
+    for line in failed:
+        console.print(line, markup=False)
     return 1 if failed else 0
 
 
 def _run_file(file: str, limit_s: float) -> str | None:
-    """Run the tests of a file for at most `limit_s` seconds. Return the result; None if the file has no such tests."""
+    """Run the tests of a file for at most `limit_s` seconds, and interrupt them after that. Return the result; None if
+    the file has no such tests."""
     process = subprocess.Popen(_command(file, "--require-tools"), cwd=ROOT)
     try:
         status = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         return LATE
+    finally:
+        if process.poll() is None:
+            _interrupt(process)
     return None if status == _NOTHING_COLLECTED else FAILED if status else PASSED
+
+
+def _interrupt(process: "subprocess.Popen[bytes]") -> None:
+    """Interrupt a test run, and end it if it does not stop within `_END_S` seconds."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _append(run: Run) -> None:

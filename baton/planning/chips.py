@@ -1,7 +1,7 @@
 """Nominal rates of accelerators, from which the maximum speed of a generation step is computed.
 
-Measured rates of a machine have the same form. Rates that prefill ranks reach in practice are in
-`baton.planning.hardware`. All functions are pure.
+Measured rates of a machine have the same form. Rates that CPU cores reach in practice are in `baton.planning.hardware`.
+All functions are pure.
 """
 
 import math

@@ -1,10 +1,12 @@
 """Residency `infinigen_int4` on a device with its own memory. KV is stored in host memory in 4 bits (packed), and the
 selected keys and their values (picks) are fetched in packed form.
 
-A Residency for `engine.model_runner`. Keys are selected one layer early, as by `fetched.infinigen`, and are fetched in
-packed form while the previous layer computes. The device unpacks them into a buffer of the slot (its area), which holds
-one layer, as `int4.int4_infinigen` does. The device also packs the KV of new tokens before it is stored. Selected keys
-do not stay on the device between steps, because fetching them again needs only about a quarter of the bytes.
+A Residency for `engine.model_runner`. Keys are selected one layer early, as by
+`generate_workers.residency.fetched.infinigen`, and are fetched in packed form while the previous layer computes. The
+device unpacks them into a buffer of the slot (its area), which holds one layer, as
+`generate_workers.residency.int4.int4_infinigen` does. The device also packs the KV of new tokens before it is stored.
+Selected keys do not stay on the device between steps, because fetching them again needs only about a quarter of the
+bytes.
 
     engine:  begin l: guess l + 1, ask for it | layer l | end l: pack, store | begin l + 1 ... picks: wait, unpack
     link in:                         fetch l + 1 ------->|

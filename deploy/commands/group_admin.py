@@ -24,8 +24,8 @@ _ANSWER_S = 10.0
 
 
 class GroupAdmin:
-    """Changes groups of the cluster at the other end of `channel`. A method raises UnavailableError if it takes longer
-    than `timeout_s` seconds (None: no limit); the cluster then continues with the change."""
+    """Sends orders to the groups of the cluster at the other end of `channel`. If an order takes longer than
+    `timeout_s` seconds (None: no limit), a BatonError is raised, and the cluster continues with the order."""
 
     def __init__(self, channel: grpc.Channel, timeout_s: float | None) -> None:
         self._admin = AdminStub(channel)
@@ -33,7 +33,8 @@ class GroupAdmin:
         self._timeout_s = timeout_s
 
     def state(self) -> ClusterState:
-        """Return the state of the cluster. Raises VersionMismatchError if the orchestrator is incompatible."""
+        """Return the state of the cluster. Raises VersionMismatchError if the orchestrator is incompatible, and
+        grpc.RpcError if it does not answer within 10 s."""
         answer = self._orchestrator.GetClusterState(GetClusterStateRequest(), timeout=_ANSWER_S)
         return cluster_state_from_proto(answer)
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Run `baton reload`. Return the exit status 0 when all groups have new workers."""
     from deploy.commands.group_admin import group_admin  # imports grpc
 
-    with group_admin(args) as admin:
+    with group_admin(args) as admin:  # first checks that the cluster runs
         rollout = _Rollout(admin, args.model if args.target else _resolved(args.model))
         names = args.group or rollout.names()
         for number, name in enumerate(names):

@@ -27,7 +27,7 @@ from baton.process.whole_files import whole
 
 logger = logging.getLogger(__name__)
 
-_SHAPE = ModelShape(30, 576, 9, 3, 64, ffn=1536, vocab=49152)
+_SHAPE = ModelShape(30, 576, 9, 3, 64, ffn=1536, vocab=49152)  # smollm2-135m
 _DTYPES = {"bfloat16": 2, "float32": 4}
 """Number of bytes of one value, for each dtype with which the rates are measured."""
 _TOKENS = 256

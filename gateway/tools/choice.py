@@ -2,7 +2,7 @@
 
 If the model must call a tool, its output is constrained to a JSON list of calls. The arguments of each call match the
 JSON schema of the function's parameters. This applies to all model families, although they usually write calls in other
-formats.
+formats. References in the function's schema are rewritten, because the schema becomes a part of another one.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,9 @@
-"""Draft view of each sequence's first and latest keys (StreamingLLM; Xiao et al., 2023), in the sequence's own KV.
+"""Draft views of each sequence's first and latest keys (StreamingLLM; Xiao et al., 2023).
 
-Attention needs a text's first tokens (sinks) and its latest tokens; the keys between them are left out. No KV is
-copied: tokens keep their true positions, so that drafts read the keys in place.
+Attention needs a text's first tokens (sinks) and its latest tokens; the keys between them are left out. Tokens keep
+their true positions. If the KV is on the device, drafts read the keys in place. If the KV is in host memory, they read
+a copy on the device (`generate_workers.residency.draft_window`). A round of drafts then copies only a few tokens over
+the link, and only the step that verifies the drafts fetches all KV, so the output stays exact.
 """
 
 from collections.abc import Iterator, Sequence

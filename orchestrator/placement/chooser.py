@@ -1,8 +1,8 @@
 """Selects the workers that serve an attempt at a request, and returns the decision as a `Plan`. Waits for a limited
 time if no group can serve the request.
 
-Called by `orchestrator.dispatch.attempt`, which carries out the plan, by `orchestrator.admission.forecast`, and,
-without waiting, by the traffic simulator. Only this module waits for groups. `orchestrator.placement.predictions`
+Called by `orchestrator.dispatch.attempt`, which carries out the plan, and by
+`orchestrator.admission.forecast`. Only this module waits for groups. `orchestrator.placement.predictions`
 predicts costs, `comparison` compares them, and `chain_width` plans chains. Runs on the event loop.
 """
 

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import ModelError
+from baton.errors import ConfigError, ModelError
 from baton.modeling.forward.selection import Selection
 from baton.modeling.sparse.bases import Basis, BasisKind
 from baton.modeling.sparse.selection_file import PreparedSelection, prepared_path, save_prepared
-from generate_workers.residency.policies import SelectionSource
+from generate_workers.residency.policies import SelectionSource, make_residency
+from generate_workers.residency.port import KvShape
+from tests.support.engines.devices import on_emulated
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 
 DECODER = random_decoder()
@@ -55,3 +58,11 @@ def test_the_early_one_alone_is_enough(caplog: pytest.LogCaptureFixture) -> None
     assert SelectionSource(DECODER).load_early().lookahead == 1 and not caplog.text
     with pytest.raises(ModelError, match="run `baton prepare`"):
         SelectionSource(DECODER).load()
+
+
+@needs_rows
+def test_a_policy_that_only_the_cpu_serves_is_refused_on_another_device() -> None:
+    decoder = on_emulated(DECODER)
+    shape = KvShape(decoder.layout, decoder.config.windows, 1, 64)
+    with pytest.raises(ConfigError, match="'infinigen_int4' needs device cpu: use residency infinigen on emulated"):
+        make_residency("infinigen_int4", shape, decoder.device, SelectionSource(decoder))

@@ -240,6 +240,7 @@ def test_its_steps_are_predicted_and_learnt_by_costs_of_its_own(clock: ManualClo
         stream = made.submit(prompt(30), dataclasses.replace(PARAMS, max_tokens=1 + 4))[1]
         while not speculation.stats.num_drafts:
             made.engine.step()
+        assert speculation.stats.num_draft_weight_bytes == 3 * speculation._draft_steps.weight_bytes > 0
         assert speculation.stats.predicted_s == pytest.approx(cost.seconds(verifying) + known_s, rel=1e-12)
         assert (scheduling_policy.latest.decoding.work, scheduling_policy.latest.decoding.draft_model_s) == (
             verifying,
