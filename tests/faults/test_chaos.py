@@ -35,7 +35,7 @@ pytestmark = pytest.mark.integration
 SHAPE = Shape(
     victims=("prefill-0.0", "prefill-0.1", "generate-0", "generate-1", "orchestrator"), vocab_size=NUM_LETTERS
 )
-BOUNDS = Bounds(request_s=60.0, settle_s=2 * TTL_S + 28)
+BOUNDS = Bounds(request_s=120.0, settle_s=2 * TTL_S + 28)
 """A slot whose release was lost is freed by its lease's end; a worker that was stopped is replaced."""
 SEEDS = (1, 2, 33)
 """Together they kill and stop ranks, engines and the orchestrator."""

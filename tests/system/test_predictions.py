@@ -26,6 +26,8 @@ pytestmark = pytest.mark.integration
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 CONFIG = OrchestratorConfig(report_wait_s=10)
+NUM_TRIES = 3
+"""Number of tries. Other programs change how long prompts take, and so the errors of one try."""
 WRONG = 20.0
 """How many times too much, or too little, is assumed."""
 
@@ -53,11 +55,13 @@ def error(answer: Answer) -> float:
 
 @pytest.mark.parametrize("wrong", [1 / WRONG, WRONG], ids=["too fast", "too slow"])
 async def test_the_error_falls_whatever_was_assumed(wrong: float) -> None:
-    found = assuming(1.0)
-    await answers(found, 6)
-    truth = found.cost.linear_s / found.calibration.cost.linear_s
-    errors = [error(answer) for answer in await answers(assuming(truth * wrong), 12)]
-    assert statistics.median(errors[4:]) < math.log(WRONG) / 2, errors
+    tries = []
+    while not tries or statistics.median(tries[-1][4:]) >= math.log(WRONG) / 2:
+        assert len(tries) < NUM_TRIES, tries
+        found = assuming(1.0)
+        await answers(found, 6)
+        truth = found.cost.linear_s / found.calibration.cost.linear_s
+        tries.append([error(answer) for answer in await answers(assuming(truth * wrong), 12)])
 
 
 async def test_a_measured_calibration_stays_as_it_is() -> None:

@@ -54,7 +54,7 @@ CONFIG = OrchestratorConfig(
     disaggregation="always",
 )
 PATIENT = Heartbeat(interval_s=0.5, dead_after_s=20.0)
-IMPATIENT = Heartbeat(interval_s=0.2, dead_after_s=1.5)
+IMPATIENT = Heartbeat(interval_s=0.2, dead_after_s=4.0)
 ANSWER = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
 _BEAT_S = 0.05
 

@@ -200,5 +200,5 @@ class InProcessSpawner:
         return None if folder is None else PrefixPlace(folder, self.prefix_bytes, self.prefix_disk)
 
     async def _faulty_rank(self, decoder: Decoder, prefixes: PrefixPlace | None, plan: FaultPlan) -> PrefillServer:
-        engine = FaultyEngine(decoder, CLOCK, plan, watchdog_floor_s=1.0, repeats=prefixes is None)
+        engine = FaultyEngine(decoder, CLOCK, plan, watchdog_floor_s=2.0, repeats=prefixes is None)
         return await PrefillServer.start(engine, PLACE, prefixes=prefixes, may_share=self.may_share)
