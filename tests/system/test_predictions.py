@@ -55,7 +55,7 @@ def error(answer: Answer) -> float:
 
 @pytest.mark.parametrize("wrong", [1 / WRONG, WRONG], ids=["too fast", "too slow"])
 async def test_the_error_falls_whatever_was_assumed(wrong: float) -> None:
-    tries = []
+    tries: list[list[float]] = []
     while not tries or statistics.median(tries[-1][4:]) >= math.log(WRONG) / 2:
         assert len(tries) < NUM_TRIES, tries
         found = assuming(1.0)
