@@ -5,6 +5,7 @@ Only the facts are random, with a fixed seed.
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 
 from baton.errors import InvalidArgumentError
 from deploy.tuning.selection.passages import Passage
@@ -54,7 +55,11 @@ class NeedleTexts(Texts):
     def _bare(self, text: str) -> list[int]:
         """Return the tokens of a text that is inserted into another one, without the special tokens that the tokenizer
         adds at the start of a text."""
-        return self._tokenizer.encode(text)[len(self._tokenizer.encode("")) :]
+        return self._tokenizer.encode(text)[self._num_added :]
+
+    @cached_property
+    def _num_added(self) -> int:
+        return len(self._tokenizer.encode(""))
 
 
 def _facts(num_facts: int) -> list[dict[str, str]]:
