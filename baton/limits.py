@@ -15,7 +15,8 @@ class Limit:
     """Description of one limit, for the generated page docs/reference/limits.md."""
 
     door: str
-    """Interface to which the limit applies, for example HTTP. It is a heading of the generated page."""
+    """Interface to which the limit applies, for example HTTP. Limits of one interface share a heading in
+    docs/reference/limits.md."""
     unit: str
     error: str
     """Error that a request gets if it exceeds the limit."""

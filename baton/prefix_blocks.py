@@ -62,7 +62,7 @@ class PromptBlocks:
         return self.names[: num_tokens // self.block_tokens]
 
     def kept(self, num_tokens: int) -> tuple[str, ...]:
-        """Return the names of the whole blocks after the first `num_tokens` tokens. If these tokens are cached, the
-        returned blocks are those that can be cached when the prompt has been computed. `num_tokens` must be a multiple
-        of the block size."""
+        """Return the names of all whole blocks of the prompt, except those of its first `num_tokens` tokens. If the
+        first `num_tokens` tokens come from a cache, the returned blocks can be added to the cache after the prefill.
+        `num_tokens` must be a multiple of the block size."""
         return self.names[len(self.cached(num_tokens)) :]

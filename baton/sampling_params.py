@@ -26,7 +26,7 @@ from baton.limits import (
 
 _FIELD = "sampling.structured_output"
 _KINDS = ("json", "json_object", "regex", "grammar", "choice")
-"""Names of the fields of StructuredOutput that specify a form. Exactly one of them must be set."""
+"""Names of the fields of StructuredOutput that restrict the output. Exactly one of them must be set."""
 _ABOVE_ZERO = math.ulp(0.0)
 _RANGES = (
     ("max_tokens", 0, math.inf, "use at least 1"),
@@ -63,7 +63,7 @@ class StructuredOutput:
     choice: tuple[str, ...] = ()
     """Permitted outputs. The output is exactly one of these texts. At most 1,024."""
     compiled_bytes: int = field(default=0, compare=False)
-    """Size in bytes of the compiled form, as measured by the orchestrator. 0: not measured."""
+    """Size in bytes of this structured output after compilation, as measured by the orchestrator. 0: not measured."""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False, ())]
@@ -83,7 +83,7 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """Return the name of the field that specifies the form, for example "json"."""
+        """Return the name of the field that is set, for example "json"."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False, ()))
 
 

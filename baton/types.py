@@ -36,7 +36,8 @@ Epoch = NewType("Epoch", int)
 connections get a larger epoch."""
 
 MAX_EPOCH = Epoch(2**48 - 1)
-"""Largest epoch that a rank accepts. Real epochs never come close to it. It fits into the 64-bit field of messages."""
+"""Largest epoch (number of a set of connections between prefill ranks) that a rank accepts. Real epochs never come
+close to it. It fits into the 64-bit field of messages."""
 
 Rank = NewType("Rank", int)
 """Index of a worker in its group, from 0."""
@@ -250,8 +251,8 @@ class KernelChoice:
     """Name of the matrix product kernel that linear layers in C++ use, as listed in
     `baton.modeling.kernels.products`."""
     torch_rows: int | None
-    """Minimum number of input rows (tokens) from which torch computes a linear layer instead of the C++ kernel. 1:
-    always torch; None: never."""
+    """Smallest number of input rows (tokens) for which torch computes a linear layer. With fewer rows, the C++ kernel
+    computes it. 1: torch computes all linear layers; None: the C++ kernel does."""
 
     def __str__(self) -> str:
         if self.torch_rows == 1:

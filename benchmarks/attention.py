@@ -3,7 +3,7 @@
 Uses one thread. Two cases are measured for each number of keys. In `causal`, there are as many queries as keys, and
 only the visible query-key pairs are counted. In `dense`, there are `--queries` queries, and each attends to all keys.
 The kernels are measured alternately. `matmul` is the rate (operations per second) of the linear layers of one model
-layer over the same number of tokens. Attention could reach it if it were a plain matrix product.
+layer over the same number of tokens: the rate that attention would have as a plain matrix product.
 """
 
 import argparse

@@ -51,10 +51,11 @@ SCHEME_NAMES = (*SCHEMES, "even", "single")
 BAR_TOKENS = "2048,6000"
 BAR_SCHEMES = ("tsp_dense", "zigzag")
 TSP_BARS = {2048: 1.35, 6000: 1.65}
-"""Minimum ratio of dense TSP's time to KVR-S's time with the SDPA kernel, by prompt length in tokens. Checked with
---bars."""
+"""Minimum ratio of the time of dense tensor-and-sequence parallel prefill (TSP) to that of a chain with searched chunk
+lengths (KVR-S), by prompt length in tokens. Applies to measurements with the SDPA kernel. Checked with --bars."""
 ZIGZAG_BAR = 0.97
-"""Minimum ratio of zigzag ring attention's time to KVR-S's time, for every length and kernel. Checked with --bars."""
+"""Minimum ratio of zigzag ring attention's time to that of a chain with searched chunk lengths (KVR-S), for every
+length and kernel. Checked with --bars."""
 
 
 @dataclass(frozen=True)

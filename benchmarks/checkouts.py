@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.support.harness import PAIRS, Bars, Pairs, Reporter, progress
 
 BAR = 0.95
-"""Minimum ratio of this checkout's performance to that of the other, as the median of all pairs. `--bars` fails below
-it."""
+"""Minimum ratio of this checkout's performance to that of the other, for every result row: the median of the ratios of
+all pairs of runs. With `--bars`, the command fails if a ratio is lower."""
 Key = tuple[str, str, str]
 """Identity of a result row: (case, metric, unit)."""
 
@@ -38,8 +38,8 @@ def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
 
 
 def build(checkout: Path) -> None:
-    """Build the native kernels of a checkout in its source tree. Does nothing for a checkout without setup.py, which
-    builds them at first use. Raises CalledProcessError if the build fails."""
+    """Build the native kernels of a checkout in its source tree. Does nothing if the checkout has no
+    setup.py; such a checkout builds its kernels at first use. Raises CalledProcessError if the build fails."""
     if (checkout / "setup.py").exists():
         subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=checkout, check=True)
 

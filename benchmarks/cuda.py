@@ -61,12 +61,12 @@ class Sizes:
     prompt: int
     """Number of prompt tokens in the parts `prefill` and `chain`."""
     copied: int
-    """Number of bytes of the copies that measure the rates of the memory and of the link."""
+    """Number of bytes that are copied to measure the rate of the memory, and to measure the rate of the link."""
     product: int
     """Number of rows, and of columns, of the square matrices that measure the rate of matrix products."""
     rounds: int
     settings: tuple[loads.Setting, ...]
-    """Engine settings of the part `served`, each with its loads."""
+    """Engine settings that the benchmark's part `served` measures, each with its loads."""
 
 
 FULL = Sizes(SEVEN_B, ONE_B, ((16, 4096), (64, 1024)), (16, 4096), 8192, 2 << 30, 8192, 5, loads.FULL)

@@ -5,9 +5,10 @@ The cases (cells) are pairs of a batch size and a context length. The sequences 
 spread evenly within a tenth of the context. Their KV is stored as in a served request. A step is one step of the
 engine, including sampling and detokenization (`benchmarks.sides.engine_rows`).
 
-Baton is compared with vLLM-CPU if it is named (`--peer-python`, `--peer-model`; benchmarks/peers). vLLM's engine steps
-sequences of the same lengths in its own process. Otherwise Baton is compared with transformers (`plain`). The two
-alternate after every four steps, each time after one warm-up step. The one that waits is idle.
+With `--peer-python`, Baton is compared with vLLM-CPU (benchmarks/peers), whose engine steps sequences of the same
+lengths in its own process; `--peer-model` names its model. Otherwise Baton is compared with transformers (`plain`).
+Baton and the other system alternate after every four steps, each time after one warm-up step. The waiting system is
+idle.
 
 `floor` is the number of bytes that a step must read, as counted by the engine, divided by the bandwidth with which all
 threads read memory. `operations` is the sum over matrices and attention of max(time to read, time to compute), with
@@ -57,7 +58,8 @@ INT8_BARS = BARS | {(1, 192): 0.65}
 """Maximum ratio of Baton's step time with --weights int8 to vLLM's step time with bf16 weights, by (batch size, context
 length in tokens)."""
 OPERATIONS_BAR = 1.5
-"""Maximum ratio of Baton's step time to the sum of the minimum times of the step's operations."""
+"""Maximum ratio of Baton's step time to its lower bound by operations: the sum over the step's matrix products and
+attention of max(time to read, time to compute)."""
 PREDICTION_BAR = 0.20
 """Maximum error of the predicted step time, as a fraction of the measured step time."""
 _STEPS = 4
@@ -144,9 +146,9 @@ def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
 
 
 def bare(chip: Chip, prompt_flops: float) -> Chip:
-    """Return simplified rates of a processor, with which each operation is predicted to take max(time to read, time
-    to compute). The compute rate is max(`chip.flops`, `prompt_flops`), in FLOP/s. KV is read at the full memory
-    bandwidth."""
+    """Return a copy of `chip` for the lower bound of step times. With it, each operation is predicted to take
+    max(time to read, time to compute). The compute rate is max(`chip.flops`, `prompt_flops`), in FLOP/s. KV is read at
+    the full memory bandwidth."""
     return Chip(max(chip.flops, prompt_flops), chip.memory_bandwidth, chip.memory_bytes)
 
 

@@ -49,7 +49,7 @@ NUM_SHORT, NUM_LONG, SECONDS = 40, 2, 24.0
 QUICK_SHORT, QUICK_LONG, QUICK_SECONDS = 5, 1, 3.0
 NUM_STREAMS = 4
 BAR = 1.0
-"""Minimum ratio of the other policy's time to first token to that of `auto`."""
+"""Minimum ratio of the time to first token with the policy `always` or `never` to that with `auto`."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregatio
 
 
 def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggregation, list[Served]]) -> None:
-    """Report `auto` compared with each other policy, and how often each reason decided between chain and local
-    prefill."""
+    """Report `auto` compared with each other policy. Print, for each policy, the number of prompts by the scheduler's
+    reason for its choice between chain and local prefill."""
     name = case(streams=NUM_STREAMS, ranks=1, policy="auto", trace="mixed")
     for way in WAYS[1:]:
         for metric, unit, attribute in (

@@ -53,8 +53,8 @@ from deploy.machine.resolved_model import ResolvedModel
 from orchestrator.requests.config import OrchestratorConfig
 
 BAR = 1.4
-"""Maximum ratio, for disaggregated streams, of the 99th percentile of the time between tokens while prompts arrive to
-the same percentile while the streams run alone."""
+"""Maximum slowdown of the streams by prompts on the side `disaggregated`: 99th percentile of the time between tokens
+while prompts arrive, divided by the same percentile while the streams run alone."""
 _PEER_CHUNKS = {"vllm": 2048, "vllm_256": 256}
 """Maximum number of tokens per engine step of vLLM, by the name of the side."""
 _PEER_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -59,7 +59,7 @@ STEPS = "1x192,16x192,32x192,16x1024,8x4096"
 PREFILLS = "100,1200"
 QUICK_STEPS, QUICK_PREFILLS = "1x192,16x192", "100"
 BAR = 1.10
-"""Maximum ratio of the time of `chosen` to the time of the faster of `panels` and `torch`."""
+"""Maximum ratio of the time with automatic choice (`chosen`) to that with the faster kernel (`panels` or `torch`)."""
 SIDES = ("chosen", "panels", "torch")
 _NUM_STEPS = 4
 _END_S = 10.0
@@ -67,7 +67,7 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class SideSpec:
-    """Arguments of the process of one side of the comparison."""
+    """Arguments of the process of one side of the comparison: `chosen`, `panels` or `torch`."""
 
     name: str
     folder: Path
@@ -76,8 +76,8 @@ class SideSpec:
     """True if Baton's kernels may use the processor's AMX instructions."""
 
     def choice(self) -> KernelChoice:
-        """Return the choice between Baton's and torch's kernel for each number of rows of a linear layer's input. The
-        side `chosen` measures which kernel is faster; `panels` and `torch` always use their own kernel."""
+        """Return which kernel runs a linear layer, Baton's or torch's, by the number of rows of the layer's input. The
+        side `chosen` measures which kernel is faster. The side `panels` always uses Baton's, and `torch` torch's."""
         chosen = measure_choice(tiles=self.tiles)
         if self.name == "panels":
             return replace(chosen, torch_rows=None)
@@ -94,7 +94,7 @@ class Cell:
     batch: int
     context: int
     num_runs: int
-    """Number of measured runs of each side."""
+    """Number of measured runs of each side (`chosen`, `panels`, `torch`)."""
 
     @property
     def num_threads(self) -> int:
@@ -117,8 +117,8 @@ class Side:
     @classmethod
     @contextlib.contextmanager
     def running(cls, spec: SideSpec) -> Iterator["Side"]:
-        """Context manager. Start the process of a side, and yield the side when it is ready. The process ends with the
-        block."""
+        """Context manager. Start the process of one side of the comparison, and yield the connection to it when it is
+        ready. The process ends with the block."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(theirs, spec), daemon=True)
@@ -132,11 +132,11 @@ class Side:
             process.kill()
 
     def begin(self, cell: Cell) -> None:
-        """Set up a case in the side's process. It replaces the previous case."""
+        """Send a case to the process, which sets it up in place of the previous case."""
         self._ask(cell)
 
     def run_ms(self) -> float:
-        """Run one step or one prefill of the current case in the side's process. Return its milliseconds."""
+        """Run one step or one prefill of the current case in the process. Return the milliseconds that it took."""
         return self._ask(None)
 
     def _ask(self, question: Cell | None) -> float:

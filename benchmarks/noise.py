@@ -51,8 +51,8 @@ _BURST_S = {"traffic": 0.005, "delay": 0.010}
 
 
 def paces(kind: str, args: argparse.Namespace, seed: int) -> tuple[Pace, Pace]:
-    """Return the simulated speed of a quiet link, and that of the same link when it is disturbed. `kind` is `traffic`
-    or `delay`."""
+    """Return the simulated speed of a quiet link, and that of the same link when it is disturbed. `kind`: kind of
+    disturbance, `traffic` (other messages) or `delay` (messages wait until a burst ends)."""
     quiet = Pace(bandwidth=args.link * 1e6 if kind == "traffic" else math.inf)
     return quiet, dataclasses.replace(quiet, busy_share=args.busy, burst_s=_BURST_S[kind], seed=seed)
 
@@ -65,7 +65,8 @@ class _Bench:
         self._pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
 
     def measure(self, kind: str) -> dict[str, Pairs]:
-        """Measure each scheme on disturbed and on quiet links. Return the pairs of seconds by scheme."""
+        """Measure each scheme on disturbed and on quiet links. Return, by scheme, the seconds of each run as pairs
+        (disturbed, quiet)."""
         num_tokens = self._args.tokens
         cost = at_pace(self._cost, self._ranks, paces(kind, self._args, seed=0)[0])
         chunks = as_ranges(search(num_tokens, len(self._ranks), cost, BATON), 0)

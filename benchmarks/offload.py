@@ -19,7 +19,8 @@ untimed ones (`benchmarks.sides.timed_steps`).
 With `--bars`, the benchmark fails unless all of these are true:
 
 - a step of `infinigen` takes at most 1.6 times as long as one of `device`, and at most a third of one of `host`
-- the bytes over the link of `infinigen` are at most 15 % of those of `host`, and the link counts as many as the steps
+- the bytes over the link of `infinigen` are at most 15 % of those of `host`, and the link's own
+  counters give the same number of bytes as the steps report
 - at least 70 % of the fetch time of `infinigen` overlaps with computation
 - the device never stores more than its memory limit
 - in a breakdown, at most a tenth of a step is outside of all parts, and timing adds at most a tenth

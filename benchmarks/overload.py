@@ -58,11 +58,11 @@ from orchestrator.requests.tenants import Tenant
 from orchestrator.scheduler import RequestScheduler
 
 FACTOR = 3.0
-"""Request rate of `trace=overload`, as a multiple of the capacity."""
+"""Request rate of `trace=overload`, as a multiple of the cluster's measured capacity (requests per second)."""
 UNEQUAL = 20.0
 """Request rate of the heavy tenant, as a multiple of the light tenant's rate."""
 LIGHT_PART = 0.1
-"""Request rate of the light tenant, as a fraction of the capacity."""
+"""Request rate of the light tenant, as a fraction of the cluster's measured capacity (requests per second)."""
 BOUND_S = 3.0
 """Maximum time to first token, in seconds, of a request that is not refused."""
 NUM_SLOTS = 12
@@ -88,7 +88,7 @@ class Times:
     capacity_s: float
     overload_s: float
     fair_s: float
-    """Duration in seconds of each half of a round of `trace=fair`."""
+    """Duration in seconds of each of the two runs in a round of `trace=fair`: light tenant alone, then both tenants."""
     num_rounds: int
 
 

@@ -60,12 +60,14 @@ between the table's prompt lengths (knots)."""
 MODEL_BAR = 0.10
 """Maximum difference between the measured median and the predicted time, as a fraction of the predicted time."""
 PREDICTED_BAR = 0.03
-"""Maximum predicted slowdown of KVR-P compared with KVR-S, as a fraction of KVR-S's time."""
+"""Maximum predicted slowdown of interpolated chunk sizes (KVR-P) compared with searched ones (KVR-S), as a fraction of
+KVR-S's time."""
 MEASURED_BAR = 0.06
-"""Maximum measured slowdown of KVR-P compared with KVR-S, as a fraction of KVR-S's time."""
+"""Maximum measured slowdown of interpolated chunk sizes (KVR-P) compared with searched ones (KVR-S), as a fraction of
+KVR-S's time."""
 _MAX_TOKENS = 8192
-"""Longest prompt in KVR-P's table, in tokens. The table's prompt lengths (knots) are this length divided by powers of
-two."""
+"""Longest prompt in the table of chunk sizes, in tokens. The table's prompt lengths (knots) are this length divided
+by powers of two."""
 _SHARED_TOKENS = 1024
 _QUICK_SHARED_TOKENS = 256
 _PROBE_S = 0.5

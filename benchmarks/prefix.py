@@ -134,8 +134,8 @@ class Case:
 
     @property
     def lacking_bytes(self) -> float:
-        """Number of KV bytes of the `num_lacking` tokens. Computed with the bytes per token that were measured for
-        prompts without a cached prefix, whose KV is pushed completely."""
+        """Number of KV bytes that must be pushed to the generation engine: `num_lacking` tokens times the bytes per
+        token. The bytes per token were measured for a prompt without a cached prefix, whose KV is pushed completely."""
         cold = self.cold[0]
         return self.num_lacking * cold.num_bytes_pushed / (len(cold.known_ids) - 1)
 

@@ -44,9 +44,9 @@ def link_bytes(token_bytes: int, lengths: Sequence[int]) -> int:
 def compare(
     decoder: Decoder, folder: Path, lengths: list[int], num_pairs: int, device_bytes: int = 0
 ) -> tuple[Pairs, int, int]:
-    """Measure steps of `host` and of `device` alternately. `device_bytes` limits the device memory of `host`; 0 means
-    no limit. Return the step times in milliseconds, the bytes that the last step of `host` moved over the link, and the
-    bytes that the formula predicts for this step."""
+    """Measure steps with the residency policies `host` and `device` alternately. `device_bytes`: limit of the device
+    memory with policy `host`; 0: no limit. Return the step times in milliseconds, the bytes that the last step with
+    `host` moved over the link, and the bytes that `link_bytes` predicts for this step."""
     num_steps = (num_pairs + 1) * (_STEPS + 1)
     slot_tokens = max(lengths) + num_steps + 2
 
@@ -62,8 +62,8 @@ def compare(
 
 
 def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, bars: Bars) -> None:
-    """Check that on a device of `device_bytes` bytes the policy `host` fits `batch` sequences, and the policy `device`
-    fits fewer."""
+    """Check that a device of `device_bytes` bytes can hold `batch` sequences with the residency policy `host`, and
+    fewer with the policy `device`."""
     console = Console(stderr=True, highlight=False)
     for policy in ("host", "device"):
         config = EngineConfig(

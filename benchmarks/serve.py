@@ -43,11 +43,11 @@ SPAN_REQUESTS = 20
 QUICK_SPAN_REQUESTS = 5
 BAR_STREAMS = 16
 OWN_THREAD_BAR = 0.90
-"""Minimum tokens per second as a fraction of the bare engine's, with BAR_STREAMS streams. Applies when the engine has
-its own core."""
+"""Minimum ratio of the served cluster's tokens per second to those of the bare engine, with BAR_STREAMS streams.
+Applies if the engine has a core of its own."""
 ALL_THREADS_BAR = 0.75
-"""Minimum tokens per second as a fraction of the bare engine's, with BAR_STREAMS streams. Applies when the engine uses
-all cores and shares them with all other processes."""
+"""Minimum ratio of the served cluster's tokens per second to those of the bare engine, with BAR_STREAMS streams.
+Applies if the engine uses all cores and shares them with all other processes."""
 OVERHEAD_BAR_MS = 60.0
 """Maximum overhead of serving in milliseconds, for a request with 512 prompt tokens: the median of the part of the time
 to first token that is not spent in the prefill chain."""

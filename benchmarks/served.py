@@ -82,14 +82,14 @@ LONG_TTFT_BAR = 0.85
 """Maximum ratio of Baton's time to first token to vLLM's, for prompts of at least LONG_TOKENS tokens."""
 LONG_TOKENS = 6450
 STALLED_MS = 500.0
-"""Threshold in milliseconds. If the 99th percentile of the times between messages of vLLM's streams is above it, vLLM's
+"""Threshold in milliseconds of the 99th percentile of the times between messages of vLLM's streams. Above it, vLLM's
 streams count as stalled."""
 STALLED_BAR = 0.5
-"""Maximum ratio of Baton's 99th percentile of the times between messages to vLLM's. Applies if vLLM's streams are
-stalled."""
+"""Maximum ratio of the 99th percentile of the times between messages of Baton's streams to that of vLLM's. Applies if
+vLLM's percentile is above STALLED_MS."""
 GAP_BAR = 1.2
-"""Maximum ratio of Baton's 99th percentile of the times between messages to vLLM's. Applies if vLLM's streams are not
-stalled."""
+"""Maximum ratio of the 99th percentile of the times between messages of Baton's streams to that of vLLM's. Applies if
+vLLM's percentile is at most STALLED_MS."""
 IDLE_BAR = 0.02
 """Maximum number of cores used by Baton's own processes while no request runs."""
 STACK_CELL = Cell(16, 205, 64)

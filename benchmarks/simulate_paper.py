@@ -35,8 +35,8 @@ REFERENCE = "llama-7b"
 NVLINK = 300e9
 A100_MEMORY = 1.555e12
 A100_MATMUL = 1.56e14
-"""Half of the peak rate of dense fp16 matrix products of an A100, in FLOP/s. It limits attention kernels that do not
-store their scores in memory."""
+"""Rate of attention on an A100, in FLOP/s, with kernels that do not store the scores in memory. Assumed to be half of
+the peak rate of dense fp16 matrix products."""
 RESOLUTION = 64
 RANKS = (4, 8)
 SLOW_RANKS = (2, 4)
@@ -87,8 +87,8 @@ class SlowRow:
         return min(self.paper, key=lambda ranks: (self.paper[ranks], ranks))
 
     def best_of_ours(self, margin: float) -> int:
-        """Return the smallest number of ranks whose predicted time is at most (1 + margin) times the shortest predicted
-        time, plus the rounding error."""
+        """Return the smallest number of ranks whose predicted time is close to the shortest one: at most (1 + margin)
+        times the shortest predicted time, plus ROUNDING_S (the rounding error of the paper's times)."""
         most_s = min(self.ours.values()) * (1 + margin) + ROUNDING_S
         return min(ranks for ranks, ttft_s in self.ours.items() if ttft_s <= most_s)
 

@@ -6,8 +6,9 @@ feeds the next token of the novel to every sequence. It includes decoder, policy
 the engine's other work. The policies alternate after every two steps, each time after one warm-up step.
 
 The file that `baton prepare` wrote for the model, or the file given by `--selection`, configures how keys are selected.
-If neither exists, the benchmark first fits a basis, and uses alpha and the maximum fraction of keys of the InfiniGen
-paper. The output row `kv_bytes` is the KV that attention reads in a step, without partial keys.
+If neither exists, the benchmark first fits a selection itself. It then selects keys with the threshold (alpha) and the
+maximum fraction of keys of the InfiniGen paper. The output row `kv_bytes` is the KV that attention reads in a step. The
+partial keys (some columns of each key, by which keys are selected) are not counted.
 
 With `--bars`, the benchmark fails unless a step of `infinigen` is at least 1.6 times as fast as one of `device`.
 """
@@ -41,16 +42,17 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 GRID = "16x4096,8x7500"
 QUICK_GRID = "2x512"
 BAR = 1.6
-"""Minimum speedup of `infinigen` over `device`, in every case."""
+"""Minimum speedup of a step with residency policy `infinigen` over one with policy `device`, in every case."""
 _TEXTS = Path(__file__).parents[1] / "tests" / "data"
 _READ, _FITTED = "emma.txt.gz", "persuasion.txt.gz"
 _STEPS = 2
 _CHARACTERS = 8
-"""Upper bound of the mean number of characters per token. Only this many characters per required token are
-tokenized."""
+"""Upper bound of the mean number of characters per token. To get n tokens of a text, only its first n * _CHARACTERS
+characters are tokenized."""
 _FITTED_TOKENS = 1024
 _COLUMNS = 0.25
-"""Fraction of a head's columns that partial keys contain, if this benchmark fits the basis."""
+"""Fraction of a head's columns (channels) that the approximate scores for key selection use. Applies if this benchmark
+fits the selection itself."""
 _SELECTION = Selection(alpha=5.0, most_share=0.2, num_first=4, num_last=16)
 
 
@@ -61,7 +63,8 @@ class FittedHere(SelectionSource):
     text: Sequence[int] = ()
 
     def load(self) -> PreparedSelection:
-        """Fit a selection to the beginning of a text, based on each head's own columns, and return it."""
+        """Fit a key selection to the beginning of `text`, and return it. It scores keys by only some of the columns
+        (channels) of each head: those with the largest queries and keys."""
         decoder, kind = self.decoder, BasisKind.COLUMNS
         num_columns = max(1, int(decoder.config.head_dim * _COLUMNS))
         with torch.inference_mode():
@@ -78,8 +81,8 @@ def text_ids(folder: Path, name: str, num_tokens: int) -> list[int]:
 
 
 def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], num_steps: int) -> list[Context]:
-    """Return one context per entry of `lengths`. Each context contains the text up to this length in tokens, and the
-    next `num_steps` tokens, which the steps feed. `kv` is the KV of the text."""
+    """Return one context (a sequence's prefilled text and the tokens that follow it) for each entry of `lengths`, in
+    tokens. The following tokens are the inputs of `num_steps` steps. `kv` is the KV of the text."""
     return [Context(Passage(tuple(token_ids[: length + num_steps + 1]), length), kv) for length in lengths]
 
 

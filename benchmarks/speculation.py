@@ -66,18 +66,18 @@ _BEFORE = 32
 """Number of tokens per sequence and round that are generated before the measurement starts. During this time the
 planner learns the costs and the acceptance rate."""
 SPEEDUP_BARS = {(16, 4096): (1.2, 1.5), (16, 7500): (1.4, 1.8)}
-"""Minimum speedup of `auto` over steps without drafts, by (batch size, context length). Each value is (without AMX,
-with AMX)."""
+"""Minimum speedup of `speculation = auto` over steps without drafts, by (batch size, context length). Each value is
+(without AMX, with AMX)."""
 QUOTES_BAR = 1.5
-"""Minimum speedup of `auto` over steps without drafts, with prompts whose end repeats their beginning."""
+"""Minimum speedup of `speculation = auto` over steps without drafts, with prompts whose end repeats their beginning."""
 LINK_BAR = 0.45
 """Maximum ratio of the bytes over the link per token with drafts to those without drafts."""
 PEER_BARS = {(16, 4096): (1.5, 2.0)}
-"""Minimum ratio of the tokens per second of `auto` to those of vLLM's fastest setting, by (batch size, context length).
-Each value is (without AMX, with AMX)."""
+"""Minimum ratio of the tokens per second with `speculation = auto` to those of vLLM's fastest setting, by (batch size,
+context length). Each value is (without AMX, with AMX)."""
 PLANNER_BAR = 0.92
-"""Minimum ratio of the tokens per second of `auto` to those of the best fixed number of drafts, in every cell of the
-grid."""
+"""Minimum ratio of the tokens per second with `speculation = auto` (the engine plans the number of drafts) to those
+with the best fixed number of drafts, in every cell of the grid."""
 ALLOWED_BAR = 0.85
 """Minimum ratio of the measured speedup of the best fixed number of drafts to its theoretical upper bound."""
 _TEXTS = ("emma", "persuasion", "prideprejudice")
@@ -204,9 +204,9 @@ class Bench:
         return found
 
     def allowed(self, texts: Sequence[PrefilledText], choice: Choice, tokens: float) -> float:
-        """Return the theoretical upper bound of the speedup that `choice` (a fixed number of drafts, by the method
-        `streaming`) can reach. It is computed from the times of bare forward passes. `tokens` is the measured mean
-        number of tokens per round."""
+        """Return the theoretical upper bound of the speedup by speculation with the settings `choice`: the drafting
+        method `streaming`, with a fixed number of drafts. The bound is computed from the times of forward passes
+        without the engine. `tokens` is the measured mean number of tokens per round."""
         keys = DraftKeys.of(choice.num_keys, MOST_DRAFTS)
         with self._running(texts, PLAIN) as rows:
             rows.measure(len(texts))

@@ -1,6 +1,6 @@
 """Benchmark of the transfer of KV into a slot: measures its speed and its processor time.
 
-There are three sides. Each sends from this process to its own receiver process on the same node. They are measured
+Three schemes are compared. Each sends from this process to a receiver process on the same node. They are measured
 alternately:
 
     shared   Baton's push through shared memory
@@ -9,12 +9,12 @@ alternately:
 
 In Baton's pushes, the receiver checks the lease's stamp, the layout, the byte count and the checksum, and writes the
 data in place. In the baseline `plain`, protobuf parses `KvPiece` messages, which are not checked, and the receiver
-writes them piece by piece. All sides write to new memory, as for a leased slot. Both processes rarely collect garbage,
-as workers do.
+writes them piece by piece. All schemes write to new memory, as for a leased slot. Both processes rarely collect
+garbage, as workers do.
 
 Output rows, by `scheme`: gb_s, GB per second; gb_cpu_s, GB per second of processor time of both processes together.
-With `--bars`, the benchmark fails unless from 512 tokens on `shared` moves at least twice as many bytes per second of
-processor time as `stream` (docs/gaps.md, "KV of short prompts through shared memory").
+With `--bars`, the benchmark fails if `shared` moves less than twice as many bytes per second of processor time as
+`stream` for a prompt of 512 tokens or more (docs/gaps.md, "KV of short prompts through shared memory").
 """
 
 import argparse
@@ -152,7 +152,8 @@ def _plain_pusher(channel: grpc.aio.Channel, buffer: KvBuffer) -> Push:
 
 @dataclass(frozen=True)
 class Rates:
-    """Transfer rates of one side in one measurement."""
+    """Transfer rates of one scheme (shared, stream or plain) in one measurement: GB per second, and GB per second of
+    processor time."""
 
     gb_s: float
     gb_cpu_s: float

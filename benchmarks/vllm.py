@@ -3,13 +3,14 @@ processor needs.
 
 Baton uses two ranks with one thread each, the native kernel, and chunk sizes that are searched for the prompt (KVR-S).
 vLLM uses the same number of threads. It requires `--peer-python PATH`, the Python that `peers/setup_vllm_cpu.sh`
-installs, and `--peer-model DIR`; without them the rows of vLLM are omitted. vLLM runs in one process during the whole
-benchmark. Baton and vLLM are measured alternately, and each is idle while the other is measured.
+installs, and `--peer-model DIR`; without them the results do not include vLLM. vLLM runs in one process during the
+whole benchmark. Baton and vLLM are measured alternately, and each is idle while the other is measured.
 
 The baseline `bound` is the time for the model's FLOPs, divided evenly among the ranks. It is computed from the rates of
 a layer's matrix products and of attention, which are measured separately, on all ranks at the same time. The time above
-the bound is reported by part: waiting for earlier ranks' KV, commands with sampling, and all other work of the busiest
-rank (norms, rotations, residuals, merging partial attention, lower rates, uneven chunks).
+the bound is reported in three parts: the time in which the last rank waits for earlier ranks' KV, the time to send
+commands and to sample, and all other work of the busiest rank (norms, rotations, residuals, merging partial attention,
+lower rates, uneven chunks).
 
 With `--bars`, the benchmark fails if Baton takes more than 0.8 of vLLM's time, or more than 0.95 if the processor has
 AMX, which vLLM's matrix products use.
@@ -99,7 +100,9 @@ class _Peer:
 
 
 def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, str]:
-    """Return the minimum seconds for the model's FLOPs, and a line that shows how they are computed."""
+    """Return the minimum time of the prefill in seconds, and a line that shows how it is computed. It is the time for
+    the model's FLOPs, divided evenly among the ranks, at the rates of matrix products and attention that this function
+    measures."""
     width = len(ranks)
     rates = {
         kind: sum(ranks.rates(RateProbe(kind, _PROBE_S, shape, num_tokens // width), width))
@@ -113,8 +116,8 @@ def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, st
 
 
 def parts(outcomes: list[Outcome], least_s: float) -> str:
-    """Return a line that shows how the time above the bound is spent, as median seconds of each part. `least_s` is the
-    bound in seconds."""
+    """Return a line that shows how the prefill time above its lower bound is spent, as median seconds of each part.
+    `least_s` is the lower bound in seconds (see `bound_s`)."""
 
     def median(values: Iterator[float]) -> float:
         return statistics.median(values)

@@ -6,14 +6,14 @@ given pace without computing (`benchmarks.gateways`). HTTP and gRPC clients also
 
 - `trace=short`: 64 streams start at random times within two seconds and receive 20 tokens per second each, alternately
   over HTTP and over gRPC. Output rows: the median time to first token, compared with gRPC; and the processor time per
-  token of the gateway's process, compared with its limit (`promised`) and with the processor time of a client that only
-  receives the same streams over gRPC (`grpc`).
+  token of the gateway's process. The latter is compared with its limit (baseline `promised`), and with the processor
+  time of a client that only receives the same streams over gRPC (baseline `grpc`).
 - `trace=held`: 2,000 streams at once over HTTP, one token per second each. Output rows: p99 of the time from the engine
   to the client, and the tokens received compared with the tokens emitted.
 
-A missing token, a stream that does not end by its length, and any status except 200 count as errors. With `--bars`, the
-benchmark fails unless no errors occur, HTTP adds at most 3 ms to the first token and uses at most 0.2 ms per token, and
-p99 in `held` is below 500 ms.
+A missing token, a stream whose finish reason is not `length`, and any status except 200 count as errors. With `--bars`,
+the benchmark fails unless no errors occur, HTTP adds at most 3 ms to the first token and uses at most 0.2 ms per token,
+and p99 in `held` is below 500 ms.
 """
 
 import argparse
@@ -57,7 +57,8 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def run(self) -> Bars:
-        """Measure both traces. Return the limits (bars) and whether the measured values meet them."""
+        """Measure both loads (`short` and `held`). Return the checks of the measured values against their limits
+        (bars)."""
         await self._short()
         await self._held()
         self._reporter.close()
@@ -138,7 +139,7 @@ class _Bench:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure both traces. Return 0, or 1 if `--bars` is given and a value misses its limit."""
+    """Measure both loads (`short` and `held`). Return 0, or 1 if `--bars` is given and a value misses its limit."""
     bars = await _Bench(args, resolve(args)).run()
     return bars.close() if args.bars else 0
 

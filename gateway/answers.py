@@ -20,8 +20,8 @@ Object = dict[str, Any]
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _TEXT = "text"
-"""Text of a sample chunk of a choice. The bytes before and after it are the same in all chunks of this choice, and are
-taken from the sample once."""
+"""Placeholder for the text of a chunk. For each choice, one chunk with this text is encoded. The bytes before and after
+the text are then reused, because they are the same in all chunks of the choice."""
 
 FINISHES = {None: None, FinishReason.LENGTH: "length", FinishReason.STOP: "stop"}
 """OpenAI's finish reason for each finish reason of Baton. A request that ends in any other way is an error: its stream

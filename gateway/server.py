@@ -82,7 +82,7 @@ class Certificate:
 
 
 class HttpServer:
-    """Running HTTP server. `start` makes an object."""
+    """Running HTTP server. Created by `start`."""
 
     def __init__(
         self, server: uvicorn.Server, listening: socket.socket, port: int, drain: Drain, upstream: Upstream

@@ -21,7 +21,8 @@ EvictionName = Literal["counter", "lru", "fifo"]
 AcceptanceName = Literal["coupled", "maximal"]
 SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "ngram", "model"]
 CHOOSING_DRAFTS: tuple[SpeculationName, ...] = ("snapkv", "infinigen")
-"""Values of the setting speculation with which a draft attends to a selection of all keys of its sequence."""
+"""Values of the setting `speculation` with which draft steps attend to keys that are selected among all keys of the
+sequence."""
 
 
 @settings
@@ -35,13 +36,13 @@ class EngineConfig:
     max_prefill_tokens_per_step: Count = 256
     """Maximum number of prompt tokens that a step prefills; with burst_step_s, up to 4 times as many in a burst."""
     max_waiting: Count = 64
-    """Maximum number of choices that wait for a slot in which this engine prefills them, beyond the free slots."""
+    """Maximum number of choices to prefill that wait for a slot. Choices for which a slot is free do not count."""
     max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
     """Maximum time of a decode step that also prefills, relative to its time without prefill; inf: no limit."""
     mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Seconds that a decode step with prefill may always take, even if max_step_stretch allows less."""
     burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Total seconds by which steps may exceed these limits to end all waiting prefills. Refills slowly. 0: none."""
+    """Total seconds beyond max_step_stretch or mixed_step_s to end all waiting prefills. Refills slowly. 0: none."""
     residency: ResidencyName = "device"
     """Policy that stores KV. device, host: all KV in that memory. Others: attend to fewer keys, use 4 bits, or both."""
     selection_file: AbsolutePath = ""
@@ -53,9 +54,9 @@ class EngineConfig:
     kv_memory_bytes: Bytes = 0
     """KV memory of each engine, like "4GiB"; 0: enough for all slots, up to half the free memory / num_groups."""
     device_memory_bytes: Bytes = 0
-    """Device memory for weights and KV, like "1GiB" (on a CPU only counted); 0: only kv_memory_bytes."""
+    """Device memory for weights and KV, like "1GiB" (CPU: only counted). 0: 90 % of free GPU memory (CPU: no limit)."""
     speculation: SpeculationName = "auto"
-    """Source of drafts: off, auto, ngram (from the text), model (draft_model), others (served model with few keys)."""
+    """Source of drafts: off, auto, ngram (text), model (draft_model). Others: served model, attending to few keys."""
     draft_model: str = ""
     """Name, folder or GGUF file of the draft model, for speculation model. It must have the same tokenizer."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
@@ -63,7 +64,7 @@ class EngineConfig:
     acceptance: AcceptanceName = "coupled"
     """Rule for accepting drafts: coupled (the output depends only on the seed) or maximal (accepts more drafts)."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Number of keys that a draft attends to. A planner may halve or double it; snapkv uses up to half more."""
+    """Keys that a draft step attends to. May be halved or doubled if draft_tokens is 0; snapkv adds up to half."""
     step_graphs: bool = True
     """Run decode steps as CUDA graphs (device cuda with Triton); false: launch each kernel, for comparison."""
     growth_tokens: Count = 256

@@ -44,8 +44,8 @@ _MASKS = -1
 """Special value in place of a layer number. It means that the job waits for its output grammar to be compiled, which
 must happen before sampling."""
 _OVERHEAD_TOKENS = 32
-"""Approximate fixed cost of a turn (mostly reading the weights), as the number of tokens whose computation takes the
-same time."""
+"""Approximate fixed cost of a turn (the work on about one layer), mostly for reading the weights. It is given as the
+number of tokens whose computation takes the same time."""
 
 
 class ChainJob:
@@ -65,8 +65,8 @@ class ChainJob:
         """First error that made the job fail; None if the job has not failed."""
         self.slowest_turn_s = 0.0
         self.parked_s = clock.now_s()
-        """Time at which the last turn ended, as a value of the clock's `now_s`. Before the first turn, it is the time
-        at which the job was created."""
+        """Time at which the last turn (the work on about one layer) ended, as a value of the clock's `now_s`. Before
+        the first turn, it is the time at which the job was created."""
         self._own_kv, self._decoder, self._clock = pipeline.kv.own, decoder, clock
         self._kv = kv_of(pipeline, decoder.device)
         self._token_ids = self.job.token_ids[pipeline.own.start : pipeline.own.end]
@@ -78,9 +78,9 @@ class ChainJob:
 
     @property
     def expected_turn_s(self) -> float:
-        """Return an estimate, in seconds, of the longest turn of this job on this rank and the earlier ranks of the
-        chain. It is this rank's slowest turn so far, scaled from this rank's chunk to the largest chunk of all these
-        ranks."""
+        """Return an estimate, in seconds, of the longest turn (the work on about one layer) of this job on this rank
+        and the earlier ranks of the chain. The estimate is this rank's slowest turn so far, times the ratio of the
+        largest chunk of these ranks to this rank's chunk. `_OVERHEAD_TOKENS` is added to both chunks."""
         own = len(self.pipeline.own)
         largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.pipeline.own.start)])
         return self.slowest_turn_s * (largest + _OVERHEAD_TOKENS) / (own + _OVERHEAD_TOKENS)
@@ -94,8 +94,9 @@ class ChainJob:
 
     @property
     def runnable(self) -> bool:
-        """Return True if the engine may call `turn` now. Return False if all computations of the job are done, if the
-        job is over, or if it waits for KV of earlier ranks or for its output grammar."""
+        """Return True if the engine may call `turn`, which computes about one layer, now. Return False if all
+        computations of the job are done, if the job is over, or if it waits for KV of earlier ranks or for its output
+        grammar."""
         masks = self.job.masks
         waits = self._needs == _MASKS and masks is not None and not masks.done()
         return not (self._computed or self.over or self.starved or waits)

@@ -299,8 +299,9 @@ class NcclBackend:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # noqa: TID251 - torch reads this setting only here
 
     def connect(self, store: dist.Store, place: int, timeout_s: float) -> Communicator:
-        """Return a communicator between the two ranks, which NCCL initializes at the first message. `place` is 0 on the
-        lower rank and 1 on the higher. `timeout_s` limits only `abort`."""
+        """Return a communicator between two ranks. NCCL initializes it at the first message. The lower rank passes
+        `place` 0, the higher rank 1. `timeout_s` limits the duration of the communicator's `abort`, and nothing
+        else."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         group = dist.ProcessGroupNCCL(store, place, 2, options)

@@ -14,7 +14,7 @@ class PrefillConfig:
     """Limits and timeouts of a prefill rank."""
 
     watchdog_floor_s: Seconds = 2.0
-    """Shortest time without progress, in seconds, after which a rank counts as stalled and its chain is relinked."""
+    """Minimum seconds without progress before a rank counts as stalled and its group gets new links."""
     transfer: Transfer = "auto"
     """Transport of KV to generation groups: shared memory on the same node, else gRPC (auto), or only gRPC (stream)."""
     device_memory_bytes: Bytes = 0

@@ -4,18 +4,18 @@
 memory. KV rows are the keys and values of some tokens; a rank's own rows are those of the tokens that it computes.
 There are three cases:
 
-    HomeKv      the device computes in host memory: attention reads KV there
-    StagedKv    links transfer host memory: the device holds one layer of a job's KV, regardless of the number of layers
-    LinkedKv    links transfer device memory: the rows of this rank and of earlier ranks stay in device memory until
-                they are used and sent. The cached prefix is copied to the device layer by layer. Own rows are copied to
-                host memory, from which they are pushed
+    HomeKv      The device computes in host memory, and attention reads KV there.
+    StagedKv    Links send from and receive into host memory. The device holds one layer of a job's KV at a time.
+    LinkedKv    Links send from and receive into device memory. The rows of this rank and of earlier ranks stay there
+                until they are used and sent. The cached prefix is copied to the device layer by layer. Own rows are
+                copied to host memory, from which they are pushed.
 
-With StagedKv, each layer makes two copies:
+With StagedKv, each layer is copied in both directions:
 
-    stores    copies the chunk's own rows to host memory as soon as they are projected, before they are pushed and
-              passed on
-    fetches   copies the cached prefix to the device while the own rows are attended to, and earlier ranks' rows once
-              they have arrived
+    stores    Copies of own rows to host memory. A layer's own rows are copied as soon as they are projected, before
+              they are pushed and sent to the next rank.
+    fetches   Copies to the device. The cached prefix is copied while attention over own rows is computed. The rows of
+              earlier ranks are copied when they have arrived.
 
 Used by `prefill_workers.chain`, on the engine's thread.
 """
@@ -93,7 +93,7 @@ class FetchedPrefix:
             for piece, tokens in kv.job.cached_pieces
         ]
         self._fetching: Transfer | None = None
-        """Copy to the device of the layer that was requested last; None before the first request."""
+        """Copy of the cached prefix to the device that was started last; None before the first copy."""
 
     def fetch(self, layer: int) -> None:
         if self._pieces:
@@ -126,8 +126,9 @@ class FetchedPrefix:
 
 
 class StagedKv:
-    """Access to a job's KV in device memory, for links that transfer host memory. The device holds one layer at a time.
-    Implements Span for the layer that is being projected."""
+    """Access to a job's KV in device memory, for links that send from and receive into host memory. The device holds
+    one layer at a time. Implements Span: the forward pass writes the new K and V of the current layer into this
+    object's memory."""
 
     def __init__(self, pipeline: KvPipeline, device: Device) -> None:
         layout = pipeline.kv.own.layout
@@ -191,7 +192,7 @@ class StagedKv:
 
 
 class LinkedKv:
-    """Access to a job's KV in device memory, for links that transfer device memory directly."""
+    """Access to a job's KV in device memory, for links that send from and receive into device memory."""
 
     def __init__(self, pipeline: KvPipeline, device: Device) -> None:
         self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)

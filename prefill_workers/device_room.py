@@ -21,17 +21,17 @@ class DeviceRoom:
     """Reservations of device memory for the KV of one rank's jobs. Not thread-safe: guarded by the engine's lock."""
 
     def __init__(self, layout: KvLayout, limit_bytes: int | None = None) -> None:
-        """Create empty reservations. `limit_bytes` is the maximum number of bytes of KV on the device; None: no
-        limit."""
+        """Create an object that has no reservations yet. `limit_bytes` is the maximum number of bytes of KV on the
+        device; None: no limit."""
         self.limit_bytes = limit_bytes
         self._row_bytes = layout.row_bytes
         self._promised: dict[JobId, int] = {}
 
     @classmethod
     def of(cls, decoder: Decoder, device_memory_bytes: int = 0) -> "DeviceRoom":
-        """Return the reservations of a rank that runs `decoder`. The limit for KV is `device_memory_bytes` minus the
-        size of the weights; 0: no limit. A device that computes in host memory has no limit. Raises ConfigError if the
-        weights need all of the memory."""
+        """Return the object for the reservations of a rank that runs `decoder`. Its limit for KV is
+        `device_memory_bytes` minus the size of the weights. There is no limit if `device_memory_bytes` is 0, or if the
+        device computes in host memory. Raises ConfigError if the weights need all of the memory."""
         if not device_memory_bytes or decoder.device.is_home:
             return cls(decoder.layout)
         weights = weight_bytes(decoder.weights)

@@ -64,8 +64,8 @@ class PrefillEngineStatus:
     """Reason why the engine cannot serve jobs now; empty while an epoch is running."""
     num_jobs: int
     progress: int
-    """Number of turns that have run, plus number of messages that were sent and received. The supervisor uses it to
-    detect progress."""
+    """Number of turns that have run, plus number of messages that were sent and received. A turn is the work on about
+    one layer of a job. The supervisor uses this number to detect progress."""
     num_jobs_done: int
     """Number of jobs that have ended, including failed ones."""
     stall: str = ""
@@ -77,12 +77,13 @@ class PrefillEngine:
     `close` block.
 
     `config.watchdog_floor_s` is a lower bound, in seconds, for two timeouts. The first ends the epoch if a peer neither
-    sends nor receives although it should. The second marks this engine as hung if a turn makes no progress.
+    sends nor receives although it should. The second marks this engine as hung if a turn (the work on about one layer
+    of a job) makes no progress.
 
     `make_buffer` allocates the host memory for the jobs' KV; None: the device's own function. If links transfer device
-    memory, the KV is allocated on the device instead. `crash_note` is the path of the process's crash note, which names
-    the job of the current turn; empty: no crash note. Raises ConfigError if the weights exceed
-    `config.device_memory_bytes`.
+    memory, the KV is allocated on the device instead. `crash_note` is the path of the process's crash note, a file
+    that names the request of the current turn and remains if the process crashes; empty: no crash note. Raises
+    ConfigError if the weights exceed `config.device_memory_bytes`.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class PrefillEngine:
         self._starting = threading.Lock()
         self._num_jobs_done = 0
         self._progress = 0
-        """Number of turns that have run, plus the number of messages that were sent and received in earlier epochs
-        (periods with one set of links)."""
+        """Number of turns (the work on about one layer of a job) that have run, plus the number of messages of all
+        epochs before the current one. The session of the current epoch counts its own messages."""
         self._session: EpochSession | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")

@@ -59,7 +59,7 @@ class EpochSession:
         self._changed = lock
         self._watchdog = watchdog
         self._announced: Counter[JobId] = Counter()
-        """Number of running calls that prepare a job for submission, by job number."""
+        """Number of callers that are preparing a job for submission, by job number."""
         self._doubted_s: float | None = None
         """Time at which a peer became overdue, as a value of the clock's `now_s`; None while no peer is overdue."""
 
@@ -84,14 +84,14 @@ class EpochSession:
                 self._changed.notify_all()
 
     def announce(self, number: JobId) -> None:
-        """Record that a running call prepares this job for submission. The call must call `withdraw` when it has
+        """Record that a caller is preparing this job for submission. The caller must call `withdraw` when it has
         submitted the job, or when it ends without submitting the job."""
         with self._changed:
             self._announced[number] += 1
 
     def withdraw(self, number: JobId) -> None:
-        """End the effect of one call of `announce`, because the call that prepared this job has submitted it or has
-        ended."""
+        """Record that a caller of `announce` does not prepare this job any more: it has submitted the job, or has ended
+        without submitting it."""
         with self._changed:
             self._announced[number] -= 1
             if not self._announced[number]:
@@ -125,9 +125,9 @@ class EpochSession:
                 self.links.send(target, header, payload)
 
     def patience_s(self) -> float | None:
-        """Return the number of seconds until the next deadline of a peer. Return None if no message is expected from a
-        peer and none waits to be sent. If a peer has missed its deadline for a while, end the epoch with
-        LinkStalledError."""
+        """Check the deadlines of all peers, and return the seconds until the next check. Return None if the epoch has
+        ended, or if no message is expected from a peer and none waits to be sent. If a peer has been overdue for
+        `_DOUBT_S` seconds, end the epoch with LinkStalledError, and return 0."""
         if self.error is not None:
             return None
         jobs = [job for job in self.job_scheduler.jobs if job.error is None]
@@ -157,8 +157,9 @@ class EpochSession:
         """Send ALIVE messages to the ranks that may be waiting for this one, so that they do not treat it as stalled.
 
         If this rank has made progress (`has_worked`), the next rank of each job gets a message. For each announced job,
-        all other ranks get one: an earlier rank may wait until the KV that it has sent is received, and a later rank
-        may already wait for KV.
+        i.e. each job that is still being prepared on this rank, all other ranks get one. An earlier rank may wait for
+        this rank to receive KV, and a later rank may wait for this rank's KV. No message is sent to a rank while
+        another one waits to be sent to it.
         """
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)

@@ -88,7 +88,8 @@ class Job:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Return the fingerprint of the job's request. Crash notes identify requests by this fingerprint."""
+        """Return the fingerprint of the job's request. It identifies the request in a crash note, the file that a
+        crashed worker leaves."""
         return fingerprint(self.request_id, self.prompt_ids)
 
     @property
@@ -108,23 +109,25 @@ class KvSender(Protocol):
     `num_present` is the number of leading prompt tokens whose KV the slot already has. Their KV does not have to be
     pushed.
 
-    `push` and `received` are called any number of times, then `finish` or `abort` once. Only if the job fails between
-    its last computation and its last message to another rank, both are called: `abort` after `finish`. No method is
-    called after `abort`. An exception from any method except `abort` fails the job with this exception.
+    `push` and `received` are called any number of times, then `finish` or `abort` once. There is one exception: if the
+    job fails after its last computation, but before its last message to another rank is sent, `abort` is called after
+    `finish`. No method is called after `abort`. An exception from any method except `abort` fails the job with this
+    exception.
     """
 
     @property
     def num_present(self) -> int: ...
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Send KV rows of this rank to the slot. `data` has the rows of `tokens` in `layer`. The rows do not change
-        after this call."""
+        """Send KV rows (the K and V of some tokens) to the leased slot. These are rows that this rank has computed or,
+        on the chain's first rank, cached rows. `data` has the rows of `tokens` in `layer`. The memory of `data` does
+        not change after this call."""
         ...
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Handle KV rows that were received from an earlier rank. `data` has the rows of `tokens` in `layer`, and is
-        valid only until this call returns. The earlier rank also pushes these rows to the slot. Called only on a
-        chain's last rank."""
+        """Handle KV rows (the K and V of some tokens) that were received from an earlier rank. `data` has the rows of
+        `tokens` in `layer`, and is valid only until this call returns. The earlier rank also pushes these rows to the
+        leased slot. Called only on a chain's last rank."""
         ...
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
@@ -133,7 +136,8 @@ class KvSender(Protocol):
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Discard all KV rows that were pushed, because the job has failed with `error`. Must not raise."""
+        """Discard all KV that was pushed to the leased slot, because the job has failed with `error`. Must not
+        raise."""
         ...
 
 
@@ -145,11 +149,11 @@ class JobReport:
     tokens: TokenRange
     """Range of the prompt's tokens that the rank computed."""
     start_ns: int
-    """Start of the job's first turn. Unix time in nanoseconds."""
+    """Time at which the rank began to work on the job's first layer. Unix time in nanoseconds."""
     end_ns: int
-    """End of the job's last turn. Unix time in nanoseconds."""
+    """Time at which the rank ended its work on the job's last layer. Unix time in nanoseconds."""
     layers: tuple[Interval, ...]
-    """Time interval of each layer, from its start to its end. The interval includes waits, and turns of other jobs in
+    """Time interval of each layer, from its start to its end. The interval includes waits, and work on other jobs in
     between."""
     wait_s: float
     """Total seconds that the job waited for earlier ranks' KV, over all layers."""

@@ -7,8 +7,8 @@ job can continue, and jobs may be submitted in any order. No cycle of waits can 
 ranks, and messages are sent without waiting.
 
 Due times only order jobs, and may be in the past. They grow with the clock, so that later jobs have later due times and
-no long job waits forever. `orchestrator.placement.chain_width` assigns due times, and bounds the number of jobs that
-may overtake.
+no long job waits forever. `orchestrator.placement.chain_width` assigns due times, and limits how much later jobs may
+delay a job.
 
 Used by `prefill_workers.epoch`. Does no I/O. The engine's lock guards it.
 """
@@ -57,7 +57,7 @@ class JobScheduler:
         return number in self._buried
 
     def next_runnable(self) -> ChainJob | None:
-        """Return the job that gets the next turn; None if no job is runnable."""
+        """Return the job that the engine must work on next; None if no job is runnable."""
         return next((job for job in self.jobs if job.runnable), None)
 
     def take_over(self) -> list[ChainJob]:

@@ -1,8 +1,8 @@
 """Relays KV along a chain: receives earlier ranks' KV and sends it on together with this rank's own KV, layer by layer.
 
-A layer's KV is sent in pieces. Each rank's chunk is one piece, or several if the chunk is long and more than one rank
-needs it. Sender and receiver derive the pieces from the job. Let the cached prefix end at token P. A rank that owns the
-tokens [s, e) does the following:
+A layer's KV is sent in pieces, i.e. ranges of tokens. Each rank's chunk is one piece. A long chunk that several later
+ranks need is divided into pieces of at most `PIECE_TOKENS` tokens. Sender and receiver derive the pieces from the job.
+Let the cached prefix end at token P. A rank that owns the tokens [s, e) does the following:
 
     receives the pieces of [P, s) directly into memory of their layer (LayerBuffers), which is freed after its last use,
     writes   its own rows [s, e) into a buffer of all layers, from which they are sent on and also pushed to the slot,
@@ -66,8 +66,9 @@ class RankKv:
 
 
 class KvPipeline:
-    """Relays the KV of one job on one rank of a chain. Owns the counters and `kv.earlier`, and shares `kv.own` with
-    ChainJob. Thread-safe. `lock` is the engine's lock. It is re-entrant, so `send` may acquire it again."""
+    """Relays the KV of one job on one rank of a chain. Owns `kv.earlier`, the memory for the KV of earlier ranks.
+    Shares `kv.own`, the KV of this rank, with ChainJob. Thread-safe. `lock` is the engine's lock. It is re-entrant, so
+    `send` may acquire it again."""
 
     def __init__(self, kv: RankKv, *, clock: Clock, lock: threading.Condition, send: SendMessage) -> None:
         self.kv = kv
@@ -93,11 +94,11 @@ class KvPipeline:
         self._num_received = self._num_layers if self.source is None else 0
         self._num_projected = 0
         self._final: dict[int, list[TokenRange]] = {}
-        """Pieces of KV that are complete but not sent yet, by layer. A layer's pieces wait until all earlier layers
-        have been sent."""
+        """Pieces (ranges of tokens) whose KV is complete but not sent yet, by layer. A layer's pieces wait until all
+        earlier layers have been sent."""
         self._passing_layer = self._num_passed = 0
-        """`_passing_layer` is the layer that is being sent. `_num_passed` is the number of its pieces that were passed
-        to the link."""
+        """`_passing_layer` is the layer that is being sent. `_num_passed` is the number of pieces (ranges of tokens) of
+        this layer that were passed to the link."""
         self._handed_s: deque[float] = deque()
         self._last_sent_s = -math.inf
         self._uses: Counter[int] = Counter()

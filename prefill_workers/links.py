@@ -65,8 +65,8 @@ class LinkHeader:
 
     @classmethod
     def bare(cls, epoch: Epoch, job: JobId, status: LinkStatus) -> "LinkHeader":
-        """Return the header of a message about a job that has no tokens and no payload, for example an ABORT
-        message."""
+        """Return the header of a message about the job `job`. The message has no tokens and no payload, for example an
+        ABORT message."""
         return cls(epoch, job, 0, TokenRange(0, 0), status, 0)
 
     def pack(self) -> bytes:

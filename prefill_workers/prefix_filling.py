@@ -1,11 +1,11 @@
 """Stores the KV of a prefill in the node's prefix store. Runs on the chain's last rank, which has the KV of all tokens.
 
-Rows that earlier ranks computed are in memory only layer by layer (`prefill_workers.kv_pipeline`). They are copied
-immediately, on the engine's thread. Rows that this rank computed stay valid as long as a view of them exists. They are
-copied after the first token was committed. Only then are the blocks sealed, that is, completed and made readable for
-others. A job that fails or is cancelled stores no blocks. In chains of several ranks, the cost before the first token
-is the allocation of the blocks and one copy of the earlier ranks' rows. Finally, the blocks are copied to disk, if the
-node keeps blocks on disk.
+KV rows are the keys and values of some tokens. Rows that earlier ranks computed are in memory only layer by layer
+(`prefill_workers.kv_pipeline`). They are copied immediately, on the engine's thread. Rows that this rank computed stay
+valid as long as a memoryview of them exists. They are copied after the first token was committed. Only then are the
+blocks sealed, that is, completed and made readable for others. A job that fails or is cancelled stores no blocks. In
+chains of several ranks, the cost before the first token is the allocation of the blocks and one copy of the earlier
+ranks' rows. Finally, the blocks are copied to disk, if the node keeps blocks on disk.
 
 Called by `prefill_workers.servicer`; writes to `baton.modeling.prefix_store.store`. Threads: the engine's thread calls
 `write` and `hold`. Any thread may call `drop`, and any thread that may block calls `take`, `finish` and `sink`.

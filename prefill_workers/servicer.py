@@ -88,10 +88,10 @@ class PushSender:
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     """Serves the gRPC service baton.v1.PrefillRank with an engine. Takes ownership of `engine`, `store` and `grammars`.
 
-    `place` has the address of the interface for links, and the cluster's secret, which is sent to generation groups.
-    `store` is the node's prefix store; None if the node has none. `may_share` is True if KV may be sent through shared
-    memory to groups of the same node. `grammars` are the model's output grammars; None: constrained outputs are
-    refused.
+    `place` has the settings of the worker process. Two of them are used: the address of the network interface for
+    links, and the cluster's secret, which is sent to generation groups. `store` is the node's prefix store; None if the
+    node has none. `may_share` is True if KV may be sent through shared memory to groups of the same node. `grammars`
+    are the model's output grammars; None: constrained outputs are refused.
     """
 
     def __init__(

@@ -5,10 +5,10 @@ A dead peer breaks its links immediately; a stopped peer is only silent. A sign 
 message that the peer received. A sign of life is expected while a message to the peer waits to be sent, or while a job
 waits for the peer's KV. A peer is overdue if it has shown no sign of life for longer than a limit.
 
-A rank in a long turn sends ALIVE to the ranks that wait for it, as long as it makes progress
-(`baton.process.turn_watch`). While it prepares a job, it sends ALIVE to all ranks (`prefill_workers.epoch`). So silence
-means a fault, even if the limit was computed from a wrong prediction, or if the peer computes another job than
-predicted.
+While a rank computes a layer for a long time, it sends ALIVE to the ranks that wait for it, as long as it makes
+progress (`baton.process.turn_watch`). While it prepares a job, it sends ALIVE to all ranks (`prefill_workers.epoch`).
+So silence means a fault. This holds even if the limit was computed from a wrong prediction, or if the peer is computing
+another job.
 
 Used by `prefill_workers.epoch`. Does no I/O; the clock is passed in. The engine's lock guards it.
 """
@@ -66,7 +66,8 @@ class Watchdog:
 
         A sign of life is expected from peers to which a message waits to be sent, and from the peers in `waits`. Each
         entry of `waits` is a peer and the time, as a value of the clock's `now_s`, at which a job began to wait for the
-        peer's KV. The limit is a multiple of `turn_s`, the longest expected turn in seconds, but at least `floor_s`.
+        peer's KV. The limit is a multiple of `turn_s`, but at least `floor_s`. `turn_s` is the longest expected turn
+        in seconds. A turn is the work of a rank on about one layer of a job.
         """
         most_s = limit_s(self.floor_s, turn_s)
         owing = [(peer, 0.0) for peer, count in self._unsent.items() if count]

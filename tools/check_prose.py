@@ -199,8 +199,9 @@ def blank(match: re.Match[str]) -> str:
 
 
 def strings(tree: ast.Module, rest: str) -> Iterator[Text]:
-    """Yield the docstrings and other strings of a module, each with its kind of text. The kind of a string depends on
-    the call that it is an argument of. `rest`: kind of strings that are not arguments of such a call."""
+    """Yield the docstrings and other strings of a module, each with its kind of text. If a string is an argument of a
+    call, the call may determine its kind: for example, an argument of a logger's method is a log message. `rest` is the
+    kind of all other strings."""
     pending: list[tuple[ast.AST, str]] = [(tree, rest)]
     while pending:
         node, scope = pending.pop()

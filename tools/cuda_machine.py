@@ -1,9 +1,9 @@
 """Checks that a machine has the software that GPU tests and benchmarks need, or reports the results of their runs. Used
 by cuda_measure.sh.
 
-`python tools/cuda_machine.py DEVICE WHEELS PART ...` prints the items that these parts need and the machine lacks, and
-returns 1. If nothing is missing, it prints a description of the machine. WHEELS is the folder of wheels that the part
-`serve` installs.
+`python tools/cuda_machine.py DEVICE WHEELS PART ...` prints the software that the machine lacks, and returns 1. If
+nothing is missing, it prints a description of the machine. Each PART is a part of cuda_measure.sh that is to be run,
+such as `tests` or `serve`. WHEELS is the folder of wheels that the part `serve` installs.
 
 `python tools/cuda_machine.py DEVICE NAME=STATUS ...` prints a description of the machine and the exit statuses of the
 named runs as one JSON object.
@@ -48,8 +48,9 @@ _VERSIONS = ("torch", "triton", "numpy", "transformers", "grpcio")
 
 
 def missing(device: str, parts: Sequence[str], wheels: Path) -> list[str]:
-    """Return the software that the machine lacks for the given parts, one line per item. `wheels` is the folder of the
-    wheels that the part `serve` installs. The folder does not need to exist."""
+    """Return the software that the machine lacks, one line per item. `parts` are the parts of cuda_measure.sh that are
+    to be run. `wheels` is the folder of the wheels that the part `serve` installs. The folder does not need to
+    exist."""
     found = []
     if sys.version_info[:2] not in PYTHONS:
         found.append(f"Python {platform.python_version()}: use 3.11 or 3.12, by PYTHON=...")
@@ -118,8 +119,9 @@ def _version(package: str) -> str:
 
 
 def main(device: str, *rest: str) -> int:
-    """Print the missing software, a description of the machine, or the results of runs, depending on the arguments.
-    Return the exit status."""
+    """Print a description of the machine and the results of runs, if all of `rest` have the form NAME=STATUS. Otherwise
+    `rest` is the folder of wheels and the parts to run: print the missing software or, if nothing is missing, a
+    description of the machine. Return the exit status."""
     if all("=" in each for each in rest):
         statuses = (each.partition("=") for each in rest)
         print(json.dumps(describe(device) | {name: int(status) for name, _, status in statuses}))

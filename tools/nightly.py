@@ -1,11 +1,11 @@
 """Runs the tests that `make test` leaves out, one file at a time, for a given number of minutes.
 
-`python -m tools.nightly [--minutes N]` starts with the files that passed, or were late, the longest ago. It appends one
-line for each file to the ledger tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. It
-skips a file whose last run took longer than the time that is left. A file that still runs when the time is over is
-interrupted, recorded as late, and goes to the end of the queue; it has up to two minutes more to remove what it
-started. `--check` runs no tests. It prints a warning for each file of the ledger that has not passed for
-`STALE_COMMITS` commits.
+`python -m tools.nightly [--minutes N]` runs the files in the order of their last runs, the oldest run first. Files
+without a run come first. A failed run does not count, so a file that failed keeps its position. One line for each file
+is appended to the ledger tests/nightly.tsv, which is committed: file, commit, processor, result, seconds. A file whose
+last run took longer than the time that is left is skipped. A file that still runs when the time is over is interrupted,
+recorded as late, and goes to the end of the queue. It has up to two minutes more to remove what it started. `--check`
+runs no tests. It prints a warning for each file of the ledger that has not passed for `STALE_COMMITS` commits.
 """
 
 import argparse
@@ -67,15 +67,16 @@ def read_ledger(text: str) -> list[Run]:
 
 
 def oldest_first(files: Iterable[str], runs: Iterable[Run]) -> list[str]:
-    """Return the test files in the order of their last runs in the ledger that passed or were late. Files without such
-    a run come first, sorted by name."""
+    """Return the test files in the order of their last runs that passed or were interrupted as late, the oldest run
+    first. Files without such a run in the ledger come first, sorted by name."""
     ended = {run.file: place for place, run in enumerate(runs) if run.result != FAILED}
     return sorted(files, key=lambda file: (ended.get(file, -1), file))
 
 
 def stale_files(runs: Iterable[Run], ages: Mapping[str, int]) -> list[str]:
-    """Return one warning for each test file of the ledger that still exists and whose last passing run is more than
-    `STALE_COMMITS` commits old, or that has never passed. `ages`: number of commits since each commit, by commit."""
+    """Return one warning for each stale test file of the ledger, sorted by file. A file is stale if it has never
+    passed, or if its last passing run is more than `STALE_COMMITS` commits old. Files that no longer exist are ignored.
+    `ages` is the number of commits made after each commit, by commit."""
     passed: dict[str, int | None] = {}
     for run in runs:
         passed.setdefault(run.file, None)

@@ -284,5 +284,5 @@ _ERROR_OF: dict[FinishReason, type[BatonError]] = {
     FinishReason.DEADLINE: DeadlineExceededError,
     FinishReason.ERROR: BatonError,
 }
-"""Exception class for each finish reason of a failed stream. Also used to find the finish reason of an exception: that
-of the first class of which it is an instance. Therefore BatonError, the base class of the others, is last."""
+"""Exception class for each finish reason of a failed stream. An exception gets the finish reason of the first entry
+whose class matches (isinstance). BatonError is last, because it is the base class of the others."""

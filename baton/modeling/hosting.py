@@ -39,8 +39,8 @@ class PrefixPlace:
     disk: DiskPlace | None = None
 
     def open(self, layout: KvLayout, clock: Clock, key: str) -> NodeStore:
-        """Open the node's prefix store at this location. `key` is passed to NodeStore. Blocks. Raises ConfigError if
-        the folder in memory cannot be created."""
+        """Open the prefix store in `folder`, which the workers of this node share. `key` is the secret of these
+        workers. Blocks. Raises ConfigError if `folder` cannot be created."""
         return NodeStore(self.folder, layout, limit_bytes=self.limit_bytes, clock=clock, disk=self.disk, key=key)
 
 
@@ -108,7 +108,7 @@ def _prepare_kernels(decoder: Decoder) -> None:
 
 def prefix_place(place: WorkerPlace) -> PrefixPlace | None:
     """Return the location of the prefix store on this node. None: the cluster's workers store no prefixes. Raises
-    ConfigError if the file system does not exist."""
+    ConfigError if the file system in memory cannot be used."""
     if not place.prefix_share:
         return None
     return PrefixPlace(node_folder(place.cluster), share_bytes(place.prefix_share), _disk(place))

@@ -112,11 +112,11 @@ class Receive(Enum):
     """A rank receives the KV of earlier ranks before it begins the layer, and sends its own KV afterwards (table 5 of
     the KV-Runahead paper)."""
     OVERLAPPED = "overlapped"
-    """Receiving begins early. A rank needs the KV of earlier ranks after its projections (section 4.3 of the
-    KV-Runahead paper)."""
+    """A rank receives the KV of earlier ranks while it computes. It needs this KV after its projections, before any
+    attention (section 4.3 of the KV-Runahead paper)."""
     LOCAL_FIRST = "local_first"
-    """Receiving begins early. A rank needs the KV of earlier ranks after its projections and after the attention to its
-    own chunk. Baton uses this."""
+    """A rank receives the KV of earlier ranks while it computes. It needs this KV only after its projections and the
+    attention to its own chunk. Baton's prefill workers use this order."""
 
 
 @dataclass(frozen=True)

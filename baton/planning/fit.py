@@ -91,9 +91,9 @@ def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[
 
 
 def check_points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tuple[NDArray[np.float64], ...]:
-    """Return the first and the second numbers of the points as two arrays. The first are for example numbers of tokens,
-    and `what` names them; the second are seconds. Raises InvalidArgumentError, which names `name`, for fewer than two
-    different points, or for values that are not positive and finite."""
+    """Return the points, which are pairs (quantity, seconds), as two arrays. `what` names the quantity in error
+    messages, for example "tokens". `name` identifies the points in these messages. Raises InvalidArgumentError for
+    fewer than two different quantities, or for values that are not positive and finite."""
     if len({x for x, _ in points}) < 2:
         raise InvalidArgumentError(f"{name}: {len(points)} given, with fewer than 2 different {what}: measure more")
     if not all(0 < each < math.inf for point in points for each in point):

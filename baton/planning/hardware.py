@@ -59,8 +59,8 @@ def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -
     """Return the cost of a generation step, derived from the model's FLOPs and bytes and the rates of the hardware.
 
     `weight_bytes` is the size of all weights that a step with one token reads. In a mixture of experts, each further
-    token reads additional experts. The cost of a token includes the time to read the additional experts of one further
-    token, averaged over a step of `_MIXED_TOKENS` tokens.
+    token of a step makes the step read additional experts. The returned cost of a token includes the time of these
+    reads. It is the mean over the further tokens of a step with `_MIXED_TOKENS` tokens.
     """
     further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
     further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)
@@ -74,9 +74,9 @@ def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -
 
 # One core of an AMD EPYC (Zen 4) whose neighbours compute too, with loopback between ranks.
 CPU_CORE = Hardware(2.1e11, 1.65e11, LinkModel(1e-4, 2e9), memory_bandwidth=1e10)
-"""Rates assumed for a core in bf16: torch's matrices and the native attention kernel."""
+"""Assumed rates of one CPU core in bf16. Torch computes matrix products, and the native kernel computes attention."""
 CPU_CORE_FP32 = Hardware(1e11, 7.5e10, LinkModel(1e-4, 2e9), memory_bandwidth=1e10)
-"""Rates assumed for a core in fp32: torch's matrices and attention."""
+"""Assumed rates of one CPU core in fp32. Torch computes both matrix products and attention."""
 
 
 @dataclass(frozen=True)

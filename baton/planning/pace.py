@@ -8,9 +8,10 @@ job's fixed time, for messages and for waking threads. Therefore two values corr
                 nominal seconds
     fixed part  the shortest time by which one of the shorter jobs exceeded its nominal seconds times the factor
 
-At first, one assumed job counts as having taken exactly its nominal time. A short first prompt takes mostly fixed time,
-and therefore does not change the prediction for long prompts. If a short prompt was faster than predicted, it does
-change this prediction, because fixed time cannot be the reason.
+The calculation starts with one assumed job, which took exactly its nominal time. A short first prompt that was slower
+than predicted therefore does not change the prediction for long prompts: the reason is mostly its fixed time. A short
+prompt that was faster than predicted does change the prediction for long prompts, because fixed time only adds to a
+duration.
 
 Jobs are always compared with nominal costs, so corrections do not accumulate. A job is counted only on ranks that did
 not compute a later job at the same time, because the measured time would otherwise include work for the other job. All
@@ -52,8 +53,8 @@ class Pace:
         assumed."""
         self._supposed = believed_s, believed_s
         self._recent: deque[tuple[float, float]] = deque([self._supposed] if believed_s else [], maxlen=_NUM_RECENT)
-        """Recent jobs, each as (observed seconds, predicted seconds). The assumed job is the first entry until it is
-        dropped."""
+        """Recent jobs, each as (observed seconds, predicted seconds). If a job is assumed (`believed_s`), it is the
+        first entry, until `_NUM_RECENT` jobs have been observed."""
         self._num_passed_over = 0
         """Number of calls of `pass_over` since the last observation was added or dropped."""
         self._latest_ns: dict[Hashable, int] = {}

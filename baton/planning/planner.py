@@ -35,12 +35,13 @@ _SEARCHED_RANKS = 8
 """Maximum number of ranks for which knots (best partitions for some context lengths) are searched; a search for this
 many ranks takes a second. For longer chains, a few partitions are compared by their predicted times."""
 _CLOSE_RANKS = 4
-"""Maximum number of ranks for which the context lengths of neighbouring knots (searched partitions) differ by a factor
-of two. Interpolation between such knots costs 1 or 2 % of speed. For longer chains the factor is four."""
+"""Maximum number of ranks of a chain whose knots (searched partitions) are close together: the context length doubles
+from one knot to the next. Interpolation between such knots costs 1 or 2 % of speed. In chains with more ranks, the
+context length grows by a factor of four."""
 _LEAST_KNOT = 16
 _BELIEVED_S = 0.5
-"""Nominal duration in seconds of a first job that is only assumed. It counts as an observation that took exactly as
-long as predicted (see `Pace`). A real job with a longer prediction has more weight than the assumed one."""
+"""Nominal duration in seconds of an assumed job, with which the correction of predictions starts (see `Pace`). The
+assumed job took exactly as long as predicted. A real job with a longer prediction has more weight."""
 _FETCH_S = 0.004
 """Nominal fixed time in seconds of fetching cached KV: two calls, a connection, and opening files. Latency of the link
 and transfer of bytes are not included."""
@@ -203,8 +204,9 @@ class ChainPlanner:
         """Return the time in seconds from the end of a chain until all KV of its `num_tokens` tokens has arrived at the
         generation group. `prefill_s` is the chain's compute time, during which most KV is already sent.
 
-        After the chain's end, the KV of the last layer is sent, and all KV that could not be sent before. Uses the
-        nominal bandwidth, scaled by observed pushes. Returns 0 if `ttft_s` already includes the push.
+        The KV of the last layer is always sent after the chain's end. If the link is slow, other KV is too. The time is
+        computed from the link's nominal bandwidth, and scaled by the durations of earlier pushes. Returns 0 if `ttft_s`
+        already includes the push.
         """
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
@@ -289,7 +291,7 @@ class ChainPlanner:
         return _FETCH_S + (2 * link.latency_s if is_far else 0.0) + num_bytes / link.bandwidth
 
     def _push_s(self, num_bytes: int, prefill_s: float) -> float:
-        """Return the seconds of pushing KV that do not overlap with computing, by nominal rates."""
+        """Return the time in seconds of pushing KV after the chain has computed, from the link's nominal rates."""
         link = self._basis.calibration.cost.link
         last_s = num_bytes / self.cost.num_layers / link.bandwidth
         return link.latency_s + max(last_s, num_bytes / link.bandwidth - prefill_s)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from baton.errors import InvalidArgumentError
 
 _MANY_SERVERS = 500
-"""Number of servers above which the limit of Erlang's formula for many servers is used. The limit differs from the
-exact formula by a few percent."""
+"""Number of servers above which Erlang's formula is replaced by an approximation for many servers. The approximation
+differs from the exact formula by a few percent."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def erlang_c(num_servers: int, load: float) -> float:
 
 
 def _erlang_c_of_many(num_servers: int, load: float) -> float:
-    """Return the limit of Erlang C for many servers (Halfin and Whitt, 1981)."""
+    """Return an approximation of `erlang_c` for many servers (Halfin and Whitt, 1981)."""
     spare = (num_servers - load) / math.sqrt(num_servers)
     density = math.exp(-spare * spare / 2) / math.sqrt(2 * math.pi)
     below = (1 + math.erf(spare / math.sqrt(2))) / 2

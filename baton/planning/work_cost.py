@@ -1,8 +1,8 @@
 """Cost of a generation step, computed from the number of its tokens, the keys that it reads, and the pairs of a query
 and a key that it compares.
 
-Let a step have T tokens and read S keys. Each key is compared with at least one query; let E be the number of query-key
-pairs in addition to this one pair per key. The step takes about
+Let a step have T tokens, read S keys and compare S + E pairs of a query and a key. Each key is compared with at least
+one query, so E is the number of additional pairs. The step takes about
 
     step + T token + S key + E pair
 

@@ -28,8 +28,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED_TOKENS = 4
-"""Number of tokens that a worker generates for a request while the request is recorded in the note. If a request
-crashes its worker later, the note does not identify the request."""
+"""Number of first tokens of each choice during which the worker's crash note records the request. If a request crashes
+its worker at a later token, the crash note does not identify the request."""
 _MEMORY = Path("/dev/shm")
 NOTE_PREFIX = "baton-crash-note"
 _HEAD_BYTES = mmap.PAGESIZE
@@ -54,8 +54,8 @@ class Crash:
 
 def fingerprint(request_id: str, prompt_ids: Sequence[int]) -> bytes:
     """Return the fingerprint by which crash notes identify a request. All attempts of a request have the same
-    fingerprint. If one choice is retried as a request of its own, with the id ID/NUMBER, it has the fingerprint of the
-    request ID."""
+    fingerprint. If one choice is retried as a separate request, its id ends in "/" and the choice's number. This ending
+    does not change the fingerprint."""
     name, _, choice = request_id.rpartition("/")
     made = hashlib.blake2b(digest_size=_NAME_BYTES)
     made.update((name if choice.isdigit() else request_id).encode() + b"\0")

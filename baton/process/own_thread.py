@@ -17,9 +17,9 @@ async def in_own_thread(call: Callable[[], T]) -> T:
     - A thread that has ended keeps no object of the call alive. A thread of asyncio's pool may keep such objects for
       a short time. A garbage collection directly after a component was closed would then not free its memory.
     - OpenMP creates a team of helper threads for each thread that computes, and keeps the team until that thread ends.
-      GNU's OpenMP (libgomp) lets idle teams spin only while there are not more threads than cores. With one team too
-      many, idle teams sleep, and each operation of an engine first waits until the kernel has woken the engine's team.
-      In a measurement on two cores, a prompt of 205 tokens took a third longer.
+      GNU's OpenMP (libgomp) lets idle helper threads spin if there are at most as many threads as cores. Otherwise
+      they sleep, and each operation of an engine first waits until the kernel has woken the engine's team. In a
+      measurement on two cores, a prompt of 205 tokens took a third longer.
     """
     executor = ThreadPoolExecutor(1, "own-thread")
     running = executor.submit(call)

@@ -68,8 +68,9 @@ def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvi
 
 @asynccontextmanager
 async def exported_spans(export: "TraceExport", about: Mapping[str, str]) -> "AsyncIterator[TracerProvider | None]":
-    """Async context manager that yields the result of `provider_of`. On exit, it exports the remaining spans and shuts
-    the provider down, even after an error or a cancellation. The event loop is not blocked meanwhile."""
+    """Async context manager that yields a provider of spans, or None if no collector is configured (see `provider_of`).
+    On exit, it exports the remaining spans and shuts the provider down, even after an error or a cancellation. The
+    event loop is not blocked meanwhile."""
     provider = provider_of(export, about)
     try:
         yield provider

@@ -36,22 +36,23 @@ from typing import Self
 from baton.process.clock import Clock
 
 EXPECTED_TURNS = 4
-"""Factor by which a turn may exceed its expected duration while its thread uses nearly no processor time. After a
-longer time, the engine is considered hung."""
+"""Maximum time in which an engine's thread may use nearly no processor time during a turn (unit of the engine's work),
+as a multiple of the turn's expected duration. After a longer time, the engine is considered hung."""
 _LOOKS = 4
-"""Number of calls of `look` that must fit into the shortest limit. It determines the period of the calls."""
+"""Number of checks (calls of `look`) within the shortest time after which an engine may be considered hung."""
 _ENDLESS = 30
-"""Maximum duration of a turn as a multiple of its idle limit. It applies even if the turn uses processor time."""
+"""Maximum duration of a turn (unit of an engine's work), even if it uses processor time. It is a multiple of the limit
+on the time without processor time (`limit_s`)."""
 _WORK = 0.01
 """Minimum fraction of the elapsed time that a thread must use as processor time to count as working."""
 _LEAST_PERIOD = 0.1
-"""Minimum time between two evaluations by `look`, as a fraction of `period_s`. In a shorter time, the few microseconds
-that a waiting thread uses would count as work."""
+"""Minimum time between two checks of the thread's processor time, as a fraction of `period_s`. In a shorter time, the
+few microseconds that a waiting thread uses would count as work."""
 
 
 def limit_s(floor_s: float, turn_s: float) -> float:
-    """Return the maximum time in seconds for which a turn's thread may use nearly no processor time. `turn_s` is the
-    expected duration of the turn, and `floor_s` is the shortest limit."""
+    """Return the maximum time in seconds for which an engine's thread may use nearly no processor time during a turn
+    (unit of the engine's work). `turn_s` is the expected duration of the turn. The result is at least `floor_s`."""
     return max(floor_s, EXPECTED_TURNS * turn_s)
 
 
@@ -75,11 +76,13 @@ def has_child(thread: threading.Thread) -> bool:
 
 
 class TurnWatch:
-    """Measures the turns of one engine and detects that the engine's thread hangs. The engine's thread calls `begin`
-    and `end`, which take no lock and read no clock. Any thread may call `look`.
+    """Detects that an engine's thread hangs. It measures the duration of each turn (unit of the engine's work, for
+    example one step). The engine's thread calls `begin` and `end`, which take no lock and read no clock. Any thread may
+    call `look`, which checks the current turn.
 
-    All clocks are arguments. `floor_s` is the shortest limit in seconds. `cpu_s` returns the processor time in seconds
-    that the engine's thread has used. `has_child` returns True if this thread has started a process that still exists.
+    `floor_s` is the shortest time in seconds after which the thread may be considered hung. `cpu_s` returns the
+    processor time in seconds that the thread has used. `has_child` returns True if the thread has started a process
+    that still exists.
     """
 
     def __init__(
@@ -88,37 +91,40 @@ class TurnWatch:
         self.stall = ""
         """Reason why the engine is considered hung. Empty while the engine works or has nothing to do."""
         self.period_s = floor_s / _LOOKS
-        """Maximum time in seconds between two calls of `look`."""
+        """Maximum time in seconds between two checks for a hung thread (calls of `look`)."""
         self._clock, self._cpu_s, self._has_child, self._floor_s = clock, cpu_s, has_child, floor_s
         self._begun = self._ended = ("", 0.0)
-        """Last turn that began, and last turn that ended, each as (name, expected seconds)."""
+        """Last turn (unit of the engine's work) that began, and last turn that ended. Each is (name, expected
+        seconds)."""
         self._looking = threading.Lock()
         self._seen, self._was_busy = self._begun, False
-        """State at the last call of `look`: the turn that began last, and True if that turn was running or work was
-        waiting."""
+        """State at the last call of `look`. The first value is the turn (unit of the engine's work) that had begun
+        last. The second is True if that turn was running or work was waiting."""
         self._idle_s = self._total_s = self._looked_s = self._used_s = 0.0
 
     @classmethod
     def over(cls, thread: threading.Thread, clock: Clock, floor_s: float) -> Self:
-        """Return a watch for the turns of `thread`. The thread may be started later."""
+        """Return a watch for the engine whose work runs on `thread`. The thread may be started later."""
         return cls(clock, partial(cpu_s, thread), floor_s, partial(has_child, thread))
 
     def begin(self, name: str, turn_s: float) -> None:
-        """Record that a turn begins. `name` describes the turn, and `turn_s` is its expected duration in seconds (0:
-        unknown)."""
+        """Record that a turn (unit of the engine's work) begins. `name` describes the turn, and `turn_s` is its
+        expected duration in seconds (0: unknown)."""
         self._begun = name, turn_s
 
     def end(self) -> None:
-        """Record that the turn has ended, and clear `stall`."""
+        """Record that the current turn (unit of the engine's work) has ended. Clear `stall`, the reason why the engine
+        was considered hung."""
         self._ended = self._begun
         self.stall = ""
 
     def look(self, has_work: bool = False) -> bool:
-        """Update `stall`. Return True if the engine is known to have worked since the last call.
+        """Check whether the engine's thread hangs, and set `stall` to the reason, or to an empty string. Return True if
+        the engine has been busy since the last call and is not considered hung.
 
-        `has_work` is True if work is waiting for the engine's next turn. The duration of a turn is measured from the
-        first call of `look` during the turn. The time that work waits between turns is measured in the same way. Call
-        this method at least every `period_s` seconds.
+        `has_work` is True if work waits for the engine's next turn (unit of work). The duration of a turn is measured
+        from the first call of `look` during the turn. The time that work waits between two turns is measured in the
+        same way. Call this method at least every `period_s` seconds.
         """
         with self._looking:
             turn, was_busy = self._begun, self._was_busy
@@ -132,8 +138,9 @@ class TurnWatch:
             return (is_new or was_busy) and not self.stall
 
     def _count(self, what: str, turn_s: float, *, is_new: bool) -> str:
-        """Count the time since the last call of `look`, and return why the engine has stalled, or an empty string.
-        `what` names the work that has taken that time, `turn_s` its expected seconds."""
+        """Add the time since the last call of `look` to the measured times. Return the reason why the engine is
+        considered hung, or an empty string. `what` describes the current work, and `turn_s` is its expected duration in
+        seconds. With `is_new`, this work has just begun, and the measured times restart at 0."""
         now_s, used_s = self._clock.now_s(), self._cpu_s()
         if not is_new and now_s - self._looked_s < _LEAST_PERIOD * self.period_s:
             return self.stall

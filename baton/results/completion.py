@@ -44,9 +44,9 @@ class Completion:
     """Seed of the sampling. A request with equal parameters and this seed gets the same tokens. None until the server
     has accepted the request."""
     exact: bool | None
-    """True: all tokens were computed with full attention, and drafts cannot have changed them (coupled acceptance).
-    False: some tokens may be computed with an approximate residency policy (`timings.residency`). None: not accepted by
-    the server yet."""
+    """True: all tokens were computed with full attention, and are the same as without speculative decoding. False: some
+    tokens may be computed with an approximate residency policy (`timings.residency`). None: not accepted by the server
+    yet."""
     num_prompt_tokens: int | None
     """Number of prompt tokens; None until the server has accepted the request."""
     usage: Usage | None

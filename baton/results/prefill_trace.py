@@ -55,8 +55,8 @@ class WidthOption:
     """Predicted time in seconds until the end of the request's prefill. It includes the time in which the ranks compute
     earlier requests."""
     others_s: float
-    """Predicted delay of other prompts in seconds, summed over these prompts. Counted are the prompts in the group's
-    queue, and the same number of prompts that are assumed to arrive later."""
+    """Predicted delay of other prompts in seconds, summed over these prompts. It includes the prompts in the
+    prefill group's queue, and an equal number of prompts that are assumed to arrive later."""
 
     @property
     def cost_s(self) -> float:

@@ -60,7 +60,7 @@ def first_token_stages(timings: Timings) -> Iterator[tuple[str, Interval]]:
         insert     ends when the first token has been sent
 
     If the generation group itself prefilled the request, there is no transfer and no insert, and prefill ends with the
-    first token. Yields nothing if there is no first token, or if an earlier attempt than the last sent it.
+    first token. Yields nothing if no first token was sent, or if it was sent by an attempt before the last one.
     """
     if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
         return

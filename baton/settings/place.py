@@ -44,9 +44,9 @@ class EmulatedLink:
     """The link between host memory and the memory of an emulated device."""
 
     link: ByteRate = 0
-    """Bandwidth in bytes per second in each direction, like "25GBps". 0: as fast as the machine copies memory."""
+    """Link bandwidth of emulated devices in bytes/s per direction, like "25GBps". 0: speed of a memory copy."""
     link_latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Latency of a transfer in seconds, in addition to the time for its bytes."""
+    """Latency in seconds of a transfer over an emulated device's link, added to the time for its bytes."""
 
 
 @settings
@@ -64,9 +64,9 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     model_folder: Path = field(kw_only=True)
     """Hugging Face folder of the model. It is already downloaded and converted."""
     model: str = ""
-    """Model name, by which a node without `model_folder` finds the model. Empty: such a node cannot serve."""
+    """Name for finding the model if a node has neither `model_folder` nor a match in `model_search`. Empty: error."""
     model_search: tuple[Path, ...] = ()
-    """Folders that a node without `model_folder` searches first for a folder with the same name."""
+    """Folders in which a folder named like `model_folder` is searched, if a node has no `model_folder` itself."""
     host: str = LOOPBACK
     """Address that the worker's servers bind to and that other processes connect to. Empty: the node's own address."""
     device: DeviceName = "cpu"
@@ -82,7 +82,7 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     num_engines: Count = 1
     """Number of generation engines in the cluster. By default, they share a machine's free memory equally."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Kernels that the launcher chose for its kind of processor. Workers on other processors choose their own."""
+    """Kernels chosen by the launcher, for the type of its processor. Workers on other types choose their own."""
     secret: str = field(default="", repr=False)
     """Secret of the cluster, which callers of the worker must send. Required: a worker without it does not start."""
     step_times: str = ""

@@ -27,17 +27,18 @@ thousand tokens."""
 
 
 class BoundedReading:
-    """Runs functions that read requests in threads, and limits the total bytes of the requests that are being read."""
+    """Parses and tokenizes requests in threads. Limits the total bytes of the requests that are processed at once."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        """Create a limit of `max_bytes` bytes of requests that are being read at the same time. None: a limit derived
-        from the free memory (`reading_bytes`). A request that is larger than the limit is read only while no other
-        request is being read."""
+        """Set the maximum total size in bytes of the requests that are read (parsed and tokenized) at the same time.
+        `max_bytes` None: the limit is derived from the free memory (`reading_bytes`). A request that is larger than the
+        limit is read only while no other request is being read."""
         self._max_bytes = reading_bytes(free_bytes()) if max_bytes is None else max_bytes
         self._num_bytes = 0
 
     async def run(self, num_bytes: int, read: Callable[[], T]) -> T:
-        """Call `read` in a thread and return its result. `num_bytes` is the size of the request that it reads.
+        """Call `read`, which parses and tokenizes a request, in a thread. Return its result. `num_bytes` is the size of
+        the request.
 
         Raises the errors of `read`. Raises ResourceExhaustedError immediately if the request would exceed the limit on
         bytes that are being read.

@@ -17,8 +17,8 @@ MARK = "\ufdd0"
 removed from texts that contain it."""
 _CONTENT_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens that begin and end sections of a message, such as reasoning. The model writes them in its outputs, and clients
-send these outputs back as earlier messages. Therefore such a token counts as a control token, which may not occur in
-texts, only if it is a special token of the model."""
+send these outputs back as earlier messages. Therefore such a token may occur in the texts of a chat, unless it is a
+special token of the model."""
 _USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 

@@ -19,9 +19,9 @@ from itertools import islice
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Number of tokens that stay pending when the number of pending tokens is too large and the earlier ones are cut off
-(`_cut`). A character has at most this number of tokens, so a cut can split only a character that is not valid UTF-8.
-For the same reason, this number of tokens at the end of a prompt contains the prompt's last character."""
+"""Maximum number of tokens of one character. If too many tokens are pending, all except this number of last tokens are
+cut off (`_cut`). The cut can therefore split only invalid UTF-8. The last character of a prompt is always within this
+number of last tokens."""
 
 
 def text_after(
@@ -39,10 +39,10 @@ class Detokenizer:
     `flush`, are the text that the pushed tokens have after the prompt. Without a prompt, this text equals
     `decode(ids)`.
 
-    There is one exception, for tokenizers that write unknown characters as sequences of byte tokens. If such a sequence
-    is not valid UTF-8 as a whole, `decode` converts all of it to U+FFFD, including its valid characters. Valid
-    characters that `push` has already returned stay in the text. For the same reason, the text of a sequence with more
-    than ten successive U+FFFD may contain more of them than the result of `decode`.
+    Tokenizers that write unknown characters as sequences of byte tokens are an exception. If such a sequence is not
+    valid UTF-8 as a whole, `decode` converts all of it to U+FFFD, including its valid characters. Valid characters that
+    `push` has already returned stay in the text. If `decode` returns more than ten successive U+FFFD, the returned
+    texts may contain more U+FFFD than that.
     """
 
     def __init__(

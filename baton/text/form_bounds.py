@@ -15,8 +15,8 @@ _FIELD = "sampling.structured_output"
 
 
 def check_bounds(form: StructuredOutput) -> None:
-    """Raise InvalidArgumentError if the form exceeds a limit. The error message contains the limit and the form's
-    value."""
+    """Raise InvalidArgumentError if the grammar or the JSON schema of a structured output exceeds a limit. The error
+    message contains the limit."""
     if form.grammar is not None:
         num_rules = len(_RULE.findall(form.grammar))
         if num_rules > MAX_RULES:

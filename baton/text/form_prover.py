@@ -1,9 +1,10 @@
-"""Checks in child processes that forms of structured outputs can be compiled. A form that crashes its child process is
-rejected, and does not affect other requests.
+"""Checks in child processes that forms of structured outputs can be compiled. A form is a JSON schema, a regular
+expression, a grammar or a list of texts. A form that crashes its child process is rejected, and does not affect other
+requests.
 
 The orchestrator has one FormProver for all requests. Workers compile forms that have passed the check
-(`baton.text.grammars`). Results are cached, including rejections. Only one form of each owner (tenant) is compiled at a
-time, so that no tenant can occupy all child processes. Used on one asyncio loop.
+(`baton.text.grammars`). Results are cached, including rejections. Only one form of each tenant is compiled at a time,
+so that no tenant can occupy all child processes. Used on one asyncio loop.
 """
 
 import asyncio
@@ -26,15 +27,16 @@ from baton.sampling_params import StructuredOutput
 MAX_CHILDREN = 2
 """Maximum number of child processes. A child process is started when it is needed."""
 MAX_KEPT_BYTES = 32 * 2**20
-"""Maximum total size in bytes of the forms whose results are cached. The least recently used forms are dropped
-first."""
+"""Maximum size in bytes of the cache of results, including the text of each checked structured output. The least
+recently used results are dropped first."""
 _RETRY_S = 1.0
 _PATIENCE_S = 60.0
 """Timeout in seconds for an answer of a child process. After it, the child process is killed. The limit on processor
 time normally ends the process earlier, unless the process is stopped."""
 _MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
-"""Signals that count as caused by the form if they end a child process, so that the form is rejected. A child process
-that another signal has ended was killed for another reason."""
+"""Signals that show that a form (JSON schema, regular expression, grammar or list of texts) crashed the child process
+or exceeded its limits. If a child process ends by one of them, the form is rejected. Other signals have other
+causes."""
 
 _Outputs = tuple[tuple[int, ...], ...]
 """Output tokens of each choice of a resumed request."""
@@ -51,7 +53,7 @@ class _ChildEndedError(Exception):
 
 
 class _Child:
-    """Child process that compiles forms. Used by one thread at a time."""
+    """Child process that compiles structured outputs, for example JSON schemas. Used by one thread at a time."""
 
     def __init__(self) -> None:
         """Start a child process. Call `ready` before `compile`."""
@@ -69,8 +71,9 @@ class _Child:
             self._is_ready = True
 
     def compile(self, form: StructuredOutput, begun: _Outputs) -> int | str:
-        """Compile a form in the child process. Return the size of the compiled form in bytes, or the reason why it is
-        rejected. A blocking call. Raises _ChildEndedError if the process ends."""
+        """Compile a structured output, for example a JSON schema, in the child process. Return the size of the result
+        in bytes, or the reason why `form` is rejected. `begun` holds the output tokens of each choice of a resumed
+        request. A blocking call. Raises _ChildEndedError if the process ends."""
         fields = {name: value for name, value in asdict(form).items() if value and name != "compiled_bytes"}
         answer = json.loads(self._ask((fields, begun)))
         found: int | str = answer["error"] if "error" in answer else answer["bytes"]
@@ -100,12 +103,13 @@ class _Child:
 
 
 class FormProver:
-    """Checks for one model that forms of structured outputs can be compiled. The owner must call `close`."""
+    """Checks that structured outputs, for example JSON schemas, can be compiled for one model. The owner must call
+    `close`."""
 
     def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float = FORM_CPU_S) -> None:
         """Create a prover without child processes. `load_json` returns the model's tokenizer in the format of
-        tokenizer.json. It is called in a thread, when the first form is checked. `cpu_s` is the limit of processor time
-        for each form, in seconds."""
+        tokenizer.json. It is called in a thread, at the first check. `cpu_s` is the limit of processor time for each
+        check, in seconds."""
         self._load_json, self._cpu_s = load_json, cpu_s
         self._eos_token_ids = tuple(eos_token_ids)
         self._threads = ThreadPoolExecutor(MAX_CHILDREN, "form-prover")
@@ -116,17 +120,19 @@ class FormProver:
         self._kept: OrderedDict[StructuredOutput, int | str] = OrderedDict()
         self._num_kept_bytes = 0
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks by owner (tenant). The lock of an owner is held while one of the owner's forms is compiled."""
+        """Locks by tenant. The lock of a tenant is held while a structured output of the tenant is compiled."""
         self._proofs = dict[object, asyncio.Task[int | str]]()
-        """Running checks, by (form, outputs). Requests with an equal form and outputs share one check."""
+        """Running checks, by (structured output, output tokens of a resumed request). Requests for which both are equal
+        share one check."""
 
     async def prove(
         self, form: StructuredOutput, outputs: Sequence[Sequence[int]] = (), owner: str = ""
     ) -> StructuredOutput:
-        """Check that a form can be compiled. Return the form with `compiled_bytes` set to its compiled size.
+        """Check that a structured output, for example a JSON schema, can be compiled. Return `form` with
+        `compiled_bytes` set to its compiled size.
 
-        `outputs` are the tokens of each choice that a resumed request already has, according to its client. `owner` is
-        the tenant of the request. Raises InvalidArgumentError if the form cannot be compiled within the limits, or if
+        For a resumed request, `outputs` holds the tokens that each choice already has, according to the client. `owner`
+        is the tenant of the request. Raises InvalidArgumentError if `form` cannot be compiled within the limits, or if
         it does not allow `outputs`. Raises ResourceExhaustedError if too many checks are running.
         """
         begun = tuple(map(tuple, outputs)) if any(outputs) else ()
@@ -172,7 +178,8 @@ class FormProver:
         return answer
 
     def _compile(self, form: StructuredOutput, begun: _Outputs) -> tuple[int | str, bool]:
-        """Return a child's answer, and whether the same form would get the same answer again. Called in a thread."""
+        """Compile `form` in a child process. Return the result of `_Child.compile`, and True if another check would
+        have the same result. Called in a thread."""
         for _ in range(2):
             if self._is_closed:
                 raise UnavailableError("this server no longer compiles forms: use another one")
@@ -210,6 +217,6 @@ class FormProver:
 
 
 def _size(form: StructuredOutput) -> int:
-    """Return the number of bytes that a cached form counts as: the bytes of its text, plus a constant."""
+    """Return the size in bytes of a structured output in the cache: an estimate from the length of its texts."""
     texts = [form.json or "", form.regex or "", form.grammar or "", *form.choice]
     return 1024 + 4 * sum(map(len, texts))

@@ -1,15 +1,15 @@
 """Converts the tokenizer in a GGUF file to Hugging Face files, which `baton.text.tokenizer` can load.
 
 `deploy.machine.model_folder` calls it once for each model, when the model's GGUF file is converted. Needs numpy, never
-torch. The conversion of llama.cpp's vocabulary to a `tokenizers` pipeline is that of transformers. This module corrects
-its result where it differs from llama.cpp and from the tokenizer.json of the original model:
+torch. A function of transformers converts llama.cpp's vocabulary to a `tokenizers` pipeline. This module corrects its
+result where it differs from llama.cpp and from the tokenizer.json of the original model:
 
-- Pre-tokenizers that first split off each digit (smollm) are replaced by that of GPT-2, which merges the spaces before
-  a digit.
+- For models that first split off each digit, such as smollm, the pre-tokenizer of GPT-2 is replaced, because it would
+  merge the spaces before a digit.
 - For Llama 3, a word that is in the vocabulary becomes one token, regardless of the merges, and a text begins with BOS
   by default.
-- Default special tokens (<|endoftext|>) that are not in the vocabulary would get ids above its size. The model has no
-  embeddings for such ids.
+- Default special tokens (<|endoftext|>) that are not in the vocabulary are removed. Their ids would be above the size
+  of the vocabulary, and the model has no embeddings for such ids.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Compiles the forms of structured outputs to grammars, and keeps grammars in a cache of limited size. A form is the
-description of a structured output in a request. A matcher follows a grammar along an output.
+"""Compiles the descriptions of structured outputs (forms) to grammars, and keeps grammars in a cache of limited size. A
+form is, for example, a JSON schema or a regular expression in a request. A matcher follows a grammar along an output.
 
 The orchestrator has already checked in a child process that a request's form can be compiled
 (`baton.text.form_prover`). The child process uses this module too. Workers compile the form again, and `prepare` the
@@ -28,8 +28,8 @@ from baton.text.json_schemas import schema_grammar
 from baton.text.token_masks import ChoiceMasks, Matcher
 
 _LEAST_BYTES = 64 * 2**10
-"""Minimum number of bytes that a grammar counts in the cache. A grammar whose size was not measured counts this
-number."""
+"""Minimum size in bytes that the cache's limit counts for one grammar. A grammar whose size was not measured is counted
+with this size."""
 _STACKS = Lock()
 """Lock that is held while the stack size of new threads is changed. The stack size is a setting of the whole
 process."""
@@ -37,18 +37,19 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 def _limits() -> LLParserLimits:
-    """Return limits with which a mask takes at most tens of milliseconds. A form that exceeds them is refused."""
+    """Return limits with which computing a mask takes at most tens of milliseconds. The description of a structured
+    output is refused if it exceeds them."""
     return LLParserLimits(
         max_items_in_row=10_000, initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False
     )
 
 
 class Grammar:
-    """Compiled form of a structured output. Immutable and thread-safe."""
+    """Grammar compiled from a request's description of its structured output. Immutable and thread-safe."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        """Number of bytes that the grammar counts in the cache."""
+        """Size in bytes that the cache's limit counts for this grammar."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -68,7 +69,7 @@ class Grammars:
         self, load_json: Callable[[], str], eos_token_ids: Sequence[int], *, max_bytes: int = MAX_COMPILED_BYTES
     ) -> None:
         """Create an empty cache of at most `max_bytes` bytes of grammars. `load_json` returns the model's tokenizer in
-        the format of tokenizer.json. It is called once, when the first form is compiled."""
+        the format of tokenizer.json. It is called once, when the first grammar is compiled."""
         self._load_json = load_json
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_bytes = max_bytes
@@ -77,15 +78,15 @@ class Grammars:
         """Lock that is held while the tokenizer is loaded, which takes half a second."""
         self._tokenizer: LLTokenizer | None = None
         self._lock = Lock()
-        """Lock for the fields that are assigned below. It is held only for microseconds, because engine threads wait
-        for it."""
+        """Lock for the cached grammars and their total size, and for the two threads (`_compiling`, `_masking`). It is
+        held only for microseconds, because engine threads wait for it."""
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
 
     @classmethod
     def of_folder(cls, folder: Path, eos_token_ids: Sequence[int]) -> Self:
-        """Create a Grammars object for a model. The tokenizer is loaded from `folder` when the first form is
+        """Create a Grammars object for a model. The tokenizer is loaded from `folder` when the first grammar is
         compiled."""
 
         def load_json() -> str:
@@ -98,11 +99,11 @@ class Grammars:
         return cls(load_json, eos_token_ids)
 
     def compile(self, form: StructuredOutput) -> Grammar:
-        """Return the grammar of a form, from the cache if possible. Blocks for milliseconds; the first call takes half
-        a second.
+        """Return the grammar of `form`, a request's description of its structured output. It is taken from the cache if
+        possible. Blocks for milliseconds; the first call takes half a second.
 
-        Raises InvalidArgumentError if the form cannot be compiled. For a JSON schema, the error contains the location
-        of the problem. Also raises InvalidArgumentError if structured outputs are not supported for the model.
+        Raises InvalidArgumentError if `form` cannot be compiled. For a JSON schema, the error contains the location of
+        the problem. Also raises InvalidArgumentError if structured outputs are not supported for the model.
         """
         with self._lock:
             grammar = self._compiled.get(form)
@@ -123,11 +124,12 @@ class Grammars:
     def prepare(
         self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int = 1
     ) -> "Future[list[ChoiceMasks]]":
-        """Start to compile a form and to compute the token masks of each choice. Return a future of the masks, which is
-        done when the mask of each choice's next token is computed. Does not block.
+        """Start to compile `form`, a request's description of its structured output, and to compute the token masks of
+        each choice. Return a future with one ChoiceMasks per choice. It is done when the mask of each choice's next
+        token is computed. Does not block.
 
         `output_ids` are the output tokens that each choice already has. The future raises the errors of `compile`. It
-        raises InvalidArgumentError if the form does not allow `output_ids`.
+        raises InvalidArgumentError if `form` does not allow `output_ids`.
         """
         with self._lock:
             self._compiling = self._compiling or _deep_thread("grammar-compiler")
@@ -168,7 +170,8 @@ class Grammars:
 
 
 def _deep_thread(name: str) -> ThreadPoolExecutor:
-    """Return an executor of one thread, which has the stack size that deep forms need."""
+    """Return an executor of one thread. The thread has the stack size that the compiler needs for deeply nested
+    descriptions of structured outputs."""
     executor = ThreadPoolExecutor(1, name)
     with _STACKS:
         before = threading.stack_size(FORM_STACK_BYTES)
@@ -197,8 +200,8 @@ def _compile(form: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _trial_error(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> str:
-    """Return the reason why one of the first two masks of an output cannot be computed, for example because the form is
-    too complex. Empty if both can be computed. The matcher cannot be used afterwards."""
+    """Return the reason why one of the first two masks of an output cannot be computed, for example because the
+    structured output is too complex. Empty if both can be computed. The matcher cannot be used afterwards."""
     for _ in range(2):
         mask = bytearray(matcher.compute_logit_bias())
         if matcher.is_error():
@@ -213,7 +216,7 @@ def _trial_error(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> str:
 
 
 def _source(form: StructuredOutput) -> str:
-    """Return the form in the format that llguidance reads."""
+    """Return the description of a structured output in the format that llguidance reads."""
     if form.json is not None or form.json_object:
         return schema_grammar(_ANY_OBJECT if form.json is None else form.json)
     if form.regex is not None:

@@ -25,7 +25,8 @@ Tokens beyond the end of the array are not allowed. The mask is applied as a min
 applying a bool mask."""
 _CEILINGS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 _CEILINGS_OF_BYTE = _CEILINGS.astype(np.float32)
-"""Table that converts a byte of a bitmask, with one bit for each token, to the upper bounds of eight tokens' logits."""
+"""Table that converts one byte of a bitmask of allowed tokens (one bit for each token) to eight values of a Mask:
+infinity for a bit that is set, minus infinity otherwise."""
 
 
 class Matcher:
@@ -113,11 +114,11 @@ class ChoiceMasks:
         self._start = num_tokens
         """Number of the choice's tokens before those in `_token_ids`."""
         self._token_ids: list[int] = []
-        """Tokens for which masks are stored. The first `_place` of them belong to the choice. The others were dropped,
-        or are drafts that were passed to `foresee`."""
+        """Tokens for which masks are stored. The first `_place` tokens belong to the choice. The tokens after them were
+        dropped, or are drafts that were passed to `foresee`."""
         self._masks = [ready]
-        """Masks, one more than tokens in `_token_ids`. Mask 0 is that of the position of the first of these tokens, and
-        mask i + 1 is that of the position that follows token i."""
+        """Stored masks, as futures. Mask 0 is the mask of the position of the first token in `_token_ids`. Mask i + 1
+        is the mask of the position after token i of `_token_ids`."""
         self._place = 0
         """Number of tokens in `_token_ids` that currently belong to the choice."""
 
@@ -162,8 +163,8 @@ class ChoiceMasks:
         return num_known + num_new
 
     def settle(self, num_drafts: int) -> None:
-        """Wait until the mask of the next token is computed, and the masks of the positions that follow each of the
-        next `num_drafts` drafts. Raises the errors of `allowed`.
+        """Wait until `num_drafts` + 1 masks are computed: the mask of the next token, and that of the position after
+        each of the next `num_drafts` drafts. Raises the errors of `allowed`.
 
         The drafts must have been passed to `foresee`, or appended and dropped. Tokens that were appended before this
         call can no longer be dropped.

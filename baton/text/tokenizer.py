@@ -44,7 +44,8 @@ it."""
 
 
 class Ending(Enum):
-    """Position in a conversation at which the prompt ends."""
+    """Place at which a chat prompt ends: at the start of the assistant's turn, after the last message, or within the
+    last message."""
 
     TURN = auto()
     """The prompt ends with the beginning of the assistant's turn, which the model continues."""

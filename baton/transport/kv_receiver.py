@@ -37,8 +37,9 @@ SERVICE = "baton.v1.KvReceiver"
 MAX_TTL_S = 3600.0
 """Maximum TTL of a lease in seconds. It limits the time for which a lost lease occupies its slot."""
 MAX_REPLY_S = 0.5
-"""Maximum time in seconds that is reserved for sending the answer of a Commit to the caller. A Commit stops waiting for
-missing KV this long before the caller's deadline, or a quarter of the remaining time before it if that is shorter."""
+"""Maximum time in seconds that is reserved for sending the answer of a Commit to the caller. If a Commit arrives
+so late that a quarter of the time until the caller's deadline is less, only that quarter is reserved. The Commit stops
+waiting for missing KV when only the reserved time is left."""
 
 
 class KvReceiverServicer:

@@ -31,13 +31,13 @@ NUM_CELLS = 16
 """Number of cells (units of shared memory) of one push. It limits the push's shared memory to about the amount of data
 that gRPC allows in flight in a stream."""
 CELLS_PER_ANSWER = NUM_CELLS // 2
-"""Number of full cells after which the sender requests an acknowledgement. While the receiver reads these cells, the
-sender fills the other half of the cells. Messages and answers are rare, because each takes longer than copying a small
-piece."""
+"""Number of full cells (units of shared memory) after which the sender requests an acknowledgement. While the receiver
+reads these cells, the sender fills the other half. Acknowledgements are not requested more often, because each
+message and each answer takes longer than copying a small piece."""
 MAX_PIECES = 64
 """Maximum number of pieces in a message."""
 _ALIGNED = 64
-"""Alignment in bytes of payloads within a cell. It is the size of a cache line."""
+"""Alignment in bytes of payloads in shared memory. It is the size of a CPU cache line."""
 
 _StreamCall = grpc.aio.StreamUnaryCall[Piece, kv_pb2.PushReply]
 _SharedCall = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer]
@@ -109,7 +109,8 @@ class StreamRoute:
         await self._call.done_writing()
 
     async def reply(self) -> kv_pb2.PushReply | None:
-        """Wait for the receiver's answer and return it."""
+        """Wait until the call has ended, and return the receiver's counts of pieces and bytes. Return None if the call
+        failed on this side although the receiver ended it without an error. Raises the receiver's error."""
         try:
             return await self._call
         except grpc.aio.AioRpcError as error:
@@ -141,8 +142,8 @@ class SharedRoute:
     def __init__(
         self, call: _SharedCall, status: SentStatus, pool: CellPool, cells: SharedCells, on_end: Callable[[], None]
     ) -> None:
-        """Take ownership of a call whose receiver has already mapped the memory of `cells`. `cells` were allocated from
-        `pool`."""
+        """Take ownership of a call whose receiver has already mapped the shared memory `cells`, which was taken from
+        `pool`. `on_end` is called when the receiver ends the push."""
         self._call = call
         self._status = status
         self._pool = pool
@@ -151,16 +152,16 @@ class SharedRoute:
         self._cell: int | None = None
         """Offset in shared memory of the cell that is being filled. None if no cell is being filled."""
         self._num_used = 0
-        """Number of bytes that are used in the cell that is being filled."""
+        """Number of bytes already used in the cell that is being filled."""
         self._full: list[int] = []
-        """Offsets of full cells for which no acknowledgement has been requested yet."""
+        """Offsets in shared memory of the full cells for which no acknowledgement has been requested yet."""
         self._filled: list[kv_pb2.SharedPiece] = []
         """Pieces that will be sent in the next message."""
         self._num_unasked = 0
         """Number of pieces that were sent after the last message that requested an acknowledgement."""
         self._asked: deque[tuple[int, list[int]]] = deque()
         """Acknowledgements that were requested and have not arrived. Each is (number of pieces that it acknowledges,
-        offsets of the cells that it frees)."""
+        offsets in shared memory of the cells that it frees)."""
         self._answered = asyncio.Event()
         self._turns = Turns()
         self._total: kv_pb2.PushReply | None = None
@@ -194,8 +195,8 @@ class SharedRoute:
         return self._reading.done()
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Copy the payload into a cell, and send a message if enough pieces have been collected. Waits while no cell is
-        free."""
+        """Copy the payload into shared memory. If enough pieces have been copied since the last message, send a message
+        with their locations. Waits while all cells (units of the shared memory) are in use."""
         offset = await self._place(payload.nbytes)
         self._cells.write(offset, payload)
         self._filled.append(kv_pb2.SharedPiece(header=header, offset=offset, num_bytes=payload.nbytes))
@@ -207,8 +208,8 @@ class SharedRoute:
             await self._turns.take(payload.nbytes)
 
     async def flush(self) -> None:
-        """Send a message with the pieces that were copied into cells after the last message. Does nothing if there are
-        none."""
+        """Send a message with the locations of the pieces that were copied into shared memory after the last message.
+        Does nothing if there are none."""
         if not self._filled:
             return
         message = kv_pb2.SharedPieces(pieces=self._filled, answer=len(self._full) >= CELLS_PER_ANSWER)
@@ -225,7 +226,8 @@ class SharedRoute:
         await self._call.done_writing()
 
     async def reply(self) -> kv_pb2.PushReply | None:
-        """Wait for the receiver's last answer and return it."""
+        """Wait until the call has ended, and return the receiver's counts of pieces and bytes. Return None if the call
+        ended without an error and without counts. Raises the receiver's error."""
         try:
             await self._reading
         except grpc.aio.AioRpcError as error:
@@ -243,7 +245,8 @@ class SharedRoute:
             self._cells.close()
 
     async def _place(self, num_bytes: int) -> int:
-        """Return the offset in a cell at which a payload of this size can be written. Waits while no cell is free."""
+        """Return the offset in shared memory at which a payload of this size can be written. Waits while all cells
+        (units of the shared memory) are in use."""
         self._require_open()
         if self._cell is not None and not self._has_room(num_bytes):
             self._close_cell()

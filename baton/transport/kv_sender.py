@@ -73,10 +73,10 @@ def open_push(
 class PushSession:
     """Push of KV pieces to the slot of one lease.
 
-    The memory of an offered piece is read when the piece is sent, and must not change until the session has ended. The
-    route limits the amount of data that has been copied and that the receiver has not received yet. The asyncio loop
-    owns all state, except that other threads append to `_offers` and set `_finished` and `_wake_due`. Each of these
-    operations is atomic.
+    The memory of an offered piece is read when the piece is sent, and must not change until the session has ended.
+    Pieces are sent on a route (a gRPC stream or shared memory). The route limits the amount of data that has been
+    copied and that the receiver has not received yet. The asyncio loop owns all state, except that other threads append
+    to `_offers` and set `_finished` and `_wake_due`. Each of these operations is atomic.
     """
 
     def __init__(self, open_route: OpenRoute, ref: LeaseRef, layout: KvLayout, clock: Clock) -> None:

@@ -15,7 +15,7 @@ from baton.process.clock import Clock
 from baton.types import Lease, LeaseRef, ReserveNumber
 
 REMEMBER_S = 60.0
-"""Seconds for which the number of a Reserve call is remembered. A caller waits less long for the answer of its call."""
+"""Seconds for which the number of a Reserve call is remembered. This is longer than a caller waits for the answer."""
 MAX_REMEMBERED = 16_384
 """Maximum number of remembered Reserve calls. When it is exceeded, the oldest are forgotten first."""
 

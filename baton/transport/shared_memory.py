@@ -34,7 +34,8 @@ MAX_MAPPED_BYTES = 2**30
 """Maximum number of bytes that a receiver maps for one push. Limits the memory that a sender can make the receiver's
 process use."""
 _FIRST_CELL = mmap.PAGESIZE
-"""Offset of the first cell, in bytes. The first page holds only the random key that identifies the file."""
+"""Offset in bytes of the first cell, a unit of the memory that a sender fills. The first page holds only the random key
+that identifies the file."""
 _MODE = 0o600
 
 
@@ -81,8 +82,8 @@ class SharedCells:
         self._mapped[offset : offset + payload.nbytes] = payload
 
     def reset(self) -> None:
-        """Mark all cells as free. Call only when no receiver reads them any more. The cells are then used in the same
-        order as in new memory."""
+        """Mark all cells (units of the memory) as free, so that they are used in the same order as in new memory. Call
+        only when no receiver reads them any more."""
         self._free = list(self._all)
 
     def close(self) -> None:

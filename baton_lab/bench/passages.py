@@ -17,8 +17,8 @@ _BEGINNING = 8
 """Number of words at the start of a passage by which any two passages differ. A block of cached KV has more words, so
 passages do not share cached blocks."""
 _LOAD_STRIDE = 7919
-"""Number of positions by which the passages for the blocks of a trace are shifted from one load to the next. The same
-block therefore gets different texts in consecutive loads, and loads do not share cached blocks."""
+"""Number of entries by which each block of a trace moves on, from one load to the next, in the random list of passages.
+The same block therefore gets different texts in consecutive loads, and loads do not share cached blocks."""
 _GZIP = b"\x1f\x8b"
 
 

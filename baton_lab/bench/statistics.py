@@ -60,8 +60,8 @@ class Summary:
     mean_prompt_tokens: float
     mean_output_tokens: float
     cached_share: float
-    """Fraction of the prompt tokens whose KV was found in the server's cache, over all requests for which the server
-    reports this; NaN if it reports it for none."""
+    """Fraction of the prompt tokens whose KV was found in the server's cache. Includes only requests for which the
+    server reported the number of these tokens; NaN if there are none."""
     latencies: Mapping[str, Percentiles]
     """Latencies in seconds by metric. `ttft`: from the scheduled time of the request to the first message. `tpot`: mean
     per output token after the first message. `itl`: between two messages. `e2el`: from the scheduled time to the end of

@@ -25,8 +25,8 @@ SHARE = 0.2
 SLOW_S = 30.0
 """Duration of the slowdown in seconds. It is three times the limit after which an engine that hangs is killed."""
 _ANSWER_S = 0.5
-"""Timeout in seconds for a status query to an engine whose thread is stopped. If the engine does not answer or has no
-sequences, its thread is resumed for the same time before it is stopped again, so that the engine can work."""
+"""Timeout in seconds for a status query to an engine whose thread is stopped. Also the time for which the thread is
+resumed before the next attempt, if the engine did not answer or had no sequences."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class EngineTrials:
         return Trial(True, f"{note}: {num_steps} steps, still process {worker.pid}", num_steps > 0)
 
     async def _hold(self, name: str) -> tuple[NetworkedWorker, HeldThread, float]:
-        """Hold the engine's thread while the engine has sequences and its process still answers: a thread held with
-        Python's lock would stop the whole process. Return the worker, the held thread, and the seconds of the engine's
-        latest step. Raises OSError if the thread cannot be held."""
+        """Stop the engine's thread at a time when the engine has sequences and its process still answers. A process
+        does not answer if the stopped thread holds Python's global lock. Return the worker, the stopped thread, and the
+        duration of the engine's latest step in seconds. Raises OSError if the thread cannot be stopped."""
         while True:
             worker = self._cluster.worker(name)
             with contextlib.suppress(ProcessLookupError):  # the worker has ended: try its replacement

@@ -1,5 +1,5 @@
-"""Faults of calls, and plans that decide which calls get a fault. Code that wraps an interface calls its plan at
-each call, which decides whether a fault is injected. Plans count the faults that they have selected. Does no I/O."""
+"""Faults of calls, and plans that decide which calls get a fault. Code that wraps an interface calls `FaultPlan.next`
+at each call. The plan returns the fault to inject, if any, and counts the faults. Does no I/O."""
 
 import enum
 import random

@@ -16,8 +16,8 @@ from deploy.groups.spawner import WorkerHandle
 _TICK_S = 0.005
 """Seconds between two checks of the CPU time that the process has used."""
 _PERIOD_S = 0.1
-"""Limit on the unused CPU time that the process may save for later: as much as it is granted in this number of
-seconds."""
+"""Limit on the CPU time that the process may save for later when it does not use all of its share. It may save at most
+the CPU time that its share grants it in this number of seconds."""
 _MOST_S = 0.5
 """Maximum time in seconds for which the process is stopped without interruption, even if a check was late."""
 

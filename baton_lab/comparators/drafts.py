@@ -18,13 +18,13 @@ _VIEWS: Mapping[str, MakeChoosing] = {
     "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),
 }
 CHOOSING: Mapping[str, MakeChoosing] = {**making.CHOOSING, **_VIEWS}
-"""Factories of key-selecting draft views, keyed by the value of `speculation`."""
+"""Factories of draft views that select keys, by the name of the speculator."""
 
 
 def configured(name: str) -> SpeculationName:
-    """Return the value of `speculation` in the engine's configuration with which the engine reserves enough memory for
-    the speculator `name`. Comparators do not occur in the configuration; for them, it is the value for a similar
-    speculator."""
+    """Return the value for the field `speculation` of the engine's configuration, if the speculator `name` is to run.
+    The engine reserves memory according to this field. Comparators are not valid values; for them, return the name of a
+    similar speculator."""
     return "snapkv" if name in _VIEWS else cast(SpeculationName, name)
 
 

@@ -1,18 +1,19 @@
 """Residency `h2o` on a device with separate memory. The device holds only the kept keys (and their values).
 
-This is a Residency for `engine.model_runner` that weighs and drops keys as `h2o` does: it sums the attention that each
-key gets, and drops the keys with the smallest sums. In each selective layer (all except the first two), a sequence has
-P entries of device memory, with one token each. For each kv head, there is one entry for each kept key, and one for the
-new token of a step. After the layer's attention, the new token moves to the entry of the key that was dropped.
+This is a Residency for `engine.model_runner` that weighs and drops keys as `h2o` does. To weigh keys means to add the
+attention weights that queries give to each key to the key's sum. The keys with the smallest sums are dropped. In each
+selective layer (all except the first two), a sequence has P entries of device memory. An entry holds one key and value
+of each kv head. There is one entry for each kept key, and one for the new token of a step. After the layer's attention,
+the new token's key and value move to the entry of the key that was dropped.
 
-A prompt is weighed layer by layer. All sequences share the device memory for this, which can hold one layer of the
-longest sequence. Then the kept keys of the prompt are copied to the entries. A long span is several new tokens of one
-sequence in one step.
+The keys of a prompt are weighed layer by layer, in device memory that can hold one layer of the longest sequence. All
+sequences share this memory. Then the kept keys of the prompt are copied to the entries. A long span is several new
+tokens of one sequence in one step.
 
     host    KV of all layers except the first two, including dropped keys, which sequences with the same prefix need
     device  KV of the first two layers, the entries, positions and sums of the kept keys, memory for one layer of
             one sequence, and one piece of tokens for long spans
-    link    KV of new tokens. For prompts: all KV that they attend to, and again the KV that their queries weigh
+    link    KV of new tokens. For prompts: all KV that they attend to, and once more the KV of the keys to weigh
 
 B sequences with one new token, T tokens, N heads, G kv heads, H head dim, K kept keys, S tokens of a sequence, P
 entries of device memory (`places`).
@@ -46,51 +47,55 @@ from generate_workers.residency.row_parts import MakeMemory, PagedKv
 from generate_workers.residency.sparse.selective import SplitSpan
 
 _KEY_BYTES = 12
-"""Number of bytes of a kept key's metadata: its position, its sum of attention weights, and its entry index."""
+"""Number of bytes of a kept key's metadata: its position (4), its sum of attention weights (4), and the index of its
+entry in device memory (4)."""
 
 
 class PlacedHitters(HeavyHitters):
-    """HeavyHitters that also record the device entry in which each kept key is stored. Keys have entries only after the
-    prompt is complete."""
+    """HeavyHitters that also record where each kept key is stored: the index of its entry (device memory for one key
+    and value of each kv head). Keys have entries only after the prompt is complete."""
 
     def __init__(self, num_kv_heads: int) -> None:
         """Create a state without keys for one layer of one sequence."""
         super().__init__(num_kv_heads)
         self.places_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
-        """Index of each kept key in device memory, ordered by the key's position. Empty until the prompt is
+        """Entry index in device memory of each kept key, ordered by the key's position. Empty until the prompt is
         complete."""
         self.free_G = torch.zeros(num_kv_heads, dtype=torch.int64)
-        """For each kv head, index of the entry to which the new token moves after attention. It is the entry of the
-        dropped key, so it is the token's present entry if its own key was dropped."""
+        """For each kv head, index of the entry to which the new token's key and value move after attention. It is the
+        entry of the dropped key. If the new token's own key was dropped, it is the entry in which this key already is,
+        and nothing moves."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of the kept keys' positions, sums and entry indexes."""
+        """Return the number of bytes of the kept keys' metadata: positions, sums of attention weights, and entry
+        indexes."""
         return super().num_bytes + self.places_GK.nbytes
 
     def forget_places(self) -> None:
-        """Delete the record of the keys' device entries. Until `settle` is called, no key has an entry."""
+        """Forget in which device entry each key is stored. Until `settle` is called again, no key has an entry."""
         self.places_GK = self.places_GK[:, :0]
 
     def settle(self, kv_S2GH: Tensor, places_P2GH: Tensor) -> None:
-        """Copy the kept keys and values from the sequence's KV to the first device entries, and record the entry of
-        each key."""
+        """Copy the kept keys and values from the sequence's KV `kv_S2GH` to the first entries of the device memory
+        `places_P2GH`, and record the entry of each key."""
         num_kv_heads, num_kept = self.positions_GK.shape
         kept_GK2H = kv_S2GH[self.positions_GK.long(), :, torch.arange(num_kv_heads).unsqueeze(1)]
         places_P2GH[:num_kept] = kept_GK2H.permute(1, 2, 0, 3)
         self.places_GK = torch.arange(num_kept, dtype=torch.int32).repeat(num_kv_heads, 1)
 
     def add_own(self, own_place: int) -> Tensor:
-        """Add the entry `own_place`, which holds a step's new token, to the entries of the kept keys of each kv head.
-        Return the entry indexes of all keys, `[G, K]`."""
+        """Record that a step's new token is stored in the entry with index `own_place`, for each kv head. Return the
+        entry indexes of all kept keys and the new key, `[G, K]`."""
         own_G1 = torch.full((len(self.places_GK), 1), own_place, dtype=torch.int32)
         self.free_G = torch.full((len(self.places_GK),), self.places_GK.shape[1])
         self.places_GK = torch.cat((self.places_GK, own_G1), dim=1)
         return self.places_GK
 
     def move_own(self, own_place: int, places_P2GH: Tensor) -> None:
-        """Move the new token's key and value from the entry `own_place` to the entry of the key that was dropped.
-        Nothing is moved for a kv head that has dropped the new token's own key."""
+        """Move the new token's key and value within the device memory `places_P2GH`, from the entry with index
+        `own_place` to the entry of the key that was dropped. Each kv head has its own dropped key. If it is the new
+        token's key, nothing is moved for this kv head."""
         (heads_J,) = (self.free_G != own_place).nonzero(as_tuple=True)
         places_P2GH[self.free_G[heads_J], :, heads_J] = places_P2GH[own_place].transpose(0, 1)[heads_J]
         if self.places_GK.shape[1]:
@@ -110,16 +115,19 @@ class PlacedHitters(HeavyHitters):
 
 
 class KeptKeys:
-    """Device entries of one sequence, with one token each: one for each kept key, and a last one for a step's new
-    token. Implements Part."""
+    """Device memory for the kept keys and values of one sequence. It consists of entries, which hold one key and value
+    of each kv head: one entry for each kept key, and a last one for a step's new token. Implements RowPart (a part of a
+    slot's memory)."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
-        """Reserve address space for the entries of the longest sequence. Raises the errors of `make_memory`."""
+        """Reserve address space for the kept keys and values of the longest sequence that a slot can hold. Raises the
+        errors of `make_memory`."""
         self._budget = budget
         self._most_places = self.num_places(shape.max_slot_tokens)
         self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
         self.own_place = 0
-        """Index of the entry that holds a step's new token during attention."""
+        """Index of the entry (memory for one key and value of each kv head) that holds a step's new token during
+        attention."""
 
     @property
     def num_bytes(self) -> int:
@@ -128,16 +136,18 @@ class KeptKeys:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the entries of the current sequence as a KvBuffer. Each entry is one token of the buffer."""
+        """Return the memory of the current sequence as a KvBuffer. Its token index is the index of an entry (one key
+        and value of each kv head)."""
         return self._kv.buffer
 
     def num_places(self, num_prompt: int) -> int:
-        """Return the number of device entries that a sequence needs whose prompt has `num_prompt` tokens."""
+        """Return the number of device entries that a sequence with a prompt of `num_prompt` tokens needs. An entry is
+        memory for one key and value of each kv head."""
         return sum(self._budget.of(num_prompt))
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of device memory that the entries of a sequence need, whose prompt has
-        `num_tokens` tokens; 0 for 0 tokens. The number never decreases with the length of the prompt."""
+        """Return the number of bytes of device memory for the kept keys and values of a sequence with a prompt of
+        `num_tokens` tokens; 0 for 0 tokens. A longer prompt never needs fewer bytes."""
         return self._kv.bytes_for(self.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -146,11 +156,11 @@ class KeptKeys:
         self._kv.open(self.own_place + 1, self._most_places)
 
     def commit(self) -> None:
-        """Commit device memory for all entries of the current sequence."""
+        """Commit device memory for all kept keys and values of the current sequence."""
         self._kv.memory.commit(TokenRange(0, self.own_place + 1))
 
     def copy_from(self, other: "KeptKeys", num_tokens: int) -> None:
-        """Copy the entries of another sequence. `num_tokens` is not used: all entries are copied."""
+        """Copy the kept keys and values of another sequence. All of them are copied; `num_tokens` is not used."""
         self.own_place = other.own_place
         self._kv.copy_from(other._kv, self.own_place + 1)
 
@@ -160,8 +170,8 @@ class KeptKeys:
 
 
 class LayerMemory:
-    """Device memory for the KV of one layer of one sequence. Prompts are weighed in it. All sequences share it, one at
-    a time. Used on the engine's thread."""
+    """Device memory for the KV of one layer of one sequence. It holds the keys of a prompt while the attention weights
+    that they get are summed. All sequences share it, one at a time. Used on the engine's thread."""
 
     def __init__(self, shape: KvShape, device: Device) -> None:
         """Allocate memory for the longest sequence that a slot can hold. Raises an error in OUT_OF_MEMORY if it cannot
@@ -190,26 +200,27 @@ class LayerMemory:
 
 
 class KeptRow(AwayRow, WeighedRow):
-    """KV storage of one sequence, whose kept keys are in device memory."""
+    """KV storage of one sequence. All KV is in host memory, except that of the first two layers. Device memory holds
+    the first two layers, and the keys that heavy hitter selection has not dropped (kept keys), with their values."""
 
     def __init__(
         self, shape: KvShape, device: Device, budget: HeavyBudget, pieces: Pieces, weighing: LayerMemory
     ) -> None:
-        """Create the storage for one slot. `pieces`: shared device memory through which long KV is read. `weighing`:
-        shared device memory in which prompts are weighed. Raises an error in OUT_OF_MEMORY if the address space cannot
-        be allocated."""
+        """Create the storage for one slot. `pieces`: shared device memory through which steps with several new tokens
+        read KV. `weighing`: shared device memory for the keys of a prompt while their attention weights are summed.
+        Raises an error in OUT_OF_MEMORY if the address space cannot be allocated."""
         self.index = HitterIndex(shape.layout, budget, PlacedHitters, _KEY_BYTES)
         self.kept = KeptKeys(shape, device.row_memory, budget)
         self._weighing = weighing
         super().__init__(shape, device, [self.kept, self.index], pieces)
 
     def chooses(self, tokens: TokenRange) -> bool:
-        """Return True if `tokens` is a single token after the prompt. Only in this case, the step selects keys: it
-        attends to the kept keys in the device entries."""
+        """Return True if `tokens` is a single token after the prompt. Only then does the step attend to the kept keys
+        in device memory, instead of all keys."""
         return len(tokens) == 1 and tokens.start >= self.index.num_prompt
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for `tokens`, and device memory for all entries of the sequence."""
+        """Commit host memory for `tokens`, and device memory for all kept keys and values of the sequence."""
         super().commit(tokens)
         self.kept.commit()
 
@@ -232,8 +243,8 @@ class KeptRow(AwayRow, WeighedRow):
         """Add the attention weights of the queries of `tokens` to the sums of all kept keys. Return the keys whose sums
         were increased, `[G, K]`.
 
-        The returned keys are indexes of device entries in a step with one token after the prompt. Otherwise they are
-        positions in the sequence.
+        If `tokens` is a single token after the prompt, keys are returned as the indexes of their entries in device
+        memory. Otherwise, they are returned as positions in the sequence.
         """
         hitters, places_P2GH = self.placed(layer)
         if not self.chooses(tokens):
@@ -249,16 +260,16 @@ class KeptRow(AwayRow, WeighedRow):
         return places_GK
 
     def placed(self, layer: int) -> tuple[PlacedHitters, Tensor]:
-        """Return the heavy hitters (kept keys) of a layer other than the first two, and a view of the layer's device
-        entries, `[P, 2, G, H]`."""
+        """Return the heavy hitters (kept keys) of a layer other than the first two, and a view of the device memory for
+        the layer's P entries, `[P, 2, G, H]`. An entry is one key and value of each kv head."""
         hitters = self.index.hitters[layer]
         assert isinstance(hitters, PlacedHitters)
         return hitters, self.kept.buffer.data[layer - NUM_WHOLE_LAYERS]
 
 
 class FetchedH2oStep(H2oStep[KeptRow]):
-    """Step that stores the KV of each new token in host memory, and moves it on the device to the entry of the key that
-    was dropped."""
+    """Step that stores the KV of each new token in host memory. In device memory, the new token's key and value replace
+    those of the key that was dropped."""
 
     def __init__(
         self,
@@ -266,18 +277,18 @@ class FetchedH2oStep(H2oStep[KeptRow]):
         decoder: Decoder,
         passing: tuple[Pieces, LayerMemory],
     ) -> None:
-        """Create a step over the sequences `rows`, each with the range of its new tokens. `passing`: two device
-        memories that fetched KV passes through. Sequences with several new tokens read KV through the first; prompts
-        are weighed in the second."""
+        """Create a step over the sequences `rows`, each with the range of its new tokens. `passing`: two temporary
+        device memories for fetched KV. Sequences with several new tokens read KV through the first. The second holds
+        the keys of a prompt while their attention weights are summed."""
         super().__init__(rows, decoder)
         self._stores = HomeStores(link_of(decoder.device))
         self._passing = passing
         self._num_before = sum(each.num_bytes for each in passing)
 
     def end(self, layer: int) -> None:
-        """Finish a layer. Start to store the new tokens' KV in host memory. For sequences with several new tokens,
-        weigh the keys by the new tokens' queries. For the other sequences, move the new token to its final device
-        entry."""
+        """Finish a layer. Start to store the new tokens' KV in host memory. For sequences with several new tokens, add
+        the attention weights of the new tokens' queries to the keys' sums. For sequences with one new token, move its
+        key and value within device memory to where the dropped key was stored."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -293,8 +304,8 @@ class FetchedH2oStep(H2oStep[KeptRow]):
             hitters.move_own(row.kept.own_place, places_P2GH)
 
     def settle(self) -> None:
-        """Record for each sequence that the queries of its new tokens have weighed the keys, and wait until all new KV
-        is in host memory. Called after the last layer."""
+        """Record for each sequence that its keys' sums include the attention weights of the new tokens' queries. Wait
+        until all new KV is in host memory. Called after the last layer."""
         super().settle()
         self._stores.settle()
 

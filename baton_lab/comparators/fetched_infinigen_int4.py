@@ -1,24 +1,24 @@
 """Residency `infinigen_int4` on a device with its own memory. KV is stored in host memory in 4 bits (packed), and the
-selected keys and their values (picks) are fetched in packed form.
+selected keys and their values are fetched in packed form.
 
 A Residency for `engine.model_runner`. Keys are selected one layer early, as by
 `generate_workers.residency.fetched.infinigen`, and are fetched in packed form while the previous layer computes. The
-device unpacks them into a buffer of the slot (its area), which holds one layer, as
+device unpacks them into the slot's area, a buffer that holds the KV of one layer, as
 `generate_workers.residency.int4.int4_infinigen` does. The device also packs the KV of new tokens before it is stored.
 Selected keys do not stay on the device between steps, because fetching them again needs only about a quarter of the
-bytes.
+bytes. Keys are selected by partial keys, which are projections of the keys to fewer dimensions.
 
-    engine:  begin l: guess l + 1, ask for it | layer l | end l: pack, store | begin l + 1 ... picks: wait, unpack
+    engine:  begin l: select for l + 1, fetch | layer l | end l: pack, store | begin l + 1 ... wait, unpack
     link in:                         fetch l + 1 ------->|
     link out:                                                         store l ---->
 
     host    all layers except the first two, packed
     device  the first two layers, partial keys, an area for one layer, a double buffer for the packed KV of two layers,
             and memory for one piece of pushed keys
-    link    packed: picks of the tokens before a step, and back the step's own tokens. For spans of several new tokens:
-            all tokens before them
+    link    packed KV. To the device: selected tokens from before the step; for a sequence with several new tokens, all
+            tokens before them. To the host: the step's new tokens
 
-Shape suffixes: B sequences of one new token, T tokens, D hidden, G kv heads, H head dim, K picks at most.
+Shape suffixes: B sequences of one new token, T tokens, D hidden, G kv heads, H head dim, K selected keys at most.
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,14 @@ _NUM_AREAS = 2
 
 
 class FetchedInt4Row(ScoredInt4Row):
-    """Memory of one slot, with packed KV and partial keys (ScoredInt4Row), of which the packed KV is in host memory. A
-    step fetches packed KV into a buffer on the device (`codes`), and unpacks it from there."""
+    """Memory of one slot: packed KV (4 bits) in host memory, and partial keys on the device. Partial keys are
+    projections of the keys to fewer dimensions, by which keys are selected. A step fetches packed KV into a buffer on
+    the device (`codes`), and unpacks it from there."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pieces: Pieces) -> None:
-        """Create the memory of one slot. `pieces`: shared device memory through which pushed keys are fetched, to
-        compute partial keys. Raises OSError or an error in OUT_OF_MEMORY if the slot's address space cannot be
-        reserved."""
+        """Create the memory of one slot. `basis`: projection from keys to partial keys, by which keys are selected.
+        `pieces`: shared device memory through which pushed keys are fetched to compute their partial keys. Raises
+        OSError or an error in OUT_OF_MEMORY if the slot's address space cannot be reserved."""
         codes = Int4Format(shape.layout).packed(_NUM_AREAS)
         self._fetched = Area(codes, device.row_memory, shape.max_slot_tokens)
         self._pushed = pieces
@@ -76,7 +77,8 @@ class FetchedInt4Row(ScoredInt4Row):
         self._fetched.commit(tokens)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Compute partial keys on the device for `tokens`, whose KV `kv_T2GH` is in host memory."""
+        """Compute and store the partial keys of `tokens` on the device. Partial keys are projections of the keys, by
+        which keys are selected. `kv_T2GH` is the tokens' KV in host memory."""
         bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 
 
@@ -149,7 +151,8 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
         self.num_link_bytes += self._stores.num_bytes
 
     def _ask(self, layer: int, picks: Picks) -> None:
-        """Begin to fetch a layer's picks among the tokens before the step, each to its token's own place."""
+        """Start to fetch the packed KV of a layer's selected keys, except those of the step's new tokens. In the device
+        buffer, each key gets the index of its token's position."""
         at = layer - NUM_WHOLE_LAYERS
         is_old_BGK = picks.keys_BGK < (self.lengths_B - 1).view(-1, 1, 1)
         is_old_BGK &= torch.arange(picks.keys_BGK.shape[2]) < picks.num_BG.unsqueeze(2)

@@ -8,12 +8,13 @@ as in local prefill) and by sequences that share a prefix. After a long span or 
 the window once.
 
     host    KV of all layers except the first two
-    device  KV of the first two layers. For the other layers: the first keys, the latest keys, and spare entries, along
-            which the window moves. Memory for one piece of tokens, through which long spans read KV
-    link    KV of new tokens. For a long span: all tokens before it, and after it the window
+    device  KV of the first two layers. For the other layers: the first keys, the latest keys, and spare entries for
+            later new tokens. Memory for one piece of tokens, through which long spans read KV
+    link    KV of new tokens. For a long span: KV of all tokens before it. In the first step after a long span: the
+            window
 
 B sequences with one new token, T tokens, G kv heads, H head dim, K maximum number of selected keys. An entry (`place`)
-is the device memory of one token.
+is the device memory for the KV of one token.
 """
 
 from collections.abc import Sequence
@@ -47,22 +48,23 @@ from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
 from generate_workers.residency.steps import RowResidency
 
 _MORE_LATEST = 32
-"""Number of spare device entries after the latest keys, one of which each step uses. When all are used, the latest keys
-are moved back to the entries after the first keys."""
+"""Number of spare entries (device memory for one token each) after the latest keys. Each step stores its new token in
+one of them. When all are used, the latest keys are moved back to the entries directly after the first keys."""
 
 
 class WindowKeys:
     """Device memory for the first and the latest keys and values of one sequence, in all layers except the first two.
-    Implements Part."""
+    It consists of entries for one token each. Implements RowPart (a part of a slot's memory)."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Reserve address space for the entries of the longest sequence. Raises the errors of `make_memory`."""
+        """Reserve address space for the window of the longest sequence that a slot can hold. Raises the errors of
+        `make_memory`."""
         self._selection = selection
         self._most_places = self.num_places(shape.max_slot_tokens)
         self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
         self.start = selection.num_first
-        """Position of the first token in the device entries of the latest tokens. These entries follow the entries of
-        the first tokens."""
+        """Position, in the sequence, of the oldest of the latest tokens in device memory. The latest tokens are stored
+        in order, directly after the first tokens."""
         self._end = 0
         """Position after the last token whose KV is on the device; 0 if no KV is on the device."""
 
@@ -73,11 +75,12 @@ class WindowKeys:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the entries of the current sequence as a KvBuffer. Each entry is one token of the buffer."""
+        """Return the memory of the current sequence as a KvBuffer. Its token index is the one that `place` returns."""
         return self._kv.buffer
 
     def num_places(self, num_tokens: int) -> int:
-        """Return the number of device entries that a sequence of `num_tokens` tokens needs."""
+        """Return the number of tokens for which a sequence of `num_tokens` tokens needs device memory: the window and
+        spare entries for new tokens."""
         window = self._selection.num_first + num_latest(num_tokens, self._selection)
         return min(num_tokens, window + _MORE_LATEST)
 
@@ -91,7 +94,7 @@ class WindowKeys:
         self.start, self._end = self._selection.num_first, 0
 
     def commit(self, num_tokens: int) -> None:
-        """Commit device memory for the window of a sequence of `num_tokens` tokens."""
+        """Commit device memory for the window (first and latest keys) of a sequence of `num_tokens` tokens."""
         self._kv.memory.commit(TokenRange(0, self.num_places(num_tokens)))
 
     def copy_from(self, other: "WindowKeys", num_tokens: int) -> None:
@@ -102,9 +105,9 @@ class WindowKeys:
         self._kv.release()
 
     def follow(self, home: KvBuffer, num_tokens: int) -> Copies:
-        """Reserve a device entry for the new token at position `num_tokens`. Return the copies from the host buffer
-        `home` that the step needs: the whole window if tokens were stored only in host memory since the last call,
-        otherwise none."""
+        """Reserve device memory for the new token at position `num_tokens`. Return the copies from the host buffer
+        `home` that the step needs. If device memory lacks earlier tokens, because they were stored only in host memory,
+        the whole window is copied. Otherwise, nothing is copied."""
         first = self._selection.num_first
         start = max(num_tokens + 1 - num_latest(num_tokens + 1, self._selection), first)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -121,8 +124,8 @@ class WindowKeys:
         return copies
 
     def place(self, position: int) -> int:
-        """Return the index of the device entry for the token at `position`. The token must be one of the first or the
-        latest tokens."""
+        """Return the index in device memory of the token at `position` in the sequence. The token must be one of the
+        first or the latest tokens."""
         first = self._selection.num_first
         return position if position < first else first + position - self.start
 
@@ -187,7 +190,8 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
         """Wait until the first and latest keys of each sequence are on the device. Their copies were started before the
-        first layer. Return 0, because `leave` counts the bytes of these copies."""
+        first layer. Return 0 as the number of bytes fetched for this layer, because `leave` adds the bytes of all these
+        copies to the step's total."""
         self._fetch.join()
         return 0
 
@@ -237,7 +241,7 @@ class FetchedWindowResidency(RowResidency[WindowRow]):
 
 
 def _as_places(picks: Picks, rows: Sequence[WindowRow], num_first: int) -> Picks:
-    """Convert selected keys from positions to entry indices of their sequences."""
+    """Convert selected keys from positions in their sequences to indexes in device memory."""
     back_B11 = torch.tensor([row.window.start for row in rows], dtype=torch.int32).view(-1, 1, 1) - num_first
     keys_BGK = torch.where(picks.keys_BGK < num_first, picks.keys_BGK, picks.keys_BGK - back_B11)
     return replace(picks, keys_BGK=keys_BGK.contiguous())

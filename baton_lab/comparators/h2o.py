@@ -41,7 +41,8 @@ from generate_workers.residency.steps import RowResidency
 
 
 class HitterIndex:
-    """Heavy hitters (keys with much attention so far) of one sequence, in each selective layer. Implements Part."""
+    """Heavy hitters (keys with much attention so far) of one sequence, in each layer except the first two. Implements
+    RowPart (a part of a slot's memory)."""
 
     def __init__(
         self,
@@ -55,7 +56,8 @@ class HitterIndex:
         self.hitters: dict[int, HeavyHitters] = {}
         """Heavy hitters by layer; empty while the slot is not in use."""
         self.num_weighed = 0
-        """Number of leading tokens of the sequence whose queries' attention weights are included in the keys' sums."""
+        """Number of the sequence's leading tokens whose queries are done: their attention weights are included in the
+        keys' sums."""
         self.num_prompt = 0
         """Number of tokens of the sequence's prompt."""
         self._budget, self._make, self._key_bytes = budget, make, key_bytes
@@ -64,12 +66,12 @@ class HitterIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of the kept keys' positions and sums now."""
+        """Return the number of bytes that the positions and the sums of attention weights of the kept keys take now."""
         return sum(each.num_bytes for each in self.hitters.values())
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of the positions and sums of `num_tokens` keys in all layers except the first two.
-        Until the prompt is complete, no key is dropped, so all keys have positions and sums."""
+        """Return the number of bytes of the positions and sums of attention weights of `num_tokens` keys, in all layers
+        except the first two. Until the prompt is complete, no key is dropped, so all keys have positions and sums."""
         return len(self._layers) * self._num_kv_heads * num_tokens * self._key_bytes
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -108,7 +110,7 @@ class WeighedRow(StoredRow):
     """KV storage of one sequence that sums, for each key, the attention weights that the key gets from queries."""
 
     index: HitterIndex
-    """Heavy hitters of each selective layer: the kept keys and their sums of attention weights."""
+    """Heavy hitters of each layer except the first two: the kept keys and their sums of attention weights."""
 
     def read(self, layer: int, tokens: TokenRange) -> Tensor:
         """Return the stored KV of `tokens` in one layer, in memory that the model can compute with. Valid until the
@@ -117,7 +119,8 @@ class WeighedRow(StoredRow):
 
     def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
         """Add the attention weights of the queries of `tokens` to the sums of all kept keys. The KV of `tokens` must be
-        stored. Return the keys whose sums were increased, `[G, K]`, as indexes that a Picks object can contain."""
+        stored. Return the keys whose sums were increased, `[G, K]`, as indexes in the memory that the step's
+        attention reads. In this class, they are positions in the sequence."""
         return self.index.weigh(layer, q_TNH, self.read(layer, TokenRange(0, tokens.end))[:, 0])
 
 
@@ -144,15 +147,16 @@ class H2oStep(SelectiveStep[W]):
         self._decoder = decoder
         ranges = [torch.arange(span.tokens.start, span.tokens.end) for *_, span in self.longer]
         self._steps = [Step(decoder.weights.positions.lookup(each), spans=()) for each in ranges]
-        """For each sequence with several new tokens (a longer span), the positions with which the tokens' queries are
-        projected."""
+        """Positions of the new tokens of each sequence that has several (a longer span). `begin` needs them to project
+        the tokens' queries."""
         self._queries: list[Tensor] = []
         """Queries of sequences with several new tokens, in the current layer. Empty in the first two layers, whose keys
         are not weighed."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Compute the queries of sequences with several new tokens (longer spans) from the layer's input. `end` uses
-        them: only at the end of the layer are the keys of these tokens stored."""
+        """Compute the queries of sequences with several new tokens (longer spans) from the layer's input, and keep them
+        for `end`. They cannot be used earlier, because the keys of these tokens are stored only at the end of the
+        layer."""
         self._queries = [
             self._decoder.project(layer, hidden_TD[at : at + len(span.tokens)], step)
             for (at, _, span), step in zip(self.longer, self._steps, strict=True)
@@ -178,8 +182,8 @@ class H2oStep(SelectiveStep[W]):
             row.weigh(layer, q_TNH, span.tokens)
 
     def settle(self) -> None:
-        """Record for each sequence that the queries of its new tokens have weighed the keys. Called after the last
-        layer."""
+        """Record for each sequence that its keys' sums include the attention weights of the new tokens' queries. Called
+        after the last layer."""
         for row, tokens in self.rows:
             row.index.num_weighed = tokens.end
 
@@ -200,15 +204,15 @@ class WeighingResidency(RowResidency[W]):
         super().__init__(rows, self._begin)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy the first `num_tokens` tokens' KV and key weights from one slot to another. If the source's prompt was
-        pushed and is not weighed yet, weigh it first. Raises ModelError if the pushed KV does not belong to tokens of
-        the model."""
+        """Copy the KV of the first `num_tokens` tokens, and the keys' sums of attention weights, from one slot to
+        another. If the prompt's KV was pushed to the source and its sums do not exist yet, compute them first. Raises
+        ModelError if the pushed KV does not belong to tokens of the model."""
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 
     def _begin(self, rows: Sequence[tuple[W, TokenRange]]) -> H2oStep[W]:
-        """Weigh pushed prompts, then make a step. Raises RowError for a sequence whose pushed KV does not belong to
-        tokens of the model."""
+        """Compute the keys' sums of attention weights for pushed prompts that lack them, then create a step. Raises
+        RowError for a sequence whose pushed KV does not belong to tokens of the model."""
         for row, tokens in rows:
             try:
                 self._weigh_pushed(row, tokens.start)
@@ -218,8 +222,8 @@ class WeighingResidency(RowResidency[W]):
 
     @torch.inference_mode()
     def _weigh_pushed(self, row: W, num_tokens: int) -> None:
-        """Rerun those of the sequence's first `num_tokens` tokens whose queries have not weighed the keys, and weigh
-        all keys by their queries."""
+        """Rerun those of the sequence's first `num_tokens` tokens whose attention weights are not included in the keys'
+        sums yet, and add these weights."""
 
         def weigh(layer: int, q_TNH: Tensor, tokens: TokenRange) -> None:
             if layer >= NUM_WHOLE_LAYERS:

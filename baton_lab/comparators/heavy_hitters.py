@@ -28,7 +28,7 @@ class HeavyBudget:
     number of keys does not grow with the output. Raises ConfigError if a field is out of range."""
 
     heavy_share: float
-    """Number of keys with the largest sums that are kept, as a fraction of the prompt's length, in [0, 1]."""
+    """Number of keys kept for their sums of attention weights, as a fraction of the prompt's length, in [0, 1]."""
     recent_share: float
     """Number of latest keys that are kept, as a fraction of the prompt's length, in (0, 1]. It includes the new token's
     own key, and is at least 1 key."""
@@ -73,9 +73,9 @@ class HeavyHitters:
         return self._weigh(q_TNH, self._kept(k_SGH))
 
     def take_kept(self, q_TNH: Tensor, first: int, k_GKH: Tensor) -> Tensor:
-        """Do the same as `take`, but with `k_GKH`, which contains only the kept keys and the new keys, instead of all
-        keys. Keys at position `first` and later are new. Return the positions of the keys whose sums were increased,
-        `[G, K]`."""
+        """Add new keys, at position `first` and later, to the kept keys. Then add the attention weights of `q_TNH`, the
+        queries of the same tokens, to the sums of all kept keys. `k_GKH` contains the kept keys and the new keys, but
+        no dropped keys. Return the positions of the keys whose sums were increased, `[G, K]`."""
         self._add(TokenRange(first, first + len(q_TNH)))
         return self._weigh(q_TNH, k_GKH.float())
 
@@ -94,8 +94,8 @@ class HeavyHitters:
         return self.positions_GK
 
     def drop(self, num_heavy: int, num_recent: int) -> None:
-        """Keep the latest `num_recent` keys, and the `num_heavy` keys with the largest sums among the others. Drop the
-        rest permanently. If sums are equal, earlier keys are dropped first."""
+        """Keep the latest `num_recent` keys, and the `num_heavy` earlier keys with the largest sums of attention
+        weights. Drop all other keys permanently. If sums are equal, earlier keys are dropped first."""
         num_kept = self.positions_GK.shape[1]
         num_dropped = num_kept - num_recent - num_heavy
         if num_dropped <= 0:

@@ -67,8 +67,9 @@ class OracleResidency(RowResidency[SelectiveRow]):
 
 
 def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
-    """Return each key's score minus the best key's score, so at most 0, `[G, S]`. This is computed for each query head.
-    A kv head gets, for each key, the largest value over the query heads that share the kv head."""
+    """Return how far each key's score is below the best key's score: the difference, which is at most 0, `[G, S]`. Each
+    query head has its own scores. For each key, a kv head gets the largest difference among the query heads that share
+    the kv head."""
     num_kv_heads, head_dim = k_SGH.shape[1:]
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     scores_GJS = q_GJH @ k_SGH.float().permute(1, 2, 0)

@@ -8,12 +8,12 @@ every key of the page is at most this bound:
     sum over c of max(q[c] * least[c], q[c] * largest[c])
 
 The first two layers attend to all keys. In each other layer, a kv head selects the pages with the largest bounds,
-summed over the query heads that share the kv head. If bounds are equal, the earlier page is selected. The latest keys,
-which do not fill a page or belong to drafts, are always selected. All selected keys together are at most `num_keys`,
-except that at least one page is selected.
+summed over the query heads that share the kv head. If bounds are equal, the earlier page is selected. The latest keys
+are always selected. These are the keys after the last stored page, including the keys of draft tokens. The latest keys
+and the selected pages have at most `num_keys` keys in total, except that at least one page is always selected.
 
-The view stores the smallest and largest values of a page from one round of drafts to the next. They take a sixteenth of
-the bytes of the page's KV. These bytes are not counted as memory of the view, because it serves only for comparison.
+The view keeps the smallest and largest values of all pages until their sequence ends. They take a sixteenth of the
+bytes of the pages' KV. These bytes are not counted as memory of the view, because it serves only for comparison.
 
 Used on the engine's thread. L layers, B sequences with one new token, N heads, G kv heads, H head dim, P pages, I = 16
 keys of a page.
@@ -40,7 +40,8 @@ PAGE_KEYS = 16
 
 
 class Pages:
-    """Smallest and largest key values of each page of one sequence, in the selective layers."""
+    """Smallest and largest value of each channel of the keys in each page (16 keys) of one sequence, in all layers
+    except the first two."""
 
     def __init__(self, layout: KvLayout, max_tokens: int) -> None:
         """Allocate memory for the smallest and largest values of the pages of a sequence with at most `max_tokens`
@@ -50,8 +51,8 @@ class Pages:
         self.num = 0
         """Number of pages that are stored."""
         self.data_LP2GH = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
-        """Smallest (index 0) and largest (index 1) value of each channel in each page. The dimension of size 2 has this
-        index."""
+        """Smallest and largest value of each channel in each page. In the third dimension, index 0 is the smallest and
+        index 1 the largest value."""
 
     def follow(self, residency: DeviceResidency, slot: SlotId, num_tokens: int) -> None:
         """Store the smallest and largest key values of the pages that the first `num_tokens` tokens of the sequence

@@ -21,8 +21,8 @@ from generate_workers.residency.port import KvShape, Residency
 
 @dataclass(frozen=True)
 class BudgetSource(SelectionSource):
-    """Selection source that can specify itself which fraction of the keys is selected. With this fraction, `h2o` needs
-    no selection file of the model."""
+    """SelectionSource with an optional fraction of keys to attend to, `budget`. If it is set, policy `h2o` does not
+    need the selection file prepared for the model."""
 
     budget: float | None = None
     """Fraction of a sequence's keys to attend to. None: the maximum fraction in the selection prepared for the

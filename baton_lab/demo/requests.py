@@ -47,7 +47,7 @@ _PASSAGE_TOKENS = 64
 _SHORT_TOKENS = 48
 _DEADLINE_S = 120.0
 _SHOWN_OF_PASSAGE = 240
-"""Number of characters of the passage that are shown before the model's continuation, from the passage's end."""
+"""Number of characters at the end of the passage that are shown. The model's continuation follows them."""
 _IDLE_LOOKS = 30
 """Maximum number of checks until the cluster is idle. After them, its state is shown even if it is not idle."""
 _LOOK_S = 0.5

@@ -36,8 +36,8 @@ _EXPLAINED = {
     "only together": "only together (apart is full)",
     "neither": "neither (both are full)",
 }
-"""Texts shown for three values of `Span.better`, which say that one or both sides are full (cannot sustain the
-rate)."""
+"""Texts shown for three values of `Span.better`. They say which kind of prefill is full, which means that it cannot
+sustain the rate: disaggregated ("apart"), colocated ("together"), or both."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,13 @@ class Explanation:
     capacities: tuple[float, float]
     """Highest rates in requests per second that can be sustained: (apart, together)."""
     by_prompt: dict[str, tuple["Span", ...]]
-    """Ranges of prompt lengths in tokens, each with its better side. The key "first token" compares times to the first
-    token, and the key "whole answer" compares times to the last token."""
+    """Ranges of prompt lengths in tokens, each with the better kind of prefill: disaggregated ("apart") or colocated
+    ("together"). The key "first token" compares times to the first token, and the key "whole answer" compares times to
+    the last token."""
     by_rate: dict[str, tuple["Span", ...]]
-    """Ranges of request rates per second, each with its better side. The key "first token" compares times to the first
-    token, and the key "whole answer" compares times to the last token."""
+    """Ranges of rates in requests per second, each with the better kind of prefill: disaggregated ("apart") or
+    colocated ("together"). The key "first token" compares times to the first token, and the key "whole answer" compares
+    times to the last token."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +138,8 @@ def make_explanation(args: argparse.Namespace) -> Explanation:
 
 
 def show(found: Explanation, console: "Console") -> None:
-    """Print the predictions for both sides, and the ranges in which each side is better."""
+    """Print the predictions for disaggregated and colocated prefill, and the ranges of prompt lengths and request rates
+    in which each of them is better."""
     demand, pools = found.demand, found.pools
     console.print(f"[bold]{found.title}[/]", soft_wrap=True)
     console.print(
@@ -162,8 +165,9 @@ def show(found: Explanation, console: "Console") -> None:
 
 
 def describe(spans: "Sequence[Span]", unit: str) -> str:
-    """Return text that lists ranges of prompt lengths or rates, each with the side that is better in it. The limits of
-    a range are shown as whole numbers if `unit` is empty, otherwise in the format `unit`, for example ".3g"."""
+    """Return text that lists ranges of prompt lengths or rates, each with the better kind of prefill: "apart"
+    (disaggregated) or "together" (colocated). If `unit` is empty, the limits of a range are shown as whole numbers.
+    Otherwise `unit` is their number format, for example ".3g"."""
     if not spans:
         return "both are full at any rate"
 

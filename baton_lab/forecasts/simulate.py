@@ -147,9 +147,9 @@ def times_table(title: str, rows: "list[Comparison]") -> "Table":
 
 
 def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
-    """Return a table of the predicted times of KVR-S (a chain with searched chunk lengths), by number of ranks. It also
-    shows the smallest number of ranks whose time is close to the shortest, and the percentage of the prompt that each
-    rank computes."""
+    """Return a table of the predicted times of KVR-S, by number of ranks. In KVR-S, ranks prefill consecutive chunks of
+    the prompt, and a search finds the best chunk lengths. The table also shows the smallest number of ranks whose time
+    is close to the shortest, and the percentage of the prompt that each rank computes."""
     from baton_lab.study.comparison import enough_ranks
     from deploy.options.screen import number_table
 

@@ -1,5 +1,6 @@
 """Plot of `baton simulate`: time to first token over context length, with one column per number of ranks. The upper row
-shows seconds. The lower row shows the time divided by that of KVR-S (a chain with searched chunk lengths)."""
+shows seconds. The lower row shows the time divided by that of KVR-S, in which the ranks prefill consecutive chunks of
+the prompt, and a search finds the best chunk lengths."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

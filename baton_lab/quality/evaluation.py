@@ -10,7 +10,7 @@ class Setting:
 
     policy: str
     budget: float | None = None
-    """Fraction of a sequence's tokens that is selected in any case; the keys' scores decide only which. None: the
+    """Fraction of a sequence's tokens to select. Scores then decide which keys are selected, not how many. None: the
     prepared selection decides how many."""
     alpha: float | None = None
     """Maximum amount by which a selected key's score may be below the best score. None: as in the prepared
@@ -18,9 +18,9 @@ class Setting:
     selection: Path | None = None
     """Path of a selection file that `baton prepare` wrote. None: the file stored for the model."""
     pool: float | None = None
-    """Size of the pool, as the fraction of a sequence's tokens whose KV is kept. None: all KV is kept."""
+    """Size of the pool: limit on kept KV, as a fraction of a sequence's tokens. None: no pool, all KV is kept."""
     eviction: str | None = None
-    """Name of the policy by which the pool evicts KV; None without a pool."""
+    """Name of the policy that evicts KV from the pool (the limit on kept KV); None without a pool."""
 
     def __str__(self) -> str:
         parts = [self.policy]
@@ -43,8 +43,8 @@ class Size:
     num_rows: int
     num_steps: int
     mass_every: int
-    """Interval, in steps, at which `Cell.mass` is measured: the fraction of full attention's weights that is on the
-    selected keys. 0: it is not measured."""
+    """Number of steps from one measurement of `Cell.mass` to the next. `Cell.mass` is the fraction of full attention's
+    weights that the selected keys get. 0: it is not measured."""
     has_needles: bool
 
 
@@ -70,7 +70,7 @@ class Cell:
     same_choice: float
     """Fraction of steps in which the most likely token is the same as with full attention."""
     picked_share: float | None
-    """Fraction of a sequence's tokens that selective layers attend to; None if there are no selective layers."""
+    """Fraction of a sequence's tokens to which layers that select keys attend; None if no layer selects keys."""
     kv_share: float
     """KV bytes that attention reads, as a fraction of those that full attention reads."""
     link_share: float

@@ -24,11 +24,13 @@ _SECRETS = (
 
 @dataclass(frozen=True)
 class Needle:
-    """A passage that ends in the answer to a question about a fact in its context."""
+    """Passage with a fact (a password) in its context. The passage ends with a question about the fact, and the
+    answer."""
 
     passage: Passage
     num_answer: int
-    """Number of tokens of the answer at the end, which can be predicted only from the fact."""
+    """Number of tokens of the answer, which are the last tokens of the passage. A model can predict them only from the
+    fact."""
 
 
 class NeedleTexts(Texts):
@@ -37,7 +39,8 @@ class NeedleTexts(Texts):
     def needles(self, num_context: int, num_steps: int) -> list[Needle]:
         """Return a passage for each sequence. Its context has a fact in the first half, at a different position in each
         sequence. The context is followed by at least `num_steps` tokens of the text, then the question and the answer.
-        Raises InvalidArgumentError if the text is too short for the passages, or a context for its fact."""
+        Raises InvalidArgumentError if the text is too short for the passages, or if `num_context` tokens are too few
+        for a fact."""
         facts = _facts(len(self._parts))
         forms = [[self._bare(form.format(**fact)) for form in (_TOLD, _ASKED, _ANSWER)] for fact in facts]
         longest = max(len(asked) + len(answer) for _, asked, answer in forms)

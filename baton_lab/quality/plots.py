@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _ROW_INCHES = 3.4
 _TITLE_CHARACTERS = 70
-"""Number of characters in a line of the title, for each column of the plot."""
+"""Maximum number of characters in a line of the title, if the plot has one column. It is multiplied by the number of
+columns."""
 _PERCENTS = (5, 10, 20, 50, 100)
 _Curves = dict[str, list[Cell]]
 """Cells (results of one setting at one context length) of each curve. The key is the curve's label, which names the

@@ -41,8 +41,9 @@ _NEEDLE_TOKENS = 64
 
 @dataclass(frozen=True)
 class VariedSource(BudgetSource):
-    """Selection source that loads the selection prepared for the model, and changes how many keys are selected: to the
-    fraction `budget`, or by the limit `alpha` on the difference from the best score."""
+    """Selection source that loads the selection prepared for the model, and changes how many keys are selected.
+    `budget` fixes the fraction of keys to select. `alpha` replaces the maximum distance from the best score within
+    which keys are counted to find how many to select. None: as in the prepared selection."""
 
     alpha: float | None = None
 

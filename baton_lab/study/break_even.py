@@ -1,12 +1,14 @@
 """Break-even of disaggregated prefill: compares two separate pools of workers with one pool of engines that also
 prefill.
 
-Both sides have the same workers, and serve requests of one kind that arrive at a constant rate:
+The two ways to use the workers are called sides. Both sides have the same workers, and serve requests of one kind that
+arrive at a constant rate:
 
-    apart     disaggregated: chains of prefill ranks prefill, the KV is pushed, and engines decode without prefills. A
-              prompt is prefilled on the number of ranks that is fastest for it.
+    apart     disaggregated: several prefill ranks prefill a prompt together (a chain), the KV is pushed, and engines
+              decode without prefills. A prompt is prefilled on the number of ranks that is fastest for it.
     together  colocated: every worker is an engine (scaled by the speed of a rank relative to an engine). It prefills
-              its own prompts in chunks between decode steps. It has fewer sequences, because there are more engines.
+              its own prompts in chunks between decode steps. Each engine has fewer sequences than on the other side,
+              because there are more engines.
 
 The predictions use the formulas of the serving code: `baton.planning.terms` for the time to first token, and the
 planner's step times for all later tokens. The mean number of sequences in an engine follows from Little's law:
@@ -14,8 +16,8 @@ planner's step times for all later tokens. The mean number of sequences in an en
     sequences = requests per second * decode tokens per request * seconds per token
 
 An engine that spends a fraction p of its time on prefill has the fraction 1 - p left for decode steps. Waiting for
-other requests is not modeled. A side can sustain a rate if none of its pools is full. Above this rate, it has no
-prediction. Does no I/O.
+other requests is not modeled. A pool is full if it gets more work than it can do, or more requests than it has slots. A
+side can sustain a rate if none of its pools is full. Above this rate, it has no prediction. Does no I/O.
 """
 
 import math
@@ -74,7 +76,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Side:
-    """Predictions for one side (disaggregated or colocated) under a demand that it can sustain."""
+    """Predictions for one side (disaggregated or colocated prefill) under a demand that it can sustain."""
 
     terms: PlacementTerms
     """Components of the time to first token."""
@@ -104,18 +106,20 @@ class Side:
 
 
 Sides = tuple[Side | None, Side | None]
-"""Predictions for the two sides, (apart, together). None for a side that cannot sustain the demand."""
+"""Predictions for disaggregated and for colocated prefill, as (apart, together). None if this kind of prefill cannot
+sustain the demand."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Range of prompt lengths or of request rates in which the same side is better."""
+    """Range of prompt lengths, or of request rates, in which the same kind of prefill is better: disaggregated
+    ("apart") or colocated ("together")."""
 
     first: float
     last: float
     better: str
-    """Better side: "apart" or "together". "only apart" or "only together" if only one side can sustain the demand;
-    "neither" if none can."""
+    """Name of the better side: "apart" (disaggregated) or "together" (colocated). "only apart" or "only together" if
+    only this side can sustain the demand; "neither" if none can."""
 
 
 class BreakEven:
@@ -138,18 +142,18 @@ class BreakEven:
         rank may be slower or faster than an engine."""
         self._sides: dict[Demand, Sides] = {}
         self._chains: dict[int, tuple[int, float, float]] = {}
-        """Fastest chain for each number of prompt tokens, as (number of ranks, seconds to the first token, seconds of
-        the busiest rank)."""
+        """Fastest number of prefill ranks for a prompt (a chain of ranks), by the number of prompt tokens. Each value
+        is (number of ranks, seconds to the first token, seconds that the busiest rank computes)."""
 
     def sides(self, demand: Demand) -> Sides:
-        """Return the predictions for both sides. The results are cached."""
+        """Return the predictions for disaggregated and for colocated prefill. The results are cached."""
         if demand not in self._sides:
             self._sides[demand] = self.apart(demand), self.together(demand)
         return self._sides[demand]
 
     def apart(self, demand: Demand) -> Side | None:
-        """Return the prediction for the disaggregated side, whose prompts are prefilled by chains of ranks. None if a
-        pool would be full."""
+        """Return the prediction for disaggregated prefill. None if the prefill ranks or the engines cannot sustain the
+        demand."""
         pools = self._pools
         num_ranks, prefill_s, busy_s = self._chain(demand.prompt_tokens)
         load = demand.rate / pools.num_groups * busy_s * num_ranks / pools.num_ranks
@@ -165,8 +169,8 @@ class BreakEven:
         return _side(demand, terms, step_s, step_s, (num_ranks, num_rows, load, step_s))
 
     def together(self, demand: Demand) -> Side | None:
-        """Return the prediction for the colocated side, whose engines also prefill. None if the engines would be
-        full."""
+        """Return the prediction for colocated prefill, with engines that also prefill. None if the engines cannot
+        sustain the demand."""
         tokens, rate = TokenRange(0, demand.prompt_tokens), demand.rate / self.num_together
         alone = local_terms(self._planner, tokens, (0.0, 0.0))
         assert alone is not None  # the planner knows how engines prefill
@@ -185,13 +189,13 @@ class BreakEven:
         return _side(demand, terms, step_s, step_s + chunk_s, (0, num_rows, load, step_s / (1 - part)))
 
     def capacities(self, demand: Demand) -> tuple[float, float]:
-        """Return the highest rates in requests per second that the two sides can sustain, (apart, together), with the
-        prompt and output lengths of `demand`. 0 if a side cannot sustain any rate."""
+        """Return the highest rates in requests per second that can be sustained with the prompt and output lengths of
+        `demand`, as (apart, together): disaggregated and colocated prefill. 0 if no rate can be sustained."""
         return self._capacity(self.apart, demand), self._capacity(self.together, demand)
 
     def by_prompt(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
-        """Compare the sides for prompt lengths up to the planner's maximum. Return ranges of lengths in tokens, each
-        with the side for which `key` is smaller."""
+        """Compare disaggregated with colocated prefill for prompt lengths up to the planner's maximum. Return ranges of
+        lengths in tokens, each with the side (disaggregated or colocated) for which `key` is smaller."""
         longest = self._planner.max_tokens
         num_points = int(_POINTS_A_DOUBLING * math.log2(max(longest / _LEAST_PROMPT, 2)))
         ratio = (longest / _LEAST_PROMPT) ** (1 / num_points)
@@ -203,9 +207,10 @@ class BreakEven:
         return _spans(points, better, 1)
 
     def by_rate(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
-        """Compare the sides for request rates from 1/1000 of the highest rate that one of the sides can sustain, up to
-        this rate. Return ranges of rates in requests per second, each with the side for which `key` is smaller. Empty
-        if no rate can be sustained."""
+        """Compare disaggregated with colocated prefill at different request rates. The rates range from 1/1000 of the
+        highest rate that either of them can sustain, up to this highest rate. Return ranges of rates in requests per
+        second, each with the side (disaggregated or colocated) for which `key` is smaller. Empty if no rate can be
+        sustained."""
         most = max(self.capacities(demand))
         if not most:
             return ()
@@ -217,8 +222,8 @@ class BreakEven:
         return _spans(points, better, most / 1e5)
 
     def _chain(self, prompt_tokens: int) -> tuple[int, float, float]:
-        """Return the fastest chain for a prompt: number of ranks, seconds to the first token, and seconds of its
-        busiest rank."""
+        """Return the fastest number of prefill ranks for a prompt, the seconds to the first token, and the seconds that
+        the busiest of these ranks computes."""
         if prompt_tokens not in self._chains:
             prompt, most = TokenRange(0, prompt_tokens), self._pools.num_ranks
             widths = [width for width in (*_powers(most), most) if width <= prompt_tokens]
@@ -229,8 +234,8 @@ class BreakEven:
 
     def _rows(self, demand: Demand, rate: float, part: float = 0.0) -> float | None:
         """Return the mean number of sequences of an engine that gets `rate` requests per second and spends the fraction
-        `part` of its time on prefill: the smallest number at which it makes the required tokens. None if this exceeds
-        its slots."""
+        `part` of its time on prefill. It is the smallest number with which the engine generates as many tokens per
+        second as the requests need. None if it exceeds the engine's slots."""
         tokens_s, context = rate * (demand.output_tokens - 1), _context(demand)
 
         def lacking(num_rows: float) -> bool:
@@ -291,8 +296,8 @@ def _better(sides: Sides, key: Callable[[Side], float]) -> str:
 
 
 def _spans(points: Sequence[float], better: Callable[[float], str], width: float) -> tuple[Span, ...]:
-    """Return the ranges in which `better` returns the same side, sampled at the points. The ends of a range are
-    accurate to `width`."""
+    """Return the ranges in which `better` returns the same value. It is called at `points`, and between points whose
+    values differ. The ends of a range are accurate to `width`."""
     spans: list[Span] = []
     first, before, word = points[0], points[0], better(points[0])
     for point in points[1:]:

@@ -27,15 +27,15 @@ class Comparison:
     num_tokens: int
     num_ranks: int
     single: float
-    """Time on one rank, in seconds, with the attention kernel (dense or causal) that the protocol specifies."""
+    """Time on one rank, in seconds, with the attention kernel (dense or causal) of the chain's protocol."""
     kvr_e: float
     """Time in seconds of a chain whose ranks get chunks of equal length (KVR-E)."""
     kvr_s: float
     """Time in seconds of a chain whose chunk lengths are found by a search (KVR-S)."""
     kvr_p: float
-    """Time in seconds of a chain with interpolated chunk lengths (KVR-P). Chunk lengths are searched for the nearest
-    multiples of KNOT_SPACING below and above `num_tokens`, and interpolated between them. Multiples are interpolated
-    too, between the previous and the next multiple."""
+    """Time in seconds of a chain with interpolated chunk lengths (KVR-P). The search is run for two prompt
+    lengths: the nearest multiples of KNOT_SPACING below and above `num_tokens`. The chunk lengths for `num_tokens` are
+    interpolated between the two results, even if `num_tokens` is a multiple itself."""
     tsp_dense: float
     tsp_causal: float
     zigzag_ring: float
@@ -45,7 +45,7 @@ class Comparison:
     paper_bound: float
     """Lower bound in seconds by equation 3 of the KV-Runahead paper, which calls it TTFT*(p) for p ranks."""
     chunks: tuple[int, ...]
-    """Chunk length of each rank in tokens, as found for KVR-S."""
+    """Chunk length of each rank in tokens, as found by the search (KVR-S)."""
 
 
 def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol, *, cached: int = 0) -> Comparison:
@@ -78,8 +78,9 @@ def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol
 
 
 def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
-    """Return the smallest number of ranks whose time is at most (1 + `margin`) times the shortest time. Compared are
-    one rank and all numbers of ranks in `comparisons` (results for one prompt), with the times of KVR-S."""
+    """Return the smallest number of ranks whose time is at most (1 + `margin`) times the shortest time. The times are
+    that of one rank, and the times of chains with searched chunk lengths (KVR-S) in `comparisons`. All comparisons must
+    be of one prompt."""
     times = {1: comparisons[0].single} | {each.num_ranks: each.kvr_s for each in comparisons}
     return min(ranks for ranks, ttft_s in times.items() if ttft_s <= min(times.values()) * (1 + margin))
 

@@ -1,4 +1,4 @@
-"""Rates of accelerators by name: those of data sheets, and those that a kind of prefill rank reaches in practice."""
+"""Rates of hardware by name: accelerators with the rates of data sheets, and prefill ranks with achieved rates."""
 
 from baton.errors import ConfigError
 from baton.planning.chips import Chip
@@ -38,12 +38,12 @@ HARDWARE = {
     "cpu-core": CPU_CORE,
     "cpu-core-fp32": CPU_CORE_FP32,
 }
-"""Kinds of ranks by name. Their rates are used for estimates. A running cluster measures its own rates
+"""Rates of a prefill rank's hardware by name, for estimates. A running cluster measures its own rates
 (`baton.planning.calibration`)."""
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return the rates of the kind of rank called `name`. Raises ConfigError for an unknown name."""
+    """Return the rates of a rank's hardware by its name in HARDWARE. Raises ConfigError for an unknown name."""
     if name not in HARDWARE:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
     return HARDWARE[name]

@@ -127,7 +127,7 @@ class StepTime:
     linear_s: float
     """Seconds to read the weights and to compute the matrix products, which overlap."""
     other_s: float
-    """Seconds of other work, which a roofline model omits; 0 unless the chip was measured."""
+    """Seconds of the chip's fixed overhead per layer, summed over all layers. 0 if no overhead was measured."""
 
     @property
     def total_s(self) -> float:
@@ -136,7 +136,8 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Name of the component that takes most time: `kv`, `weights`, `compute` or `calls`."""
+        """Name of the component that takes most time: `kv` (attention), `weights` (reading the weights), `compute`
+        (products with the model's matrices) or `calls` (fixed overhead of each layer)."""
         parts = {"kv": self.attention_s, "weights": self.read_s, "compute": self.compute_s, "calls": self.other_s}
         return max(parts, key=lambda name: parts[name])
 

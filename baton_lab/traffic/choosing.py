@@ -29,9 +29,9 @@ class ImmediateChooser(Chooser):
     """Production chooser that never waits for a group."""
 
     def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
-        """Return the groups that serve the attempt, and add its slots to the generation group's load. Closing `held`
-        removes them from the load again. Return None in situations in which `plan` would wait for a generation group or
-        a prefill group."""
+        """Return the groups that serve the request. Add the slots of the request to the generation group's load, until
+        `held` is closed. Return None, instead of waiting as `plan` does, if no generation group or no prefill group is
+        available."""
         prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
         generation = self._choose_generation(record, prospects, record.avoid)
         if generation is None:

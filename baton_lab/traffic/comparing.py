@@ -45,7 +45,7 @@ class Setting:
 
     @property
     def service(self) -> ServiceModel:
-        """Return the model of a group's throughput and latency from which the autoscaler predicts."""
+        """Return the model with which the autoscaler predicts the durations of prefills and decode steps on a group."""
         return ServiceModel(self.planner, self.sizes.num_ranks, self.sizes.num_slots)
 
     @property

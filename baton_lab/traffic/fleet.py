@@ -167,8 +167,8 @@ class Fleet:
             self._by_room[member.num_held][member.number] = None
 
     def work(self, member: Member, seconds: float) -> None:
-        """Record that a job was given to a prefill group: its estimated end of work becomes later. `seconds`: total
-        compute time of the job on all ranks, divided by the number of ranks."""
+        """Record that a prefill group was given a job. The job is estimated to start when the group's
+        earlier jobs end, and to take `seconds`: its total compute time on all ranks, divided by the number of ranks."""
         member.free_at_s = max(member.free_at_s, self._timeline.now_s()) + seconds
         heapq.heappush(self._by_work, (member.free_at_s, member.number))
 

@@ -24,8 +24,8 @@ from orchestrator.placement.comparison import ChainWay, cheapest_group
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _NO_BATCH: Batch = (0.0, 0.0)
-"""Batch of the generation group that is assumed when prefill chains are compared. It is empty, because the generation
-group is chosen separately."""
+"""Batch that the generation group is assumed to run when prefill chains are compared: an empty one, because the
+generation group is chosen separately."""
 SHORTLIST = 2
 """Maximum number of candidate groups of each role that are compared for a request."""
 

@@ -190,8 +190,8 @@ class QueuePolicy:
 
 
 class LoadPolicy:
-    """Scaling policy that divides the mean load of each role by the throughput of one group. The highest throughput at
-    which one group meets its latency targets is used. Queueing is ignored."""
+    """Scaling policy that divides the mean load of each role (prefill, generation) by the throughput of one group. This
+    throughput is the highest one at which the group meets its latency targets. Queueing is ignored."""
 
     def __init__(self, config: AutoscalingConfig, service: ServiceModel) -> None:
         self.interval_s = config.interval_s

@@ -21,8 +21,8 @@ class RecallingPlanner(ChainPlanner):
     change."""
 
     def __init__(self, calibration: Calibration, *, max_ranks: int, max_tokens: int, steps: StepTimes) -> None:
-        """Create a planner with fixed costs, in whose predictions generation groups never prefill. See ChainPlanner for
-        the parameters."""
+        """Create a planner whose costs are fixed. It predicts no prefill by generation groups. See ChainPlanner for the
+        parameters."""
         super().__init__(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps)
         self._known_chunks: dict[tuple[int, int, int], Chunks] = {}
         self._known_ttft_s: dict[Chunks, float] = {}

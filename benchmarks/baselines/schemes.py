@@ -69,14 +69,14 @@ class _Chunk:
 
 
 def tsp_dense(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill with TSP and a dense kernel, which is the baseline of the KV-Runahead paper. Return the last token's
-    logits on the rank that has them, None on others."""
+    """Prefill with tensor-and-sequence parallelism (TSP) and a dense kernel, which is the baseline of the KV-Runahead
+    paper. Return the last token's logits on the last rank, None on the others."""
     return _tsp(decoder, token_ids, group, dense=True)
 
 
 def tsp_causal(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill with TSP and a causal kernel, which does not compute masked scores. The last rank has the most work.
-    Return the last token's logits on the rank that has them, None on others."""
+    """Prefill with tensor-and-sequence parallelism (TSP) and a causal kernel, which does not compute masked scores. The
+    last rank has the most work. Return the last token's logits on the last rank, None on the others."""
     return _tsp(decoder, token_ids, group, dense=False)
 
 
@@ -115,8 +115,7 @@ def _pay_for(decoder: Decoder, q_TNH: Tensor, kv: Tensor) -> None:
 @torch.inference_mode()
 def zigzag(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
     """Prefill with ring attention. Each rank has two chunks in zigzag order, one from each half of the prompt. The
-    prompt must have at least two tokens per rank. Return the last token's logits on the rank that has them, None on
-    others."""
+    prompt must have at least two tokens per rank. Return the last token's logits on rank 0, None on the others."""
     rank, num_ranks, last_layer = group.rank(), group.size(), decoder.config.num_layers - 1
     ranges = _zigzag_ranges(len(token_ids), num_ranks)
     low, high = ranges[rank]

@@ -109,8 +109,8 @@ def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def products(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Measure torch's matrix products with weights of the model's shapes. The baseline is the longer of the time to
-    read the weights and the time of the operations."""
+    """Measure torch's matrix products with weights of the model's shapes. The baseline is max(time to read the
+    weights, time to compute the product), at the device's measured rates."""
     hidden, heads = shape.hidden_size, shape.num_heads + 2 * shape.num_kv_heads
     shapes = {
         "qkv": (heads * shape.head_dim, hidden),

@@ -1,7 +1,7 @@
 """Defines the loads of an engine on a device, and reports the engine's times compared with their minimum.
 
-The minimum time of a step is max(bytes read / rate of a copy, operations of its prompts / rate of a large matrix
-product).
+The minimum time of a step is max(time to read its bytes at the rate of a copy, time to compute the operations of its
+prompt tokens at the rate of a large matrix product).
 """
 
 import json

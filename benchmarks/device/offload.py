@@ -33,7 +33,7 @@ class FirstColumns(SelectionSource):
     head."""
 
     def load(self) -> PreparedSelection:
-        """Return a selection for the decoder's model whose partial keys are the first columns of each head."""
+        """Return a key selection for the decoder's model that scores keys by only the first columns of each head."""
         layout = self.decoder.layout
         shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.head_dim)
         whole_LGHR = torch.eye(layout.head_dim).expand(shape).contiguous()

@@ -24,7 +24,7 @@ class Compilation(NamedTuple):
 
     kernel: str
     at_s: float
-    """Time at which the compilation or the load completed, in seconds of `time.perf_counter`."""
+    """Time at which the kernel was compiled, or loaded from the cache, in seconds of `time.perf_counter`."""
     took_s: float
     was_cached: bool
     """True if the kernel was loaded from Triton's cache."""

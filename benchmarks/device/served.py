@@ -76,8 +76,8 @@ class Step:
     num_bytes: int
     """Number of bytes of weights and KV that the step read."""
     device_s: float
-    """Seconds from copying the step's inputs to the device until its output tokens are read. 0 if the step did not run
-    on the device as a whole."""
+    """Time of a step that runs on the device as a whole (on a GPU: a replayed CUDA graph), in seconds from copying the
+    step's inputs to the device until its output tokens are read. 0 for other steps."""
     draft_s: float
     """Seconds spent on speculation: planning drafts, generating them, and updating the drafter with the results."""
     batch_s: float

@@ -35,7 +35,7 @@ class Streams:
 
 @dataclass
 class Seen:
-    """Tokens, streams and errors that the clients have received so far."""
+    """Record of what the clients have received so far: numbers of tokens and of complete streams, errors, and times."""
 
     num_tokens: int = 0
     num_done: int = 0

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def draw(cells: Sequence[CellTimes], breakdowns: Sequence[Breakdown], path: Path) -> None:
-    """Draw the plot and write a PNG to `path`. The panel over batch sizes shows the cells of the most frequent length.
-    The panel over lengths shows the cells of the most frequent batch size."""
+    """Draw the plot and write a PNG to `path`. A cell is one measured case (batch size and sequence length). The panel
+    over batch sizes shows the cells with the length that most cells have. The panel over lengths shows the cells with
+    the batch size that most cells have."""
     from matplotlib.figure import Figure
 
     num_panels = 3 if breakdowns else 2

@@ -1,8 +1,8 @@
 """Generation engine with running sequences, whose KV was pushed to leased slots as a prefill group does.
 
-A measured step is therefore the same as a step of served requests, including the policy's memory, batching, sampling,
-text and events. Only the content is artificial: the KV is random, and all prompt tokens are the same token. Must be
-used only by the thread that creates it.
+A measured step therefore includes all work of a step for served requests: the residency policy's memory, batching,
+sampling, text and events. Only the content is artificial: the KV is random, and all prompt tokens are the same token.
+Must be used only by the thread that creates it.
 """
 
 import asyncio

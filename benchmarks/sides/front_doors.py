@@ -18,7 +18,7 @@ from deploy.commands.record import load_record
 
 
 class BatonDoor:
-    """FrontDoor (a server that benchmarks can call, see `benchmarks.support.answers`) of a cluster of `baton serve`."""
+    """Client interface of a cluster of `baton serve`. Implements FrontDoor (`benchmarks.support.answers`)."""
 
     def __init__(self, cluster: OwnCluster, client: AsyncClient) -> None:
         self._cluster = cluster
@@ -27,9 +27,9 @@ class BatonDoor:
     @classmethod
     @contextlib.asynccontextmanager
     async def opened(cls, settings: Sequence[str], say: Callable[[str], None]) -> AsyncIterator["BatonDoor"]:
-        """Context manager. Start a cluster with these settings, and yield its front door. The cluster is ended on exit.
-        `say` is called with each line that the cluster prints. Raises ConfigError or UnavailableError if the cluster
-        does not start."""
+        """Context manager. Start a cluster with `settings`, and yield its client interface. The cluster is ended on
+        exit. `say` is called with each line that the cluster prints. Raises ConfigError or UnavailableError if the
+        cluster does not start."""
         options = [part for setting in settings for part in ("--set", setting)]
         async with (
             own_cluster("served-bench", options, say) as cluster,
@@ -74,8 +74,8 @@ class BatonDoor:
 
 
 def last_of_step(token_ns: list[int], num_tokens: int) -> list[int]:
-    """Return `token_ns` with its last `num_tokens` times, which belong to tokens of one step, merged into one: the
-    latest of them."""
+    """Return a copy of `token_ns` in which the latest time replaces the last `num_tokens` times. These times belong
+    to tokens of one step."""
     return [*token_ns[:-num_tokens], token_ns[-1]]
 
 

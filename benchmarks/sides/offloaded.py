@@ -43,8 +43,8 @@ class Side:
         measured."""
         self._rows, self.device, self._clock = rows, device, clock
         self.step_bytes = self.counted_bytes = 0.0
-        """Mean number of bytes that crossed the link per step. `step_bytes` was counted by the link, and
-        `counted_bytes` by the steps."""
+        """Mean number of bytes that crossed the link per step. `step_bytes` is computed from the link's counters, and
+        `counted_bytes` from the numbers that the steps report."""
         self.hidden = 1.0
         """Fraction of the fetch time during which no step waited for the fetch, because it overlapped with
         computation."""
@@ -81,9 +81,9 @@ def running(
     *,
     clock: PartClock | None = None,
 ) -> Iterator[Side]:
-    """Context manager. Open sequences of a residency policy on an emulated device, yield them as a side, and close them
-    on exit. `room` is the device memory for KV in bytes; None: no limit. `clock` measures the parts of the steps; None:
-    parts are not measured."""
+    """Context manager. Open sequences of a residency policy on an emulated device, and yield a Side that steps them.
+    The sequences are closed on exit. `room` is the device memory for KV in bytes; None: no limit. `clock` measures the
+    parts of the steps; None: parts are not measured."""
     device = MeasuredDevice(rate) if clock is None else TimedDevice(rate, clock)
     decoder = _decoder(source.decoder, device, clock)
     shape = shape_for(decoder, [context.passage for context in contexts])

@@ -46,14 +46,15 @@ class Peer:
     version: tuple[str, str]
     """Location of the server's version: (HTTP path of a JSON document, name of the field with the version)."""
     count: tuple[str, str]
-    """Location of the token count in a stream's messages: (name of an object, name of its field with the number of
-    output tokens so far)."""
+    """Location of the token count in a stream's JSON messages: (name of a nested object, name of the field of this
+    object that has the number of output tokens so far)."""
     fields: Mapping[str, object]
     """Fields of a request that only this server receives, in addition to the fields that all servers receive."""
 
 
 class PeerDoor:
-    """FrontDoor (a server that benchmarks can call, see `benchmarks.support.answers`) of a running peer."""
+    """Client interface of a running peer (server that Baton is compared with). Implements FrontDoor
+    (`benchmarks.support.answers`)."""
 
     def __init__(self, peer: Peer, port: int, version: str, pid: int) -> None:
         """Connect to a running peer on `port`. `pid` is the root of the server's process tree."""
@@ -95,9 +96,9 @@ class PeerDoor:
 
 @contextlib.asynccontextmanager
 async def peer_server(peer: Peer) -> AsyncIterator[PeerDoor]:
-    """Context manager. Start a peer and yield its front door when the peer is ready, which may take minutes. All its
-    processes are ended on exit. Raises RuntimeError with the peer's last output lines if the peer ends before it is
-    ready."""
+    """Context manager. Start a peer and yield its client interface when the peer is ready, which may take minutes. All
+    processes of the peer are ended on exit. Raises RuntimeError with the peer's last output lines if the peer ends
+    before it is ready."""
     port = _free_port()
     command = [*peer.command, "--host", HOST, "--port", str(port)]
     process = await asyncio.create_subprocess_exec(

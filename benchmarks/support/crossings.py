@@ -40,9 +40,9 @@ def disagreement(points: Sequence[float], measured: Sequence[float], predicted: 
 
     `measured` and `predicted` are the ratios of one curve to the other at `points`, as measured and as predicted. The
     curves cross where a ratio is 1. At the first crossing of the predicted curves, the error is the relative distance
-    of the measured ratio from 1; and the reverse at the first crossing of the measured curves. The larger error is
-    returned. If neither ratio crosses 1 but the lower curves differ, the result is the smallest relative difference
-    between the measured curves.
+    of the measured ratio from 1. At the first crossing of the measured curves, the error is the relative distance of
+    the predicted ratio from 1. The larger error is returned. If neither ratio crosses 1, but the predicted lower curve
+    is not the measured one, the result is the smallest relative difference between the measured curves.
     """
     gaps = []
     for ours, theirs in ((predicted, measured), (measured, predicted)):

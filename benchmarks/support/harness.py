@@ -51,7 +51,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Measurements of two sides that were taken alternately. Both are in the same unit."""
+    """Measurements of a system (`ours`) and of its baseline (`theirs`), taken alternately. Both are in the same
+    unit."""
 
     ours: list[float]
     theirs: list[float]
@@ -65,8 +66,9 @@ class Pairs:
         return statistics.median(self.theirs)
 
     def quartiles(self, smaller_is_better: bool) -> tuple[float, float, float]:
-        """Return the lower quartile, median and upper quartile of the ratios of the pairs. A ratio above 1 means that
-        `ours` is better. If there is only one pair, all three are equal."""
+        """Return the lower quartile, median and upper quartile of the ratios of `ours` to `theirs`, one ratio per pair
+        of successive measurements. If smaller values are better, the ratios are of `theirs` to `ours`. A ratio above 1
+        therefore means that `ours` is better. If there is only one pair, all three are equal."""
         pairs = zip(self.ours, self.theirs, strict=True)
         ratios = [b / a if smaller_is_better else a / b for a, b in pairs]
         low, middle, high = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")

@@ -8,13 +8,13 @@ from baton.text.tokenizer import Tokenizer
 _DATA = Path(__file__).parents[2] / "tests" / "data"
 _TEXTS = ("emma", "persuasion", "prideprejudice")
 _BEGINNING = 16
-"""Number of tokens within which the beginning of each prompt differs from those of all other prompts. It is less than
-the length of a block of the prefix cache, so no prompt reuses cached KV."""
+"""Number of tokens at the beginning of each prompt by which prompts differ: no two prompts have the same first tokens.
+It is less than the length of a block of the prefix cache, so no prompt reuses cached KV."""
 
 
 class Passages:
-    """Source of consecutive passages of the novels. After the last passage, it starts again from the beginning with a
-    different offset, so that passages differ."""
+    """Source of consecutive passages of the novels in tests/data. After the last passage, it starts again from the
+    beginning of the novels with a different offset, so that passages differ."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = token_ids
@@ -23,13 +23,13 @@ class Passages:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Passages":
-        """Return a source of passages of the novels, encoded with this tokenizer."""
+        """Return a source of passages of the novels in tests/data, encoded with this tokenizer."""
         texts = (gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode() for name in _TEXTS)
         return cls(tuple(token for text in texts for token in tokenizer.encode(text)))
 
     def take(self, num_tokens: int) -> tuple[int, ...]:
         """Return the next passage of `num_tokens` tokens. Its beginning differs from the beginnings of all earlier
-        passages. Raises ValueError if the novels contain no further passage of this kind."""
+        passages. Raises ValueError if the novels contain no further passage of this length with a new beginning."""
         last = len(self._token_ids) - num_tokens
         for _ in range(max(last + 1, 0)):
             self._at = self._at if self._at <= last else len(self._beginnings) % (last + 1)

@@ -36,7 +36,8 @@ def main_threads_used_s(pids: Iterable[int]) -> dict[int, float]:
 def share_of_a_core(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> float:
     """Return the number of cores that the processes used on average over `seconds` seconds. `before` and `after` map
     process ids to processor time in seconds at the start and at the end. Processes that are in only one of them are
-    ignored. The result corresponds to at least one clock tick."""
+    ignored. If the processes used less than one clock tick (`TICK_S`), one tick is assumed, so the result is never
+    0."""
     total_s = sum(after[pid] - before[pid] for pid in before.keys() & after.keys())
     return max(total_s, TICK_S) / seconds
 

@@ -10,8 +10,9 @@ _COLUMNS = (("tokens_s", "tokens/s"), ("ttft_s", "first token p50, s"), ("p99_ms
 
 
 def side_table(cells: Mapping[str, Mapping[str, Sequence[Answered]]], notes: Sequence[str]) -> str:
-    """Return a Markdown table with the median over the rounds of each metric. `cells` contains the rounds' answers by
-    cell and server. `notes` are lines that are printed below the table. All cells must have the same servers."""
+    """Return a Markdown table with one line per cell (load). It shows the median of each metric of each server over the
+    rounds. `cells` contains the answers by cell and by server, with one entry per round. `notes` are lines that are
+    printed below the table. All cells must have the same servers."""
     sides = list(next(iter(cells.values())))
     heads = ["streams x prompt tokens : output tokens", *(f"{title}, {' / '.join(sides)}" for _, title in _COLUMNS)]
     lines = [heads, ["---"] * len(heads)]

@@ -47,8 +47,9 @@ class PartClock:
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Context manager. Add the time of the block to `part`. Inside a layer hook of a residency policy, the time is
-        added to POLICY instead, unless `part` is TRANSFER."""
+        """Context manager. Add the time of the `with` block to `part`. There is one exception: if the block runs while
+        `Part.POLICY` (work of the residency policy) is measured, its time also counts as `Part.POLICY`. Only
+        `Part.TRANSFER` (waiting for copies) is always counted separately."""
         outer = self._running
         self._turn_to(outer if outer is Part.POLICY and part is not Part.TRANSFER else part)
         try:

@@ -39,9 +39,9 @@ class GroupAdmin:
         return cluster_state_from_proto(answer)
 
     def drain(self, group: str, *, keep: bool = False, returns: bool = False) -> None:
-        """Drain the group, then end its workers, unless `keep` is true. Pass `returns` as true if this group, or
-        another one in its place, will be started afterwards. Raises UnavailableError if another command undoes the
-        drain meanwhile."""
+        """Drain the group, then end its workers, unless `keep` is true. If `returns` is true, the caller must later
+        start this group again, or a replacement. While the call lasts, requests that need such a group wait instead of
+        failing. Raises UnavailableError if another command undoes the drain before it is complete."""
         request = admin_pb2.DrainRequest(group=group, leave=not keep, returns=returns)
         late = "{group} is not done after {time_s:g} s{left}: it stays drained; wait on, or --undo"
         state = self._followed(self._admin.Drain, request, f"draining {group}", late)

@@ -98,7 +98,7 @@ class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
     num_threads: Count = 1
     """Number of compute threads of each rank."""
     cores: CoresOfEach = ()
-    """Cores that each rank is pinned to, one list per rank of all groups in order; empty: not pinned."""
+    """Cores that each rank is pinned to, one list per rank: by group, then by rank; empty: not pinned."""
     node_labels: NodeLabels = ()
     """Labels that a Ray node must have to run prefill groups, each key=value; empty: any node."""
     calibration: AbsolutePath = ""

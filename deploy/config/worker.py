@@ -27,8 +27,8 @@ class WorkerConfig:
     section: Section
     """Settings of the role."""
     lent: str = ""
-    """Name of another worker, lent by a group of the other role, whose node, cores and process this worker uses. Empty:
-    this worker uses its own."""
+    """Name of a worker of another group whose node, cores and process this worker uses. The other group has the other
+    role, and has lent that worker to this worker's group. Empty: this worker uses its own node, cores and process."""
 
     @property
     def group_name(self) -> str:
@@ -37,13 +37,13 @@ class WorkerConfig:
 
     @property
     def place_name(self) -> str:
-        """Name of the worker whose node, cores and process this worker uses: its own name, or that of the lent
-        worker."""
+        """Name of the worker whose node, cores and process this worker uses: the worker `lent` if it is set, else this
+        worker itself."""
         return self.lent or self.name
 
     def in_place_of(self, home: "WorkerConfig") -> "WorkerConfig":
-        """Return this configuration, changed to use the process and the cores of `home`, a worker that its group has
-        lent to this worker's group."""
+        """Return a copy of this configuration that uses the process and the cores of the worker `home`. A group of the
+        other role has lent `home` to this worker's group."""
         cores, num_threads = home.place.cores, self.place.num_threads
         if cores:
             num_threads = min(num_threads or len(cores), len(cores))

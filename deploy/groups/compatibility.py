@@ -19,7 +19,8 @@ from deploy.groups.worker import WorkerStatus
 class CompatibilityCheck:
     """Properties that the workers of a cluster must share. All workers must have the supervisor's version. Workers with
     the same model folder must have the same KV layout. Workers on the same kind of processor must use the same kernels.
-    The first checked worker of each kind determines the layout or the kernels."""
+    The first checked worker with a model folder determines the KV layout for this folder. The first checked worker on a
+    kind of processor determines the kernels for this kind."""
 
     layouts: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """KV layout for each model folder, as (fingerprint of the layout, name of the first worker that reported it)."""

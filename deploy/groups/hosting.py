@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from baton.modeling.hosting import LoadedModel
 
 _GRACE_S = 2.0
-"""Seconds within which running calls must end when a process changes its role. Such calls are heartbeats, and fetches
-by other nodes."""
+"""Seconds within which running calls must end when a process changes its role. Such calls are heartbeats, and calls of
+other nodes that fetch cached KV."""
 
 
 class Server(Protocol):
@@ -63,8 +63,8 @@ class WorkerHost:
     used by one task at a time."""
 
     def __init__(self, start: StartServer = start_server, note: str = "") -> None:
-        """Create a host without a server. `start` is the function that starts servers. `note` is the path of the file
-        to which the process writes a note if it crashes."""
+        """Create a WorkerHost that does not run a server yet. `start` is the function that starts servers. `note` is
+        the path of the file to which the process writes a note if it crashes."""
         self._start = start
         self._note = note
         self._model: LoadedModel | None = None

@@ -3,9 +3,10 @@ the autoscaler added), except groups that were ordered to leave. Groups leave an
 serve.
 
 A stand-in may borrow its worker from a group of the other role. The worker's process then takes the other role, and its
-model stays loaded. The lending group continues with its remaining workers; if it has lent all of them, it has none.
-When the stand-in leaves, the worker returns to its group, unless this group must leave too. All these workers run in
-the resources that are reserved for the lending group. The reservation is released when no worker uses it.
+model stays loaded. The lending group continues with its remaining workers. A group that has lent all its workers does
+not serve. When the stand-in leaves, the worker returns to its group, unless this group must leave too. All these
+workers run in the resources that are reserved for the lending group. The reservation is released when no worker uses
+it.
 
 The operators' orders arrive with every heartbeat (`orchestrator.membership.members.Orders`), and are compared with the
 existing groups. An order that was missed is therefore carried out later, unless it was withdrawn in the meantime. If a
@@ -57,7 +58,7 @@ class Roster:
         """Running tasks that start or end groups, by the group's name. If a worker is moved between two groups, both
         have the same task."""
         self._lent_out: set[str] = set()
-        """Names of groups that have no workers because they have lent all of them."""
+        """Names of groups that have no workers because they have lent all of them to groups of the other role."""
 
     @property
     def absent(self) -> tuple[AbsentGroup, ...]:

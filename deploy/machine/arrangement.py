@@ -1,8 +1,9 @@
 """Chooses ranks, threads and cores for a cluster on one machine, if the configuration does not set them.
 
-`baton serve` and `baton doctor` call it before anything is started. Settings of the user are never changed. If the user
-has set any of the fields in `_POOLS`, only the settings of the engine's steps are chosen. Blocks for some milliseconds,
-and longer if torch has not been imported yet.
+`baton serve` and `baton doctor` call `arrange` before anything is started. Settings of the user are never changed. If
+the user has set any of the fields in `_POOLS`, such as the number of ranks, the module chooses no ranks, threads or
+cores. It then chooses only the limits of the steps of an engine that also prefills. Blocks for some milliseconds, and
+longer if torch has not been imported yet.
 """
 
 from typing import Any
@@ -27,9 +28,9 @@ _TOGETHER_STEPS = {
     "mixed_step_s": 0.3,
     "burst_step_s": 1.0,
 }
-"""Settings of an engine that computes all prefills. Prompts that arrive together and have more tokens than one step may
-prefill are spread over several steps, which is nearly as fast. While other requests generate, a step with prefill lasts
-up to 0.3 s, or up to three times as long as decoding alone if that is longer."""
+"""Settings of an engine that computes all prefills. A step prefills a limited number of tokens. If prompts arrive
+together and exceed this limit, they are spread over several steps, which is nearly as fast. While other requests
+generate, a step with prefill lasts up to 0.3 s, or up to three times as long as decoding alone if that is longer."""
 _CUDA_STEP_TOKENS = 2048
 """Maximum number of prompt tokens in a step on a GPU. It is larger than on a CPU, because a GPU computes thousands of
 tokens in the time in which a CPU computes a few hundred."""

@@ -1,11 +1,12 @@
 """Finds the best use of one machine's cores. The alternatives are one engine that also prefills, and a chain of prefill
 ranks with a separate generation engine.
 
-For each plan, the cost model predicts two numbers: the requests per second that it can serve (nominal requests), and
-the time to first token on an idle machine. Both alternatives have an advantage. Cores of one engine, which alternate
-between prefill and generation, are never idle. Separate cores keep long prompts from delaying running streams. If the
-duration of a step is bound by memory bandwidth, which all cores share, separate cores do not reduce the request rate.
-The functions have no side effects.
+For each plan, the cost model predicts two numbers: the number of requests per second that it can serve, and the time to
+first token on an idle machine. Both are for requests of one size: `PROMPT_TOKENS` prompt tokens and `OUTPUT_TOKENS`
+output tokens. Both alternatives have an advantage. Cores of one engine, which alternate between prefill and generation,
+are never idle. Separate cores keep long prompts from delaying running streams. If the duration of a step is bound by
+memory bandwidth, which all cores share, separate cores do not reduce the request rate. The functions have no side
+effects.
 """
 
 from collections.abc import Callable, Sequence

@@ -132,8 +132,9 @@ def _may_have_gpus() -> bool:
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """Check that the file that `baton prepare` writes, with which keys are selected, exists if the configured residency
-    policy or speculation needs it. Workers check when they start that the file fits the model."""
+    """Check that a selection file exists, if the configured residency policy or speculation needs one. `baton prepare`
+    writes the file, which determines the keys that are selected for attention. Workers check when they start that the
+    file fits the model."""
     section = config.generate
     chooser = f"residency {section.residency}"
     if not POLICIES[section.residency].chooses_keys:

@@ -34,9 +34,9 @@ _ROUNDS = 7
 _ENOUGH_S = 4.0
 """Time limit in seconds for repeated measurements. After this time no further round of measurements starts."""
 _ROWS = (1, 40, 80)
-"""Batch sizes, in sequences, of the timed steps with almost no KV. Reading the weights bounds steps with few sequences,
-and computing bounds steps with many. If computing does not bound the largest of these steps, larger batches are timed
-too."""
+"""Batch sizes, in sequences, of the timed steps with almost no KV. The time of a small step is bound by reading the
+weights, and the time of a large step by computing. If the largest of these steps is not bound by computing, larger
+batches are timed too."""
 _MOST_ROWS = 640
 _COMPUTING = 0.75
 """A step counts as bound by computing if at least this fraction of its time grows with the number of sequences."""
@@ -57,8 +57,8 @@ class MeasuredRates:
     """Largest ratio, over all timed functions, of the median duration to the shortest duration. 1: all repeats took
     equally long."""
     is_bound: bool = True
-    """True if computing, not reading memory, bounded the largest step. If false, the measured FLOP/s are only a lower
-    bound."""
+    """True if the largest step was bound by computing, not by reading memory. If false, the measured FLOP/s are only a
+    lower bound."""
 
     @property
     def doubt(self) -> str:
@@ -91,7 +91,7 @@ class Steps:
 
     @property
     def is_bound(self) -> bool:
-        """True if computing, not reading memory, bounds the step with the most sequences."""
+        """True if the step with the most sequences is bound by computing, not by reading memory."""
         return computing_share(self.by_rows) >= _COMPUTING
 
 
@@ -123,8 +123,9 @@ def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
 
     FLOP/s follow from the time that one further sequence adds to a large step. If the large step is bound by reading
     memory, the FLOP/s are only a lower bound. The overhead of the layers is the time of a step of one sequence minus
-    the times to read the weights and to compute. The rest of a large step's time, after overhead and computing, is
-    reading that did not overlap with computing; the overlap follows from it.
+    the times to read the weights and to compute. The overlap is a fraction from 0 to 1 of reading or computing,
+    whichever is shorter. To find it, the overhead and the time to compute are subtracted from the time of a large step.
+    The remaining time is reading that did not overlap with computing.
     """
     one, *_, some, many = sorted(steps.by_rows)
     row_s = steps.by_rows[many] / many
@@ -155,9 +156,10 @@ def computing_share(by_rows: dict[int, float]) -> float:
 
 
 def with_more_rows(by_rows: dict[int, float], times: Callable[[Sequence[int]], Sequence[float]]) -> dict[int, float]:
-    """Measure steps with twice as many sequences, repeatedly, until computing bounds the largest step or the step has
-    `_MOST_ROWS` sequences. Return the seconds of all steps by number of sequences, including the given `by_rows`.
-    `times` is a function that returns the median seconds of steps with the given numbers of sequences."""
+    """Measure ever larger steps, each with twice as many sequences as the one before. Stop when the largest step is
+    bound by computing, or when it has at least `_MOST_ROWS` sequences. Return the seconds of all steps by number of
+    sequences, including the given `by_rows`. `times` is a function that returns the median seconds of steps with the
+    given numbers of sequences."""
     while computing_share(by_rows) < _COMPUTING and max(by_rows) < _MOST_ROWS:
         pair = max(by_rows), 2 * max(by_rows)  # measured together, so that a passing disturbance hits both
         by_rows = by_rows | dict(zip(pair, times(pair), strict=True))

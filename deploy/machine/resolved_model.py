@@ -30,10 +30,11 @@ from generate_workers.engine.model_shape import model_shape
 logger = logging.getLogger(__name__)
 
 _READ_FILES = ("generation_config.json", *FORMAT_FILES)
-"""Files of a model's folder that determine its configuration."""
+"""Files of a model's folder that determine its configuration. If they change, a configuration that is cached on the
+disk is not used any more."""
 _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
-"""Source files of `baton.modeling` that parse the files in `_READ_FILES`. The cached result is not used if they
-change."""
+"""Source files of `baton.modeling` that parse a model's configuration. If they change, a configuration that is cached
+on the disk is not used any more."""
 _PACKED_NAMES = (".qweight", ".weight_packed")
 """Suffixes of the names of tensors that hold several quantised weights in one machine word."""
 _QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")

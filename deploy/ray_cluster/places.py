@@ -102,11 +102,11 @@ class RayRoom:
         across_nodes: bool = False,
         report: Callable[[str], None] = logger.info,
     ) -> None:
-        """Make a RayRoom. A reservation for which no node has enough free resources waits at most `timeout_s` or
-        `node_wait_s` seconds, whichever is longer. `node_wait_s` is the time for nodes that have not joined Ray yet. If
-        `node_wait_s` is 0, a group that no present node could hold even when empty is refused at once. If
-        `across_nodes` is true, a group that does not fit on one node may use several nodes. `report` is called with one
-        line of text for each group that waits."""
+        """Create an object that has reserved nothing yet. If no node has enough free resources for a group, its
+        reservation waits for at most `timeout_s` or `node_wait_s` seconds, whichever is longer. `node_wait_s` is the
+        time for nodes that have not joined Ray yet. If it is 0, groups that do not fit even on empty nodes are refused
+        at once. If `across_nodes` is true, a group that does not fit on one node may use several nodes. `report` is
+        called with one line of text for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
         """Ray's placement group of each group of workers, by the name of the group of workers."""
         self.needs = needs
@@ -118,7 +118,7 @@ class RayRoom:
         self._report = report
         self._targets: dict[str, str] = {}
         """Id of the node that was chosen for each group, by the group's name. It is used only until Ray has placed the
-        group; then the node that Ray reports counts."""
+        group. Afterwards the node that Ray reports is used."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
         place, soon_s = _find(group), _SOON_S

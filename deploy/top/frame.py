@@ -62,7 +62,8 @@ def generation_table(state: ClusterState, rates: Rates | None) -> Table:
 
 
 def prefill_table(state: ClusterState, rates: Rates | None) -> Table:
-    """Return the table of prefill groups, with the running requests of each group and the jobs of each of its ranks."""
+    """Return the table of prefill groups, with the running requests of each group and the number of jobs of each rank.
+    A job is one attempt at prefilling one request."""
     table = _table("prefill", "state", "work>", "epoch>", "jobs/s>", "jobs by rank")
     for group in state.groups:
         if group.role != "prefill":
@@ -130,7 +131,8 @@ def _health(state: ClusterState) -> tuple[str, str]:
 
 
 def _ranks(group: GroupState) -> Iterator[str]:
-    """Yield for each rank the number of its jobs, or the reason why it does not work."""
+    """Yield for each rank the number of its jobs (attempts at prefilling one request), or the reason why it does not
+    work."""
     for rank in range(len(group.endpoints)):
         status = group.ranks.get(rank)
         if status is None:

@@ -30,8 +30,8 @@ class Rates:
     """Steps per second of each generation group, by group name. A group whose counter was reset between the samples is
     left out."""
     jobs: Mapping[str, float]
-    """Jobs per second that the last rank of each prefill group completed, by group name. A group whose counter was
-    reset between the samples is left out."""
+    """Jobs per second that the last rank of each prefill group completed, by group name. A job is one attempt at
+    prefilling one request. A group whose counter was reset between the samples is left out."""
     pushed_bytes: float
     """Bytes of KV per second that prefill chains sent to generation groups."""
     read_bytes: Mapping[str, float]

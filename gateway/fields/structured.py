@@ -35,8 +35,8 @@ def structured_of(body: SamplingBody) -> StructuredOutput | None:
 
 
 def form_names(body: SamplingBody) -> dict[str, str]:
-    """Return the name of the body's field that constrains the output. It is the value for each of the names that
-    Baton's errors use for this field."""
+    """Return a mapping for the translation of error messages. Its keys are the names that Baton's errors use for the
+    constraint on the output. The value of each is the body's field that contains the constraint."""
     for name in (f"guided_{each}" for each in _GUIDED):
         if getattr(body, name) is not None:
             return {f"structured_output.{name.removeprefix('guided_')}": name, "structured_output": name}

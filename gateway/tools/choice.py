@@ -56,8 +56,9 @@ def obliged_form(
 
 
 def parameter_names(tools: Sequence[Tool], choice: str | NamedTool | None) -> dict[str, str]:
-    """Return the client's names of fields, for error messages about required tool calls. The key is the name in Baton's
-    error. Empty when no call is required."""
+    """Return a mapping for the translation of error messages about required tool calls. The key is a name, or the
+    beginning of a text, in Baton's error. The value is its replacement, with the field's name in the client's request.
+    Empty when no call is required."""
     called = _called(tools, choice)
     places = {
         f"structured_output.json is not supported at {_place(place)}": f"tools[{number}].function.parameters is not "

@@ -2,9 +2,9 @@
 sequences.
 
 `preemption` calls `plan` after it has reserved memory for the plan's sequences. `core` calls `draft`, verifies the
-drafts (`verified`), and calls `observe`. `generate_workers.speculation` is the implementation. Under the coupled rule
-of `verified`, drafts never change the text in fp32. In bf16 they may change it, because a step with more tokens rounds
-differently.
+drafts (`verified`), and calls `observe`. `generate_workers.speculation` is the implementation. Under the coupled rule,
+a draft is accepted only if the model samples the same token (`verified`). Drafts then never change the text in fp32. In
+bf16 they may change it, because a step with more tokens rounds differently.
 """
 
 from collections.abc import Mapping
@@ -46,12 +46,13 @@ class SpeculationStats:
     """Measured duration of the latest round in seconds. It includes the draft steps and the step that verified the
     drafts."""
     num_draft_kv_bytes: int = 0
-    """Estimated bytes of KV that the latest round's draft steps read in all layers. The estimate assumes `draft_keys`
-    keys per sequence. The true number is larger if a draft step also reads keys in order to select some of them, or
-    attends to keys that were selected in an earlier round. A draft model's prefill before its first draft of a sequence
-    is not counted."""
+    """Estimated bytes of KV that the draft steps of the latest round read in all layers. A round is the draft steps,
+    and the step that verifies the drafts. The estimate assumes `draft_keys` keys per sequence. The true number is
+    larger if a draft step also reads keys in order to select some of them, or attends to keys that were selected in an
+    earlier round. A draft model's prefill before its first draft of a sequence is not counted."""
     num_draft_weight_bytes: int = 0
-    """Bytes of weights that the latest round's draft steps read from the model that makes the drafts."""
+    """Bytes of weights that the draft steps of the latest round read. They are the weights of the model that makes the
+    drafts."""
     sources: tuple[SourceStats, ...] = ()
     """Statistics of each draft source of the engine."""
 
@@ -75,8 +76,8 @@ class Speculation(Protocol):
         ...
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        """Record the result of a round: the accepted drafts, and the duration of its steps. Later plans are based on
-        it."""
+        """Record the result of a round (the draft steps, and the step that verified the drafts): the accepted drafts,
+        and the duration of its steps. Later plans are based on it."""
         ...
 
     def forget(self, row: Row) -> None:

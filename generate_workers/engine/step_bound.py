@@ -43,9 +43,10 @@ _MOST_OVER = 2.0
 """Maximum ratio of a step's measured to its predicted seconds. Larger ratios count as this value, because something
 else may have delayed the step."""
 _LEAST_SHARE = 0.05
-"""Minimum fraction of a step's time that counts for a cost that is the remainder after deducting other costs. The costs
-are prefill, in the first step that prefills, and the served model, in a round with steps of a draft model. Without this
-minimum, a cost could become zero, and later adjustments, which multiply it, would have no effect."""
+"""Minimum fraction of a step's time that is attributed to a cost, if the cost is computed by deducting other costs from
+the step's time. Two costs are computed in this way: prefill, in the first step that prefills, and the served model, in
+a round with steps of a draft model. Without this minimum, a cost could become zero, and later adjustments, which
+multiply it, would have no effect."""
 _REFILL = 0.05
 """Seconds, per second of steps, by which the allowance grows again after use. The allowance (at most `burst_step_s`) is
 the time by which mixed steps may exceed their limit."""
@@ -138,7 +139,8 @@ class StepBound:
         self._latest: Decoding | None = None
         """Decoding part of the latest step with decoding sequences. None until such a step has run."""
         self._rate_s: float | None = None
-        """Seconds per unit of prefill work. None until a step has prefilled."""
+        """Seconds per unit of prefill work. The unit is the linear FLOPs of one token (PrefillWork). None until a step
+        has prefilled."""
         self._num_mixed = 0
         """Number of mixed steps since the latest step that only decoded."""
 

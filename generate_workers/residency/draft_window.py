@@ -32,8 +32,8 @@ class DraftWindow:
         self._memory = make_memory(layout, size.num_places)
         self._buffer: KvBuffer | None = None
         self._num_copied = 0
-        """Number of the sequence's first tokens that are done: their final KV was copied to the window, or the window
-        does not need it."""
+        """Number of the sequence's first tokens for which the window is complete: it has the final KV of all of these
+        tokens to which drafts attend."""
         self._start = size.num_first
         """Position, in the sequence, of the token that is stored directly after the `num_first` first tokens."""
 
@@ -75,8 +75,8 @@ class DraftWindow:
         self.settle(num_tokens)
 
     def settle(self, num_tokens: int) -> None:
-        """Record that the window has the final KV of the sequence's first `num_tokens` tokens, except for tokens that
-        it does not need."""
+        """Record that the window is complete for the sequence's first `num_tokens` tokens. It has the final KV of all
+        of these tokens to which drafts attend."""
         self._num_copied = num_tokens
 
     def missing(self, num_tokens: int) -> list[TokenRange]:
@@ -95,9 +95,9 @@ class DraftWindow:
         return [tokens for tokens in wanted if tokens]
 
     def span(self, tokens: TokenRange) -> "DraftWindowSpan":
-        """Return the span of new tokens at the positions `tokens`. The KV of each earlier token must be in the window,
-        unless the window does not need it. The new tokens attend to the sequence's first tokens and to the latest
-        `num_last` tokens, themselves included."""
+        """Return the span of new tokens at the positions `tokens`. They attend to the sequence's first tokens and to
+        its latest `num_last` tokens, themselves included. The window must already have the KV of these tokens, except
+        the new ones."""
         place = self._place(tokens.start)
         self._memory.commit(TokenRange(place, place + len(tokens)))
         first = self._size.num_first
@@ -114,8 +114,8 @@ class DraftWindow:
         return position if position < self._size.num_first else self._size.num_first + position - self._start
 
     def _move(self, tokens: TokenRange) -> None:
-        """Move the latest `tokens` to the start of the buffer's area for latest tokens. Other tokens in this area are
-        discarded."""
+        """Move the KV of the latest `tokens` to the start of the buffer's range for latest tokens. Other tokens in this
+        range are discarded."""
         place, to = self._place(tokens.start), TokenRange(self._size.num_first, self._size.num_first + len(tokens))
         for layer in range(self._layout.num_layers if tokens else 0):
             kept = self.buffer.span(layer, TokenRange(place, place + len(tokens)))

@@ -97,8 +97,8 @@ class PagedRow:
 
     def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
         """Begin an empty sequence with cached blocks, by sharing their pages. `names`: names of the sequence's leading
-        blocks, of `block_tokens` tokens each. The blocks before the first one that is not on the device are shared.
-        Return the number of tokens in the shared blocks."""
+        blocks, of `block_tokens` tokens each. The pages are shared block by block, up to the first block that is not on
+        the device. Return the number of tokens in the shared blocks; 0 if blocks are not whole pages."""
         if not self._has_whole_pages(block_tokens):
             return 0
         pages = self._prefixes.begin(names)

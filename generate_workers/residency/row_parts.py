@@ -113,7 +113,7 @@ class Area(PagedKv):
         self.memory.commit(TokenRange(0, tokens.end))
 
     def copy_from(self, other: PagedKv, num_tokens: int) -> None:
-        """Do nothing: an area contains no KV between steps."""
+        """Do nothing: an area (device memory that layers use one after another) contains no KV between steps."""
 
 
 class StoredRow:
@@ -129,8 +129,8 @@ class StoredRow:
         self._home, self._device = home, device
         self._parts: Sequence[RowPart] = [*home, *(part for part in device if part not in home)]
         self._homes = [(kv, layer) for kv in home for layer in range(kv.layout.num_layers)]
-        """For each layer of the model, the part of `home` that stores the layer, and the layer's index within this
-        part."""
+        """Location of the stored KV of each layer of the model: the PagedKv that stores the layer, and the layer's
+        index within it."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -224,11 +224,12 @@ class AreaRow(StoredRow):
     area: Area
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for the KV of `tokens` where it is stored, and memory in the area for `tokens` and all tokens
-        before them."""
+        """Commit memory for the stored KV of `tokens`. In the area (device memory that layers use one after another),
+        commit memory for `tokens` and all tokens before them."""
         super().commit(tokens)
         self.area.commit(tokens)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the SequenceSpan of a step that runs the new tokens `tokens`. Attention reads the KV in the area."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`: the KV that they attend to, and memory
+        for their own KV. Both are in the area (device memory that layers use one after another)."""
         return BufferSpan(self.area.buffer, tokens)

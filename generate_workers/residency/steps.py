@@ -49,7 +49,8 @@ class RowStep(Generic[R]):
         """Do nothing: new keys stay in the memory to which they were written."""
 
     def settle(self) -> None:
-        """Complete the stored KV of the step's sequences. Called after a successful forward pass."""
+        """Finish the work on stored KV that the step has begun, such as copies of new KV to host memory. Does nothing
+        in this class. Called after a successful forward pass."""
 
     def leave(self) -> None:
         """Wait until no thread uses the sequences' memory. Called at the end of every step, even if the forward pass

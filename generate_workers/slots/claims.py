@@ -133,7 +133,7 @@ class Claims:
         self.changed = True
 
     def touch(self, claim: SlotClaim) -> None:
-        """Set a claim's deadline to its time to live from now."""
+        """Set a claim's deadline to the present time plus the claim's time to live."""
         claim.deadline_s = self._clock.now_s() + claim.ttl_s
 
     def expire(self) -> None:

@@ -16,8 +16,9 @@ from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 
 _NOTHING = KvBytes()
 _EXTENT_TOKENS = 64
-"""When a promise of memory is extended, its number of tokens is rounded up to a multiple of this number, if enough
-memory is free. Without rounding, the promise would have to be extended for every new token."""
+"""Unit in tokens by which a reservation of memory is extended, if enough memory is free: its number of tokens is
+rounded up to a multiple of this unit. Without rounding, the reservation would have to be extended for every new
+token."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class KvMemory:
     the SlotTable's lock guards it."""
 
     def __init__(self, residency: Residency, shape: KvShape, limits: MemoryLimits, growth_tokens: int) -> None:
-        """`growth_tokens`: number of tokens, in addition to its current ones, for which a new sequence gets memory."""
+        """`growth_tokens`: number of tokens by which a new sequence can grow in its first reservation of memory. The
+        reservation covers the current tokens and these tokens, up to the sequence's maximum."""
         self.residency = residency
         self.shape = shape
         self.limits = limits

@@ -104,8 +104,8 @@ class SlotClaim:
     firsts: tuple[SampledToken, ...] = ()
     """First token of each choice, set when the lease is committed. Empty if the engine computes these tokens."""
     held: "tuple[Slot, ...]" = ()
-    """Slots that are reserved for the further choices of the lease, until the choices join the batch. The claims on
-    these slots end when this claim ends."""
+    """Slots that are reserved for the further choices of the lease's request (n > 1), until the choices join the batch.
+    The claims on these slots end when this claim ends."""
     uploading: set[tuple[int, TokenRange]] = field(default_factory=set)
     """Parts of received pieces, as (layer, tokens), that are still being copied to the device. Each part counts as a
     writer of the slot."""
@@ -154,9 +154,9 @@ class Slot:
         self.last_expired = None
 
     def end(self, *, expired: bool = False) -> None:
-        """End the current claim, and the claims for the lease's further choices. Operations with the claim's stamp fail
-        from now on. The memory is freed when no writer or reader uses it any more. `expired`: True if the claim ends
-        because its deadline has passed."""
+        """End the current claim. If its lease reserved more slots for further choices of the request (n > 1), end the
+        claims on these slots, too. Operations with the claim's stamp fail from now on. The memory is freed when no
+        writer or reader uses it any more. `expired`: True if the claim ends because its deadline has passed."""
         claim = self.claim
         assert claim is not None
         claim.expired = expired
@@ -210,8 +210,8 @@ class BatchSlot:
 
 @dataclass(frozen=True)
 class KvLedger:
-    """KV memory of a generation group: bytes that are promised to (reserved for) slots, by state of the slot, and free
-    bytes."""
+    """Numbers of bytes of a generation group's KV memory: in total, free, and reserved for (promised to) slots in each
+    state."""
 
     num_bytes: int = 0
     """Total number of bytes of KV memory; 0 if unknown."""

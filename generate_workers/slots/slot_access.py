@@ -79,8 +79,8 @@ class FrameWriter:
         self._upload = upload
         self._expect = expect
         self._landed: list[Future[str]] = []
-        """Futures of copies to the device. They include copies that ended after the errors of ended copies were last
-        checked."""
+        """Futures of copies to the device whose results have not been checked yet. Some of these copies may have
+        ended."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         """Copy a piece of KV into frames, and queue the frames for the upload. Waits until enough frames are free.

@@ -16,8 +16,8 @@ _KEPT_SHARE = 0.95
 """Factor by which a sequence's counts are multiplied in each round, before the round's drafts are added. The counts of
 all sequences together decay 16 times more slowly."""
 _FORGOTTEN_SHARE = 0.01
-"""Fraction by which a sequence's counts of a kind of drafts are reduced each time the estimate of this kind is used.
-The counts of all sequences together are reduced 16 times more slowly."""
+"""Fraction by which each call of `Acceptances.of` reduces the counts of accepted and rejected drafts of one sequence
+and kind. The call also reduces the counts of all sequences together, by a sixteenth of this fraction."""
 _PRIOR_DRAFTS = 4.0
 """Weight of the initial estimate: it counts as much as this number of drafts of the sequence itself."""
 

@@ -1,5 +1,6 @@
-"""Common parts of draft views that select keys: selection of the keys with the best scores, and the methods that run
-between the layers of a draft step (turns).
+"""Common parts of the draft views that select keys by scores. A draft view selects the keys that draft steps attend to.
+This module finds the keys with the best scores, and has the methods that run before and after each layer of a draft
+step.
 
 Used on the engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim, S keys, K
 selected keys at most.
@@ -21,8 +22,8 @@ the queries q_BNH. Returns None if sequences attend to all keys."""
 
 @dataclass(frozen=True)
 class ChoosingTurns:
-    """Turns (methods that run between layers) of a draft step that selects keys. Each layer's keys are selected with
-    the queries of the same layer."""
+    """Methods that run before and after each layer (turns) of a draft step that selects keys. Each layer's keys are
+    selected with the queries of the same layer."""
 
     choose: Choose
 

@@ -3,9 +3,9 @@
 Drafts select keys by the same method as residency `infinigen` (`generate_workers.residency.sparse.infinigen`). The step
 that verifies drafts attends to all keys, so the output is exact. Partial keys are stored next to each sequence's KV
 (`residency.sparse.draft_index`). The first two layers attend to all keys. Every other layer selects keys with its own
-queries. Queries are never guessed a layer ahead, not even if the basis was prepared with lookahead 1, because all keys
-are already on the device. The number of keys follows the settings that were prepared for the model, and is at most
-`num_keys`.
+queries. This is also the case if the prepared settings have lookahead 1, with which the residency guesses queries one
+layer early. Drafts do not need guesses, because all keys are already on the device. The number of keys follows the
+settings that were prepared for the model, and is at most `num_keys`.
 
 Used on the engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim.
 """
@@ -26,13 +26,13 @@ from generate_workers.speculation.choosing import ChoosingTurns
 from generate_workers.speculation.self_drafts import DraftStep
 
 _NO_SHARE = 1e-12
-"""Value of `Selection.most_share` (maximum fraction of keys that are selected by score) that rounds to 0 keys. With
-this value, only `free_keys` limits the number of keys that are selected by score."""
+"""Value of `Selection.most_share` (maximum fraction of keys selected by score) that is so small that it allows 0 keys.
+The number of keys selected by score is then limited by `Selection.free_keys` alone."""
 
 
 class InfinigenView:
-    """Draft view that selects, in the sequences' own KV, the keys with the best partial scores. The settings of the
-    selection were prepared for the model."""
+    """Draft view (selection of the keys that draft steps attend to): the keys with the best partial scores in each
+    sequence's own KV. The selection uses the settings that `baton prepare` computed for the model."""
 
     def __init__(self, residency: IndexedResidency, num_keys: int) -> None:
         """`num_keys`: maximum number of keys that a kv head attends to, including the first and the latest keys."""

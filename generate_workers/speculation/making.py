@@ -34,8 +34,8 @@ _SELF_ACCEPTED = {0: 0.8}
 _MODEL_ACCEPTED = {0: 0.6}
 """Initial estimate of the probability that a draft made by a draft model is accepted, by kind of drafts."""
 _LEAST_DIVIDED_KEYS = 32
-"""If at least this number of draft keys is configured, drafts may also attend to half or twice the configured number of
-keys."""
+"""Minimum of `draft_keys` (configured number of keys that a draft step attends to) for drafts with half or twice as
+many keys. Below this minimum, drafts use only the configured number."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -65,9 +65,9 @@ def make_speculation(
     `name`: kind of speculation to use; empty: the configured one. `choosing`: factories of draft views that select
     keys, keyed by kind of speculation.
 
-    Raises ConfigError if the kind of speculation is not supported. Not supported are: a residency that attends to only
-    a part of the KV, a model with sliding windows if drafts attend to few keys, and drafts over selected keys, if the
-    keys are not on the device.
+    Raises ConfigError if the kind of speculation is not supported. The residency must attend to all KV. If drafts
+    attend to few keys, the model must not have sliding windows. If drafts select keys by scores, all keys must be on
+    the device.
     """
     decoder, draft_model = model.decoder, model.draft_model
     name, residency = name or config.speculation, slots.memory.residency

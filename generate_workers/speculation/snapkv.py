@@ -57,9 +57,9 @@ class Selected:
     """Result of one selection: the keys that the drafts of one sequence attend to."""
 
     keys_LGK: Tensor
-    """Indices, int32, of the keys to attend to: the selected earlier keys, followed by all keys from the start of the
-    window. The window begins with the latest tokens at the time of the selection, and includes tokens that are added
-    later."""
+    """Indices, int32, of the keys to attend to. The selected earlier keys come first. All keys of the window follow.
+    The window consists of the tokens that were the latest ones when the keys were selected, and of all tokens that are
+    added later."""
     num_known: int
     """Number of tokens of the sequence when its keys were selected."""
     num_left_out: int
@@ -67,7 +67,8 @@ class Selected:
 
 
 class SnapKvView:
-    """Draft view of the sequences' own KV: selected earlier keys, and all keys of the latest tokens."""
+    """Draft view (selection of the keys that draft steps attend to): some earlier keys of each sequence, and all keys
+    of its latest tokens. Keys are read in the sequence's own KV."""
 
     def __init__(self, decoder: Decoder, residency: DeviceResidency, keys: DraftKeys) -> None:
         """`keys`: numbers of first and latest keys that a sequence's drafts attend to before its keys have been
@@ -164,8 +165,8 @@ def window_scores(q_TNH: Tensor, k_SGH: Tensor, own_TGH: Tensor) -> Tensor:
     weights of the window's queries and averaged over neighbouring keys, as the module's docstring defines.
 
     `q_TNH`: the window's queries after RoPE. `k_SGH`: the keys before the window. `own_TGH`: the window's keys; a query
-    attends to those up to its own position. The kv heads are computed one at a time, so that the weights need memory
-    for only `[M, S]`.
+    attends to those up to its own position. The kv heads are computed one at a time, so that the attention weights need
+    memory for only `[M, S]`, where M is the number of queries that share a kv head.
     """
     num_tokens, num_kv_heads = q_TNH.shape[0], k_SGH.shape[1]
     q_GMH = by_kv_head(q_TNH, num_kv_heads).flatten(1, 2)

@@ -54,7 +54,7 @@ class DraftPlan:
     source: str
     """Name of the draft source."""
     kind: int
-    """Kind of the drafts, as numbered by the source."""
+    """Kind of the drafts, as numbered by the source. Drafts of one kind are expected to be accepted equally often."""
     prospect: Prospect
     is_configured: bool = True
     """True if the drafts attend to the configured number of keys."""
@@ -103,8 +103,8 @@ class Speculator:
         self._draft_s = self._verifying_since_s = 0.0
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
-        """Return `plan` with a number of drafts for each decoding sequence, and with the work that drafts add. A
-        sequence gets no drafts if no memory is free for them."""
+        """Return `plan` with a number of drafts for each decoding sequence. The returned plan also contains the
+        additional work of making and verifying the drafts. A sequence gets no drafts if no memory is free for them."""
         decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
         taken = self._take(decoding)
         self._draft_plan_of = {row.slot: draft_plan for row, (draft_plan, _) in zip(decoding, taken, strict=True)}
@@ -149,7 +149,8 @@ class Speculator:
         return found
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        """Record the numbers of accepted drafts, and the measured seconds of the round's steps."""
+        """Record the results of a round (the draft steps and the step that verifies the drafts): the numbers of
+        accepted drafts, and the measured seconds of the steps."""
         verify_s = self._clock.now_s() - self._verifying_since_s
         for slot, (row, num_accepted) in verified.num_accepted.items():
             name, num = drafts[slot].source, len(drafts[slot])

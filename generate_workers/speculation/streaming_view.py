@@ -1,4 +1,5 @@
-"""Draft views of each sequence's first and latest keys (StreamingLLM; Xiao et al., 2023).
+"""Draft views with each sequence's first and latest keys (StreamingLLM; Xiao et al., 2023). A draft view selects the
+keys that draft steps attend to.
 
 Attention needs a text's first tokens (sinks) and its latest tokens; the keys between them are left out. Tokens keep
 their true positions. If the KV is on the device, drafts read the keys in place. If the KV is in host memory, they read
@@ -47,10 +48,11 @@ class NarrowSpan:
 
 
 class StreamingView:
-    """Draft view of the sequences' first and latest keys. Keys are read in place."""
+    """Draft view (selection of the keys that draft steps attend to): the first and latest keys of each sequence. Keys
+    are read in place."""
 
     def __init__(self, residency: Residency, keys: DraftKeys) -> None:
-        """`keys`: default numbers of first and latest keys, for sequences for which `begin` gets no number."""
+        """`keys`: default numbers of first and latest keys. `begin` can set other numbers for single sequences."""
         self._residency = residency
         self._keys = keys
         self._keys_of: dict[SlotId, DraftKeys] = {}
@@ -80,7 +82,8 @@ class StreamingView:
 
 
 class DraftWindowView:
-    """Draft view of the first and latest keys of each sequence, which a HostResidency copies to the device."""
+    """Draft view (selection of the keys that draft steps attend to): the first and latest keys of each sequence. Draft
+    steps read a copy of these keys on the device, which the HostResidency makes."""
 
     def __init__(self, residency: HostResidency) -> None:
         self._residency = residency

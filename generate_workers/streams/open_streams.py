@@ -40,8 +40,8 @@ class OpenStream:
     answers: StreamAnswers | None = None
     """Collects the answers of the stream that are to be stored in the prefix store; None if no answers are stored."""
     filled: Filled | None = None
-    """Message about the stored blocks of the answers, which is the last message of the stream. None before the answers
-    are stored, and if no answers are to be stored."""
+    """Last message of the stream: the result of storing the KV blocks of its answers in the prefix store. None until
+    the answers are stored. Always None if no answers are to be stored."""
     expiry: asyncio.TimerHandle | None = None
     """Timer that ends the stream. It runs only while no call reads the stream. None: the timer does not run."""
     _num_known: Sequence[int] = ()

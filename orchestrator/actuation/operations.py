@@ -25,7 +25,8 @@ Check = Callable[[str], None]
 
 
 class GroupOperations:
-    """Changes the operators' orders for groups, and waits until the supervisor has carried them out."""
+    """Operations on groups. A method records an order for a group, such as a drain, and waits until the supervisor has
+    carried it out."""
 
     def __init__(self, members: Membership, poller: WorkerPoller) -> None:
         self._members = members

@@ -159,10 +159,10 @@ class FairQueue(Generic[WaiterT]):
         """Return two numbers of slots that will be given to other requests before `waiter` is served: over all tenants,
         and within its own tenant. `waiter` is not in the queue. It is assumed that no other request arrives.
 
-        Of its own tenant's requests, those are counted that are more urgent, or equally urgent and due no later. The
-        tenant needs a certain number of turns to serve these and `waiter`. Of each other tenant's waiting slots, the
-        share that this tenant can serve in the same number of turns is counted. Costs O(n) for n waiting requests of
-        `waiter`'s tenant.
+        The second number counts the slots of the own tenant's requests that are more urgent than `waiter`, or equally
+        urgent and due no later. The own tenant needs a certain number of turns to serve these requests and `waiter`.
+        The first number is this count plus, for every other tenant, an estimate: the part of its waiting slots that it
+        can serve in the same number of turns. Costs O(n) for n waiting requests of `waiter`'s tenant.
         """
         own, mine = self._flows.get(waiter.tenant.name), Totals()
         for each in own or ():

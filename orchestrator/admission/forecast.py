@@ -5,8 +5,8 @@ The prediction is the sum of two waits:
 
     for slots    Time until the request, and all requests served before it, have slots. Slots are assumed to become
                  free at the recent rate, measured while a request waited for one (`Turnover`). Before that rate is
-                 known, each slot is assumed to become free once in the mean time that requests hold their slots
-                 (Little, 1961). Before that mean time is known, the wait is 0.
+                 known, it is computed from the mean duration for which requests hold their slots (Little, 1961).
+                 Before that duration is known, the wait is 0.
     for prefill  Time of the chain, including unfinished jobs on its ranks, or of the generation group's own prefill,
                  as `orchestrator.placement.chooser` would place the request now. It is multiplied by the recent ratio
                  of measured to predicted time (`Correction`), increased so that one request in forty takes longer.
@@ -26,12 +26,12 @@ _KEPT = 0.95
 _ONE_IN_FORTY = 1.960
 """Number of standard deviations above the mean that one value in forty of a normal distribution exceeds."""
 _MOST_LATE = 3.0
-"""Maximum delay of a request that is counted, as a multiple of its corrected prediction. Due to this limit, a request
-that hung has little effect on later predictions."""
+"""Limit on the delay that is recorded for a request, as a multiple of its corrected prediction. Due to this limit, a
+request that hung has little effect on later predictions."""
 
 _MOST_SLOW = 32.0
-"""Maximum measured time of a request that is counted, as a multiple of its predicted time. Due to this limit, a request
-that hung has little effect on later predictions."""
+"""Limit on the measured time that is recorded for a request, as a multiple of its predicted time. Due to this limit, a
+request that hung has little effect on later predictions."""
 
 
 class Turnover:
@@ -45,8 +45,8 @@ class Turnover:
         self._seconds = 0.0
         self._num_slots = 0.0
         self._since_s: float | None = None
-        """Time at which the last slot became free or, if this was later, the present wait for a slot began. None while
-        no request waits."""
+        """Start of the present measurement: the time when a slot last became free, or when the present wait for a slot
+        began, whichever is later. None while no request waits."""
 
     @property
     def slot_s(self) -> float | None:
@@ -63,8 +63,9 @@ class Turnover:
         self._since_s = now_s
 
     def waited_for(self, somebody_waits: bool, now_s: float) -> None:
-        """Record whether slots are waited for from now until the next call. `somebody_waits`: True if a request waits,
-        and only a free slot is missing. `now_s`: present time in seconds."""
+        """Record whether a request waits for free slots, at the time `now_s` in seconds. The state is assumed to last
+        until the next call. `somebody_waits`: True if a request waits for no other reason than that too few slots are
+        free."""
         if not somebody_waits:
             self._since_s = None
         elif self._since_s is None:

@@ -36,8 +36,9 @@ _GUESSED_HOLD_S = 1.0
 """Assumed number of seconds for which a request runs. Used only for retry delays, until the first request has ended."""
 _SCATTER = 1.5
 """Safety factor for the predicted wait in the queue. The actual wait is almost never longer than the predicted wait
-times this factor. The factor matters in an overload, when requests are admitted up to the limit that their deadline
-sets: without it, half of them would be late, and their work wasted (docs/decisions/0011-admission.md)."""
+times this factor. The factor matters in an overload, when the first tokens of many admitted requests are predicted just
+before their deadlines. Without the factor, half of these requests would be late, and their work wasted
+(docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
 """Maximum number of seconds between a request's arrival and its due time. A request without a deadline, or with a later
 one, is due after this time. This prevents requests with early deadlines from always being served first."""
@@ -150,9 +151,9 @@ class Admission:
     def resize(self, num_slots: int, *, is_asleep: bool = False) -> None:
         """Set the number of slots of the cluster, and admit the requests that may run now.
 
-        If `num_slots` is 0, only the configured limit applies. Requests then run, and fail unless a group joins the
-        cluster. If `num_slots` is 0 and `is_asleep` is True, the groups are stopped for lack of traffic. One request
-        then runs, and all others wait until a group has started.
+        If `num_slots` is 0 and `is_asleep` is False, requests are admitted up to the configured limit. They fail if no
+        group joins the cluster. If `num_slots` is 0 and `is_asleep` is True, the groups are stopped for lack of
+        traffic. One request is then admitted, and all others wait until a group has started.
         """
         most = 1 if is_asleep else self._config.max_running
         self._limit = min(num_slots or most, self._config.max_running)

@@ -47,7 +47,7 @@ class Totals:
     num_slots: int = 0
 
     def add(self, waiter: Waiter, sign: int = 1) -> None:
-        """Add the numbers of a request to the totals. If `sign` is -1, subtract them instead."""
+        """Add one request, its tokens and its slots to the totals. If `sign` is -1, subtract them instead."""
         self.num_requests += sign
         self.num_tokens += sign * waiter.num_tokens
         self.num_slots += sign * waiter.num_slots

@@ -57,7 +57,7 @@ class _Watch:
         self._since_s: float | None = None
         """Time, on the loop's clock, at which the present write began; None if no write is in progress."""
         self._error: BatonError | None = None
-        """Error for which this object has cancelled the task; None if it has not cancelled the task."""
+        """Error of the write that took too long, set when this object cancels the task; None before."""
         self._look()
 
     def begin(self) -> None:
@@ -70,8 +70,8 @@ class _Watch:
         self._timer.cancel()
 
     def raise_error(self) -> None:
-        """Raise the error because of which this object has cancelled the task. Does nothing if it has not cancelled the
-        task."""
+        """Raise the error of the write that took too long, if this object has cancelled the task for that reason. Does
+        nothing if it has not cancelled the task, or if others have cancelled it, too."""
         if self._error is not None and not self._task.uncancel():
             raise self._error
 

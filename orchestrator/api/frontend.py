@@ -53,8 +53,8 @@ _HEALTH_POLL_S = 0.25
 """Number of seconds between two updates of the published health."""
 _HEALTH_PAUSES = Backoff(_HEALTH_POLL_S, 5.0)
 _STATUS_GRACE_S = 1.0
-"""Number of seconds for which a stopping server waits until the last statuses are sent, after all requests have
-ended."""
+"""Maximum time in seconds that a stopping server waits, after all requests have ended, for the last statuses to be
+sent."""
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):

@@ -45,11 +45,11 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         """Prepare a run of the orchestrator, without serving yet.
 
         `folder` contains the tokenizer and its chat template. They are used even if the supervisor sends a different
-        model. The supervisor is served at the address `host`, and must have the cluster's secret. The process is pinned
-        to the CPU cores `cores`; empty: it is not pinned.
+        model. The gRPC service for the supervisor listens at the address `host`. The supervisor must have the cluster's
+        secret. The process is pinned to the CPU cores `cores`; empty: it is not pinned.
         """
         self.port = 0
-        """Port on which the supervisor is served; 0 before the host has started."""
+        """Port of the gRPC service for the supervisor; 0 before the host has started."""
         self._folder = folder
         self._config = config
         self._host = host
@@ -64,8 +64,8 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> Self:
-        """Load the tokenizer, then serve the supervisor on any free port. Raises ModelError if the tokenizer cannot be
-        loaded, and ConfigError if the host cannot listen on the port."""
+        """Load the tokenizer, then start the gRPC service for the supervisor on any free port. Raises ModelError if the
+        tokenizer cannot be loaded, and ConfigError if the host cannot listen on the port."""
         pin(self._cores)
         self._tokenizer = await asyncio.to_thread(
             Tokenizer.load, self._folder, control_tokens_in_text=self._config.control_tokens_in_text
@@ -85,8 +85,9 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
             await self._server.stop(grace_s)
 
     async def Update(self, request: pb.UpdateRequest, context: Context) -> pb.OrchestratorStatus:
-        """Replace the cluster view, and the record of the orders that the supervisor has stored. Return the status,
-        which includes the orders in force."""
+        """Replace the cluster view, and record which orders for groups (such as drains) the supervisor has stored. If
+        the service for clients has not started yet, these orders also come into force. Return the status, which
+        includes the orders in force."""
         self._members.update(view_from_proto(request.view))
         kept = orders_from_proto(request.kept)
         if self._server is None:

@@ -45,7 +45,7 @@ def view_from_proto(message: pb.ClusterView) -> ClusterView:
 
 
 def orders_to_proto(orders: Orders) -> pb.Orders:
-    """Return the orders for groups as a message."""
+    """Return operators' orders for groups, such as drains and loans of workers, as a message."""
     return pb.Orders(
         drained=sorted(orders.drained),
         leaving=sorted(orders.leaving),
@@ -57,7 +57,7 @@ def orders_to_proto(orders: Orders) -> pb.Orders:
 
 
 def orders_from_proto(message: pb.Orders) -> Orders:
-    """Return the orders for groups that a message contains."""
+    """Return the operators' orders for groups, such as drains and loans of workers, that a message contains."""
     return Orders(
         drained=frozenset(message.drained),
         leaving=frozenset(message.leaving),
@@ -74,8 +74,9 @@ def model_to_proto(model: ModelInfo) -> orchestrator_pb2.Model:
 
 
 def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predictions:
-    """Return the planner's calibration, step times and tables as a message. `path` is the file in which the
-    orchestrator saves calibrations that it receives later; None: they are not saved."""
+    """Return the planner's data as a message: calibration, step times, table of chain partitions, limits, and data
+    about local prefill. `path` is the file in which the orchestrator saves calibrations that it receives later; None:
+    they are not saved."""
     return pb.Predictions(
         calibration=calibration.dumps(planner.calibration),
         calibration_path="" if path is None else str(path),

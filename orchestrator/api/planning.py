@@ -46,8 +46,8 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         return self._calibration_in_use()
 
     async def UseCalibration(self, request: pb.UseCalibrationRequest, context: Context) -> pb.CalibrationInUse:
-        """Save the given calibration, and use it for predictions from now on. A calibration that cannot be saved is not
-        used, even if the call is cancelled.
+        """Save the given calibration, and use it for predictions from now on. If it cannot be saved, it is not used. If
+        the call is cancelled after saving has begun, both steps are still completed.
 
         Raises ConfigError if the text is damaged or cannot be saved. Raises InvalidArgumentError if the calibration
         belongs to another model or other hardware, or if it differs too much from the current calibration and `force`

@@ -57,8 +57,8 @@ class RequestReader:
         none. Blocks the calling thread while it tokenizes.
 
         `tenant`, `end_s`, `by_chain` and `trace_context` come from the call, not from the message. `end_s` is the
-        request's deadline; None: no deadline. Raises InvalidArgumentError, which names the field, its value and the
-        limit.
+        request's deadline; None: no deadline. If `by_chain` is True, a prefill chain is used whenever one is available.
+        Raises InvalidArgumentError, which names the field, its value and the limit.
         """
         validator = self._validator
         validator.check_names(message.request_id, message.model)

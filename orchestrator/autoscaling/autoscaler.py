@@ -46,11 +46,14 @@ class _Bar:
 
 
 _WORTH_IT = _Bar(0.05, 1.25)
-"""Minimum gain of a change when no allocation meets both targets."""
+"""Minimum gain of a change when no allocation meets both targets. Gain: increase of the share of requests that meet the
+targets, as a difference or as a factor."""
 _URGENT = _Bar(0.3, 2.0)
-"""Minimum gain of a change that is made immediately, without waiting for `PATIENCE_S` seconds."""
+"""Minimum gain of a change that is made immediately, without waiting for `PATIENCE_S` seconds. Gain: increase of the
+share of requests that meet the targets, as a difference or as a factor."""
 _TAKING_BACK = _Bar(0.3, 8.0)
-"""Minimum gain of a change that reverts a recent change before its cool-down period has ended."""
+"""Minimum gain of a change that reverts a recent change before its cool-down period has ended. Gain: increase of the
+share of requests that meet the targets, as a difference or as a factor."""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ detect a change of rate."""
 LONG_S = 60.0
 """Maximum length in seconds of the window over which a rate is counted."""
 _SURPRISE = 3.5
-"""Threshold in standard deviations. A larger difference between counts of arrivals is treated as a change of rate."""
+"""Threshold, in standard deviations, for the difference between the numbers of arrivals in two parts of the window. A
+larger difference is treated as a change of rate."""
 _KEPT_LENGTHS = 256
 """Number of most recent prompt and output lengths that are kept for each traffic class."""
 _GUESSED_OUTPUT = 256
-"""Assumed length of an answer in tokens before any request has ended. A request with a smaller limit counts with its
-limit."""
+"""Assumed length of an answer in tokens before any request has ended. If the maximum answer length of a request is
+smaller, this maximum is assumed."""
 _MOST_RISE = 2.0
 """Maximum ratio of a forecast rate of requests to the present rate."""
 

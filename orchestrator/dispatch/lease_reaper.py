@@ -38,8 +38,8 @@ class LeaseReaper:
         self._closing = asyncio.Event()
 
     async def close(self) -> None:
-        """Wait until every pending call has been tried once. If a Reserve call could not be undone by then, its lease
-        ends when the TTL expires."""
+        """Wait until all running tasks have tried their calls to workers at least once. A failed attempt to undo a
+        Reserve call is not repeated any more: the lease ends when its TTL expires."""
         self._closing.set()
         await asyncio.gather(*self._tasks)
 

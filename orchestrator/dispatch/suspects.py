@@ -45,8 +45,9 @@ class Suspects:
         """Open a context for one attempt at a request. Yield the function that the attempt must call with its events
         instead of `emit`.
 
-        If the request is a suspect (it was named in a crash), first wait until no other suspect is being tried. Raises
-        BatonError if the request was named in `MAX_CRASHES` crashes.
+        If the request is a suspect, first wait until no other suspect is being tried. A request is a suspect if a
+        worker was computing its first tokens when it crashed. Raises BatonError if this has happened in `MAX_CRASHES`
+        crashes.
         """
         if not self._check(record):
             yield emit
@@ -68,8 +69,8 @@ class Suspects:
         """Wait until it is known whether a worker has crashed in the group that made the last attempt fail.
 
         Waits for at most `_VERDICT_S` seconds. Does not wait if the attempt produced more than the first tokens.
-        `num_before` is the request's number of output tokens before the attempt. Raises BatonError if the crash notes
-        of `MAX_CRASHES` workers name the request.
+        `num_before` is the request's number of output tokens before the attempt. Raises BatonError if `MAX_CRASHES`
+        workers have crashed while they computed the request's first tokens.
         """
         incarnation = record.attempt.blamed
         if incarnation is None or record.num_output_tokens - num_before >= _num_watched(record):
@@ -97,8 +98,8 @@ class Suspects:
         return ended or not present.endpoints.issuperset(endpoints)
 
     def _check(self, record: RequestRecord) -> int:
-        """Return the number of crashes in which the request was named. Raises BatonError if there are `MAX_CRASHES` or
-        more."""
+        """Return the number of workers that crashed while they computed the request's first tokens. Raises BatonError
+        if there are `MAX_CRASHES` or more."""
         crashed = [worker for worker in self._members.present.ended if worker.computing]
         if not crashed:
             return 0

@@ -80,8 +80,9 @@ class Breaker:
         return True
 
     def succeeded(self, *, is_probe: bool) -> None:
-        """Record that an attempt succeeded. `is_probe` is the value that `began` returned for the attempt. After an
-        open breaker's pause, only the success of the probe closes it."""
+        """Record that an attempt succeeded: close the breaker, and reset its counts of failures. If the breaker is not
+        closed, only the success of the probe (the single attempt after a pause) has this effect. `is_probe` is the
+        value that `began` returned for the attempt."""
         if is_probe or self.state is BreakerState.CLOSED:
             self._state = BreakerState.CLOSED
             self._num_failures = self._num_opened = 0
@@ -105,8 +106,9 @@ class Breakers:
     as closed, i.e. it may get work."""
 
     def __init__(self, clock: Clock, failures_to_open: int = 5, pauses: Backoff = _PAUSES) -> None:
-        """Create an empty collection. A breaker opens after `failures_to_open` consecutive failures. `pauses` gives the
-        time for which it stays open. The pause grows each time the breaker opens without a success in between."""
+        """Create a collection without breakers. A breaker opens after `failures_to_open` consecutive failures. `pauses`
+        gives the time for which a breaker stays open. This time grows each time the breaker opens without a success in
+        between."""
         self._clock = clock
         self._failures_to_open = failures_to_open
         self._pauses = pauses
@@ -153,8 +155,9 @@ class RetryBudget:
     """
 
     def __init__(self, clock: Clock, *, share: float = 0.2, burst: int = 100, window_s: float = 10.0) -> None:
-        """Create a full bucket. `share` is the fraction of a retry that each request adds. `burst` is the minimum
-        capacity, in retries. `window_s` is the time in seconds in which an empty bucket refills."""
+        """Create a budget that is filled to its capacity. Each arriving request adds `share` retries (a fraction of
+        one) to the budget. `burst` is the minimum capacity, in retries. `window_s` is the time in seconds in which an
+        empty budget refills."""
         self._clock = clock
         self._share = share
         self._least = float(burst)
@@ -163,7 +166,7 @@ class RetryBudget:
         self._at_s = clock.now_s()
 
     def resize(self, num_slots: int) -> None:
-        """Set the capacity of the bucket to `num_slots`, the number of streams that may fail together. The capacity
+        """Set the capacity of the budget to `num_slots` retries, one per stream that may fail together. The capacity
         never falls below the configured burst."""
         self._refill()
         added = max(float(num_slots), self._least) - self._burst

@@ -67,7 +67,7 @@ class Membership:
         self._returning = Counter[str]()
         """Number of running operations that have drained a group only temporarily, by group name."""
         self._kept: Orders | None = None
-        """Orders that the supervisor has stored last, for a restart of the orchestrator; None without a supervisor."""
+        """Last orders that the supervisor stored for a restart of the orchestrator; None without a supervisor."""
         self._on_failure = on_failure
         self._changed = asyncio.Event()
 
@@ -145,7 +145,8 @@ class Membership:
         return made
 
     def give_up(self, name: str) -> None:
-        """Order a stand-in to stop, even if it has not started yet. It is then deleted. Ignores other groups."""
+        """Order a stand-in (a group added to the configured ones) to stop, even if it has not started yet. It is then
+        deleted. Does nothing for other groups."""
         if name in self.orders.stand_ins:
             drained, leaving = self.orders.drained | {name}, self.orders.leaving | {name}
             self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
@@ -168,11 +169,11 @@ class Membership:
             )
 
     def lend(self, name: str) -> str:
-        """Order the last worker of a drained, idle group to serve as a new group of the other role. Return the new
-        group's name.
+        """Order a worker of a drained, idle group to serve as a new group of the other role, and return the new group's
+        name. The worker is a prefill group's highest rank that is not lent yet, or a generation group's only worker.
 
-        The remaining workers of the drained group may get work again. When the new group is drained, it is deleted, and
-        its worker returns to its own group.
+        The remaining workers of the lending group may get work again. When the new group is drained, it is deleted, and
+        its worker returns to the lending group.
         """
         assert name in self.orders.drained, f"{name} may get work"
         (group,) = (each for each in self.present.groups if each.name == name)
@@ -196,13 +197,13 @@ class Membership:
         return made
 
     def give_back(self, name: str) -> None:
-        """Order a borrowed worker to return to its own group, which gets no new work until then. `name` is the drained,
-        idle group that has borrowed the worker."""
+        """Order a borrowed worker to return to the group that lent it. The lending group may get new work when the
+        worker is back. `name` is the drained, idle group that has borrowed the worker."""
         drained = (self.orders.drained | {name}) - {self.orders.lender(name)}
         self.keep_orders(replace(self.orders, drained=drained, leaving=self.orders.leaving | {name}))
 
     def keep_orders(self, orders: Orders) -> None:
-        """Replace the operators' orders in force by `orders`. Orders apply to groups with and without workers."""
+        """Replace all orders for groups, such as drains. Groups without workers may have orders too."""
         self.orders = orders
         self._tell_view()
 
@@ -212,8 +213,8 @@ class Membership:
         self._tell()
 
     def is_kept(self, name: str) -> bool:
-        """Return True if the supervisor has stored the present drain state of the group. A restarted orchestrator would
-        then know it. Always True without a supervisor."""
+        """Return True if the supervisor has stored whether the group is drained, so that a restarted orchestrator would
+        know it. Always True without a supervisor."""
         return self._kept is None or (name in self._kept.drained) == (name in self.orders.drained)
 
     def is_present(self, name: str) -> bool:
@@ -276,12 +277,11 @@ class Membership:
             self._tell()
 
     def withdrawn(self, could_serve: Callable[[GenerationGroup], bool]) -> tuple[str, ...]:
-        """Return the sorted names of the generation groups that could serve a request, if all of them are drained by
-        operators. Return an empty tuple if one of them is not drained, or if an operation in progress will make one
-        available again.
+        """Return the sorted names of all generation groups that could serve a request, if operators have drained each
+        of them. Return an empty tuple if one is not drained, or is drained by the autoscaler or temporarily.
 
-        `could_serve` is called only for groups with workers. A group that has lent all its workers is ignored, unless
-        the workers are about to return.
+        `could_serve` is called for groups with workers. Groups without workers are included, except those that have
+        lent all their workers, unless a worker is about to return.
         """
         orders = self.orders
         if not orders.drained:

@@ -88,9 +88,9 @@ def why_not_serving(
 def why_degraded(
     groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = (), surplus: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return a line for each problem that does not stop the service: for each group that gets no work, for each group
-    that cannot use its node's disk, and one with the consequence if no prefill group is ready. Groups in `surplus`,
-    which were drained because fewer groups suffice, get no line."""
+    """Return a line for each problem that does not stop the service: a group gets no work, a group cannot use its
+    node's disk, or no prefill group is ready, so that generation groups prefill by themselves. Groups in `surplus` are
+    not reported for getting no work: they were drained because fewer groups suffice."""
     idle = [group for group in groups if not group.is_ready and group.name not in surplus]
     reasons = [f"{group.name} {_absence(group)}" for group in idle]
     lent = {group.lender: group.name for group in groups if group.lender}

@@ -1,13 +1,14 @@
 """Finds the cheapest chain of prefill ranks for each generation group, without comparing all chains for each group.
 
-The cost of a chain is the sum of three terms: one of the chain alone, one of the generation group alone, and the
-transfer of KV. The transfer depends only on three values: the number of tokens whose KV is missing on the generation
-group's node, the duration of the chain, and whether one of the chain's ranks is on that node.
+The cost of serving a prompt by a chain and a generation group is the sum of three terms. The first term depends only on
+the chain, the second only on the generation group. The third is the transfer of KV. It depends only on three values:
+the number of tokens whose KV is missing on the generation group's node, the duration of the chain, and whether one of
+the chain's ranks is on that node.
 
-Consider all chains with the same duration that are equally near to the generation group. Only the chain with the least
-cost of its own can be the cheapest of them. These few chains are compared once for each number of missing tokens. So
-the time to select among all combinations of groups is linear in the number of groups, unless almost every node has a
-different part of the prompt cached.
+If two chains have the same duration, and either both or neither have a rank on the node, their third terms are equal.
+Of all such chains, only the one with the smallest first term is a candidate. These few candidates are compared once for
+each number of missing tokens. So the time to select among all combinations of groups is linear in the number of groups,
+unless almost every node has a different part of the prompt cached.
 
 Created by `orchestrator.placement.predictions` for one moment. Does no I/O.
 """
@@ -90,11 +91,12 @@ class ChainRanking:
             for node in {*map(node_of, chain.group.endpoints)}:
                 by_node[node].append(chain)
         self._ahead: dict[str | None, list[GroupChain]] = {node: _ahead(found) for node, found in by_node.items()}
-        """Candidates for the cheapest chain, in ascending cost. The key is a node that runs one of the chain's ranks.
-        The key None has the candidates for generation groups on nodes that run none of the chain's ranks."""
+        """Candidates for the cheapest chain, in ascending cost, by the generation group's node (a host name). The
+        chains under a node have a rank on it. The chains under None are candidates for all other nodes."""
         self._ahead[None] = _ahead(chains)
         self._found: dict[Hashable, tuple[_Rank, GroupChain] | None] = {}
-        """Cached results of `_least`, by the number of missing tokens and the node."""
+        """Cached results of `_least`: the cheapest chain and its sort key, or None if there is no chain. The key is the
+        number of missing tokens and the node."""
 
     def best(self, num_missing: int, node: str) -> GroupChain | None:
         """Return the cheapest chain for a generation group on the node `node` (a host name); None if there are no

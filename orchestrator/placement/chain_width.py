@@ -231,8 +231,9 @@ def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
     """Return, for each pending job, True if it yields to a new job of `tenant`, i.e. if the new job may be served first
     regardless of due times.
 
-    Let A be the tenant of a pending job. The job yields if A has more work in the queue before this job than `tenant`
-    has in the whole queue. Work is measured in predicted seconds divided by the weight of the tenant that owns it.
+    A pending job never yields to a job of its own tenant. Otherwise let `before` be the work of the pending job's
+    tenant that is queued ahead of the job. The job yields if `before` exceeds all queued work of `tenant`. Work is
+    measured in predicted seconds, divided by the weight of its tenant.
     """
     own_s = sum(sum(job.left_s.values()) for job in pending if job.tenant.name == tenant.name) / tenant.weight
     before_s: defaultdict[str, float] = defaultdict(float)

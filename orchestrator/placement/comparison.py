@@ -63,8 +63,8 @@ def could_serve(group: GenerationGroup, record: RequestRecord) -> bool:
 
 
 def groups_with_room(groups: Iterable[GenerationGroup], load_of: LoadOf, num_slots: int) -> list[GenerationGroup]:
-    """Return the groups with at least `num_slots` free slots. Only slots used by this orchestrator's requests are known
-    to be in use."""
+    """Return the groups with at least `num_slots` free slots. A slot counts as used only if a request of this
+    orchestrator uses it."""
     return [group for group in groups if load_of(group.name).num_slots + num_slots <= group.num_slots]
 
 

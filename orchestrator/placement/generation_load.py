@@ -63,7 +63,7 @@ class GenerationLoad:
         self._planner = planner
         self._guests: dict[Hashable, dict[int, _Guest]] = {}
         """Attempts on each incarnation of a group, by `id(record)`. The entries keep the records alive, so ids stay
-        unique. Incarnations are ordered by the time of their last check for ended attempts, the oldest check first."""
+        unique. The first incarnation is the next one that is checked for ended attempts."""
         self._incarnation_of: dict[int, Hashable] = {}
         """Incarnation of the group on which the latest attempt of a request runs, by `id(record)`."""
 

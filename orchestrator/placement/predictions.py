@@ -148,8 +148,9 @@ class Prospects:
         return ChainWay(found.group, found.chain, terms, fetch)
 
     def local(self, generation: GenerationGroup) -> LocalWay | None:
-        """Return the option to prefill on the generation group itself. The prefill starts after the blocks that its
-        node has cached or first fetches. Return None if the costs cannot be predicted."""
+        """Return the option to prefill on the generation group itself, after the blocks that are cached on its node.
+        The option includes a fetch of missing blocks from another node if this is predicted to be faster. Return None
+        if the costs cannot be predicted."""
         plain, fetching = self._local_ways(generation)
         if plain is None or fetching is None or fetching.fetch is None or not _is_cheaper(fetching, plain):
             return plain
@@ -179,8 +180,9 @@ class Prospects:
         return free < num_tokens * cost.num_layers * cost.kv_bytes
 
     def _local_ways(self, generation: GenerationGroup) -> tuple[LocalWay | None, LocalWay | None]:
-        """Return the prefill by the generation group behind what its node has, and behind what it may fetch; None where
-        there is nothing to fetch or to predict."""
+        """Return two options for a prefill by the generation group itself: after the blocks that its node has cached,
+        and after a fetch of further blocks. An option is None if its cost cannot be predicted. The second is None too
+        if nothing can be fetched."""
         plain = self._local(generation, None)
         fetch = None if self._record.wants_prompt_scores else self._fetch(generation, generation.prefix_store)
         return plain, None if fetch is None else self._local(generation, fetch)
@@ -215,8 +217,9 @@ class Prospects:
         return self._rankings[key]
 
     def _all_chains(self, generation: GenerationGroup) -> Iterator[GroupChain]:
-        """Yield the prompt's chains in all ready groups with KV of the layout that `generation` takes: behind what
-        their nodes have, and also behind what they may fetch."""
+        """Yield the prompt's chains in all ready prefill groups whose KV layout `generation` accepts. Each chain starts
+        after the blocks that its node has cached. If further blocks can be fetched, also yield the chain that starts
+        after them."""
         for place, group in enumerate(self.view.chains_for(generation).prefill):
             if not group.ready:
                 continue
@@ -278,8 +281,8 @@ class Prospects:
         return self._cached[key]
 
     def _batch(self, generation: GenerationGroup) -> tuple[int, float]:
-        """Return the group's number of rows, including those to come but not this request's own, and the mean tokens of
-        a row."""
+        """Return the number of the group's sequences, including those that have not started, and their mean number of
+        tokens. The sequences of this request are not counted."""
         if generation.name not in self._batches:
             load = self._outlook.members.load(generation.name)
             num_own = self._record.request.num_slots if generation.name == self.held else 0

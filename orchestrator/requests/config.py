@@ -42,13 +42,13 @@ class OrchestratorLimits(TraceExport):
     prefill_wait_s: Seconds = 10.0
     """Maximum seconds that a request waits for a prefill group. Then its generation group prefills by itself."""
     avoid_s: Seconds = 2.0
-    """Seconds for which a request avoids a group that has failed it, unless the group is repaired earlier."""
+    """Maximum seconds for which a retry avoids the groups that failed the request and were not repaired."""
     report_wait_s: Seconds = 1.0
     """Maximum seconds that a finished request waits for the timings of its prefill ranks."""
     poll_s: Seconds = 0.5
     """Seconds between two polls of the workers' status. While the workers are idle, it is at least 2 s."""
     elastic: bool = True
-    """True: select ranks and order of prompts by predicted waits. False: all ranks for each prompt, by arrival."""
+    """True: select a prompt's ranks and queue position by cost. False: use all ranks, in order of arrival."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.15
     """Maximum delay of a prompt by later prompts that are served first, as a fraction of its predicted time."""
     disaggregation: Disaggregation = "auto"
@@ -78,7 +78,7 @@ class AutoscalingConfig:
     max: Count = 8
     """Maximum number of groups of both roles together; at least 2, one of each role."""
     cooldown_s: Seconds = 60.0
-    """Seconds for which fewer groups must have sufficed before groups are stopped."""
+    """Seconds during which fewer groups must be enough before the autoscaler stops groups."""
     interval_s: Seconds = 1.0
     """Seconds between two decisions of the autoscaler."""
     cold_start_s: Seconds = 30.0

@@ -60,7 +60,8 @@ class ChoiceRecord:
     tokens."""
     finish: FinishReason | None = None
     num_steps: int = 0
-    """Number of decode steps that produced tokens of this choice. Steps for an earlier orchestrator are not counted."""
+    """Number of decode steps that produced tokens of this choice. Steps that an earlier orchestrator process counted
+    are not included."""
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
     """Numbers of draft tokens that were proposed and accepted in the steps that `num_steps` counts, by draft source."""
     _num_taken: int = 0
@@ -90,11 +91,11 @@ class Attempt:
 
     number: int = 1
     leased_ns: int = 0
-    """Time at which the attempt had a generation group and, if a chain prefills, slots in this group. Unix time in
-    nanoseconds; 0 before that."""
+    """Time at which the attempt was placed: a generation group was selected and, if a chain prefills, slots of this
+    group were leased. Unix time in nanoseconds; 0 before that."""
     leased_s: float | None = None
-    """Time at which the attempt had a generation group and, if a chain prefills, its slots, as a value of
-    `Clock.now_s()`. Same instant as `leased_ns`, used to measure durations; None before that."""
+    """Time at which the attempt was placed, as a value of `Clock.now_s()`. Same instant as `leased_ns`, used to measure
+    durations; None before that."""
     residency: str = ""
     """Name of the generation group's residency policy, which decides where KV is stored."""
     placement: Placement | None = None
@@ -215,8 +216,8 @@ class RequestRecord:
         self.admitted_ns, self.admitted_s = clock.unix_ns(), clock.now_s()
 
     def place(self, clock: Clock, placed: Attempt = Attempt()) -> None:
-        """Record on which groups the attempt runs. Call it when the attempt has a generation group and, if a chain
-        prefills, its slots.
+        """Record on which groups the attempt runs. Call it when a generation group is selected and, if a chain
+        prefills, slots of this group are leased.
 
         `placed` has the fields that are known so far. Its number and its times are ignored; this method sets them.
         """
@@ -268,8 +269,8 @@ class RequestRecord:
         return event if event.choice == choice.index else replace(event, choice=choice.index)
 
     def end_known(self, now_ns: int) -> list[TokenEvent]:
-        """End the choices that had already ended before the client resumed the stream. Return the events that report
-        these ends to the client."""
+        """End the choices that the request reports as ended (`Request.ended`): they ended before the client resumed the
+        stream. Return the events that report these ends to the client."""
         pairs = zip(self.choices, self.request.ended, strict=False)
         return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
 

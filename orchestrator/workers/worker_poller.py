@@ -45,8 +45,8 @@ class Leaks:
     def __init__(self, lease_ttl_s: float) -> None:
         self._window_s = LEAK_S + lease_ttl_s
         self._seen: deque[tuple[float, int, int]] = deque()
-        """Recent observations, one per poll: the time in seconds, the number of slots or jobs without a known request,
-        and that number minus the number of slots that are leased but not in use."""
+        """Recent observations, one per poll. Each has three values: the time in seconds, the number of slots or jobs
+        without a known request, and the second value minus the number of slots that are leased but not in use."""
 
     def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
         """Record the numbers that a poll returned at time `now_s`. `num_unknown` is the number of slots or jobs without
@@ -105,8 +105,8 @@ class WorkerPoller:
         """Endpoints of the last poll, and the time in seconds at which it began."""
 
     async def run(self, period_s: float) -> None:
-        """Call `look` every `period_s` seconds until this task is cancelled. Unexpected failures are logged, and
-        polling continues."""
+        """Poll the workers every `period_s` seconds until this task is cancelled. Idle workers are polled less often
+        (see `look`). Unexpected failures are logged, and polling continues."""
 
         async def look() -> None:
             await self.look()

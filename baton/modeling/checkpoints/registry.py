@@ -36,8 +36,9 @@ config."""
 def from_hf(
     raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
 ) -> ModelConfig:
-    """Return the ModelConfig of the model that a Hugging Face config describes. Arguments and errors are those of
-    `read_model`."""
+    """Return the ModelConfig of the model that a Hugging Face config describes. `raw` is the content of config.json,
+    and `generation` that of generation_config.json, or None. `source` names the config file in errors. Raises
+    ModelError for missing fields, and for a model that the decoder does not support."""
     return read_model(raw, generation, source).config
 
 

@@ -168,8 +168,8 @@ class PacedLink(ThreadLink):
 
 
 class LinkAccess:
-    """HostAccess to a device's memory. Bytes are copied over the device's link. On the host side they pass through
-    memory that the link can access directly, such as pinned memory."""
+    """Access of the host to a device's memory. Implements HostAccess: `read` and `write` copy bytes over the device's
+    link. On the host side the bytes pass through memory that the link can access directly, such as pinned memory."""
 
     def __init__(
         self,
@@ -178,8 +178,8 @@ class LinkAccess:
         num_frames: int = NUM_FRAMES,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        """Create the access over `link`. `make_home(num_bytes)` allocates host memory (uint8) that the link can access
-        fast. `num_frames` and `frame_bytes` are the number and the size of the staging frames."""
+        """Create the access. Bytes are copied over `link`. `make_home(num_bytes)` allocates host memory (uint8) that
+        the link can access fast. `num_frames` and `frame_bytes` are the number and the size of the staging frames."""
         self._link = link
         self._make_home = make_home
         self._frame_size = num_frames, frame_bytes

@@ -20,8 +20,8 @@ from baton.modeling.kv.transfers import Transfer
 
 @dataclass(frozen=True)
 class PickedHeads:
-    """Selected keys and values to copy to the device, for each sequence and kv head. All tensors are on the link's
-    device."""
+    """Selected keys and values to copy from host memory to a device, for each sequence and kv head. All tensors of this
+    object are on the device's `torch_device`."""
 
     home_B: Tensor
     """Address in host memory of each sequence's KV in one layer, int64."""

@@ -1,15 +1,16 @@
 """Causal attention over a list of KV segments. Partial results are merged by their log-sum-exp, so keys are never
 concatenated or copied.
 
-`decoder` and the chains of `prefill_workers` call it on their engine's thread.
+`decoder` and `prefill_workers` call this module on their engine's thread.
 
 Masks depend only on absolute positions: a query at position p attends to a key at position j if j <= p and, with a
 sliding window of w tokens, j > p - w. One function therefore serves whole prefill, a chunk of a prefill chain, chunked
-local prefill, multi-token verification and single-token decode. In a prefill chain, attention is causal for the chunk's
-own keys and dense for received keys.
+local prefill, multi-token verification and single-token decode. A prefill chain is a group of workers that compute one
+prompt together, each of them a chunk of it. Attention is then causal for the chunk's own keys and dense for received
+keys.
 
-The option `is_causal=True` of torch's SDPA aligns the mask of a rectangle at the top left, which is wrong here. Only
-square blocks are passed to SDPA as causal.
+If the numbers of queries and keys differ, the option `is_causal=True` of torch's SDPA lets query t attend to keys 0 to
+t, which is wrong here. The option is used only for equal numbers.
 
 Two partial results (o1, l1) and (o2, l2), where o is the output and l the log-sum-exp of the scores, are merged in
 fp32:

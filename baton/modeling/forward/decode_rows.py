@@ -1,16 +1,16 @@
-"""Attention of the spans of a generation step that have only few new tokens. A span is a run of consecutive new tokens
-of one sequence. Each new token is a row of the batch, and one kernel call computes all rows.
+"""Attention of the sequences of a generation step that have only few new tokens. Each new token is a row of the batch,
+and one kernel call computes all rows.
 
-`decoder` creates a DecodeRows object from a step's spans. The rows have different numbers of keys, in different memory,
-so a kernel gets B addresses and B lengths. These are the same in all layers, except for the offset of the layer. The
-number of kernel calls per layer does not depend on the number of rows. If a sequence has several new tokens, its keys
-are read only once.
+`decoder` creates a DecodeRows object from spans. A span is a run of consecutive new tokens of one sequence. The rows
+have different numbers of keys, in different memory, so a kernel gets B addresses and B lengths. These are the same in
+all layers, except for the offset of the layer. The number of kernel calls per layer does not depend on the number of
+rows. If a sequence has several new tokens, its keys are read only once.
 
 Keys are contiguous, or in pages that a block table lists. Both give bitwise equal results. A row may attend to only
 some keys: the location of its keys (KvPlace) may exclude keys, and a call may select keys. All other keys are not read.
 
 DecodeRows needs the native kernel (baton/modeling/kernels/attention/decode_attention.cpp), which supports CPUs and some
-dtypes. Without the kernel, such spans are computed like all others.
+dtypes. Without the kernel, the attention of each sequence is computed separately.
 
 Shape letters: B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers, C pages of a row.
 """
@@ -31,8 +31,8 @@ from baton.types import TokenRange
 
 
 class DecodeRows:
-    """Spans of a step (consecutive new tokens of one sequence) that have few new tokens. The object stores memory
-    addresses, so it must not be used after the spans are freed."""
+    """Attention of the spans of a step (consecutive new tokens of one sequence) that have few new tokens. The object
+    stores memory addresses, so it must not be used after the KV of these sequences is freed."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
         """Collect the memory addresses of the spans (consecutive new tokens of one sequence).
@@ -45,7 +45,7 @@ class DecodeRows:
         tokens = [first + index for first, place in spans for index in range(place.num_new)]
         self.tokens_B = torch.tensor(tokens)
         self.in_order = tokens == list(range(len(tokens)))
-        """True if the tokens of these spans are the first tokens of the step, in order."""
+        """True if row i is token i of the step, for all rows (new tokens)."""
         places = [place for _, place in spans]
         addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
         pages_BC, page_tokens = _pages(places)
@@ -64,7 +64,7 @@ class DecodeRows:
         self._table = pages_BC, page_tokens
         has_one_length = all(place.others is None for place in places)
         self.keys = RowKeys(addresses_LB, lengths_LB[0], self._table, queries_B, unseen_B2) if has_one_length else None
-        """Addresses, `[L, B]`, and numbers of the keys of each row (new token) in all layers. Sliding windows are
+        """Keys of all rows (new tokens) in all layers, for kernels that run all layers in one call. Sliding windows are
         ignored. None if a row has different numbers of keys in different layers."""
         widest = int(lengths_LB.max())
         windows_L = torch.tensor([widest if window is None else window for window in windows])
@@ -86,14 +86,14 @@ class DecodeRows:
         ]
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the new keys and values of these spans to the spans' KV memory. `k_TGH` and `v_TGH` contain the keys
-        and values of all tokens of the step."""
+        """Write the keys and values of the rows (new tokens) to the KV memory of their sequences. `k_TGH` and `v_TGH`
+        contain the keys and values of all tokens of the step."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
         native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], self._table)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the attention output of the rows (new tokens of these spans), `[B, N, H]`, in the dtype of the
-        queries. `q_TNH` contains the queries of all tokens of the step.
+        """Return the attention output of the rows (new tokens), `[B, N, H]`, in the dtype of the queries. `q_TNH`
+        contains the queries of all tokens of the step.
 
         With `picks`, each row attends to exactly the selected keys. The selected keys must be within the layer's
         sliding window, because the window is not applied. Raises RuntimeError if a row would attend to a key that does
@@ -113,7 +113,8 @@ class DecodeRows:
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return True if the native kernel is available and supports KV of this dtype and head dim on this device."""
+    """Return True if the C++ kernel of decode attention is available and supports KV of this dtype and head dim on this
+    device."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load()
 

@@ -56,20 +56,22 @@ class Span(Protocol):
 
 
 class SequenceSpan(Span, Protocol):
-    """Span with access to all keys to which its tokens attend."""
+    """Span (consecutive new tokens of one sequence) with access to all keys to which the tokens attend."""
 
     def segments(self, layer: int) -> Iterator[KvRows]:
         """Yield all keys and values to which the new tokens attend in `layer`, including their own, in pieces that do
         not overlap."""
 
     def place(self) -> KvPlace | None:
-        """Return the location of the span's keys if a kernel can address them. The keys must be contiguous in CPU
-        memory in every layer, or in pages of device memory. None: a kernel cannot address them."""
+        """Return the location of the sequence's keys, for kernels that read keys by address. The keys must be
+        contiguous in CPU memory in every layer, or in pages of device memory. None: such kernels cannot read the
+        keys."""
 
 
 class PassingSpan:
-    """Base class for spans whose method `segments` yields all segments of KV in the same buffer. A segment is valid
-    only until the next one is requested."""
+    """Base class for spans (consecutive new tokens of one sequence) whose KV passes through one buffer. Their method
+    `segments` yields one segment of KV after another in this buffer. A segment is valid only until the next one is
+    requested."""
 
 
 class LayerTurns(Protocol):
@@ -78,20 +80,21 @@ class LayerTurns(Protocol):
     these callbacks."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Called before `layer` runs on `hidden_TD`. Must make the keys of this layer available to the spans."""
+        """Called before `layer` runs on `hidden_TD`. Must make the keys of this layer available for the attention of
+        all sequences of the step."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Select the keys to which rows attend in `layer`. A row is a span with one new token. Return the selected keys
-        in the order of the rows, or None if the rows attend to all keys.
+        """Return the keys that are selected for attention in `layer`, in the order of the step's rows. A row is a
+        sequence with one new token whose attention is computed together with that of the other rows
+        (`baton.modeling.forward.decode_rows`). None: the rows attend to all keys.
 
         `q_TNH` contains the queries of all tokens of the step, after RoPE. The keys of the new tokens have already been
-        written. Called once per layer if the step has rows (`baton.modeling.forward.decode_rows`). All other spans
-        attend to all keys.
+        written. Called once per layer if the step has rows. All other sequences attend to all keys.
         """
 
     def end(self, layer: int) -> None:
-        """Called after `layer` has run. The spans' memory contains the layer's new keys, and the layer does not read
-        this memory any more."""
+        """Called after `layer` has run. Its new keys have been written to the KV memory that the step uses, and the
+        layer does not read this memory any more."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,11 @@ class Step:
     positions: Positions
     """Positions of all tokens."""
     spans: tuple[tuple[Span, slice], ...]
-    """Spans that are not in `rows`, each with the slice of its tokens among the tokens of the step."""
+    """Pairs of a span (consecutive new tokens of one sequence) and the slice of its tokens among the tokens of the
+    step. Spans whose attention is computed by `rows` are not included."""
     rows: DecodeRows | TritonRows | None = None
-    """Spans with few new tokens. One kernel call per layer computes the attention of all of them. None if the step has
-    no such spans."""
+    """Object that computes the attention of all sequences with few new tokens, in one kernel call per layer. None if
+    the step has no such sequences."""
 
 
 class Decoder:
@@ -147,11 +151,13 @@ class Decoder:
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
         self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
-        """True if Triton kernels compute the attention of spans with few new tokens and KV in pages."""
+        """True if Triton kernels compute the attention of sequences that have few new tokens in a step, and KV in
+        pages."""
         default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
-        """All layers in one native call. None if the layers or this machine do not support such a call."""
+        """Object that runs all layers in one native call. None if the layers or this machine do not support such a
+        call."""
         self.layout = KvLayout(
             model_fingerprint=weights.fingerprint,
             num_layers=config.num_layers,
@@ -161,12 +167,13 @@ class Decoder:
         )
 
     def begin(self, spans: Sequence[Span]) -> Step:
-        """Prepare a forward pass over `spans`. The positions of their tokens must be below the length of the model's
-        context."""
+        """Return the state of a new forward pass. `spans` contains the consecutive new tokens of each sequence. Their
+        positions must be below the length of the model's context."""
         return Step(self._positions(spans), tuple(_slices(spans)))
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
-        """Return the input `[T, D]` of the first layer for the tokens of all spans, in the order of the spans."""
+        """Return the input `[T, D]` of the first layer. `token_ids` contains the new tokens of all sequences of `step`,
+        in the order of the step."""
         return self.enter(torch.tensor(token_ids, device=self.weights.device), step.positions)
 
     def enter(self, token_ids_T: Tensor, positions: Positions) -> Tensor:
@@ -193,7 +200,7 @@ class Decoder:
         return q_TNH, k_TGH, qkv_TKH.narrow(1, num_heads + num_kv_heads, num_kv_heads)
 
     def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
-        """Write the new tokens' keys and values into the spans' memory, and return the queries `[T, N, H]`."""
+        """Write the keys and values of the new tokens to KV memory, and return the queries `[T, N, H]`."""
         q_TNH, k_TGH, v_TGH = self.heads(layer, hidden_TD, step.positions)
         if step.rows is not None:
             step.rows.append(layer, k_TGH, v_TGH)
@@ -205,8 +212,8 @@ class Decoder:
         return q_TNH
 
     def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
-        """Return an Attention for the queries of one span, with the sliding window of the layer. The caller must add
-        the segments of keys."""
+        """Return an Attention for the queries of consecutive tokens of one sequence, with the sliding window of the
+        layer. `first_position` is the position of the first token. The caller must add the segments of keys."""
         return Attention(q_TNH, first_position, self.config.windows[layer], self.kernel)
 
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
@@ -223,19 +230,21 @@ class Decoder:
         most_queries: int = 1,
         picks: StepPicks | None = None,
     ) -> Tensor:
-        """Run all layers over all spans, and return the hidden states `[T, D]`.
+        """Run all layers on the new tokens, and return the hidden states `[T, D]`.
 
+        `spans`: for each sequence a span, which is a run of consecutive new tokens with access to the sequence's KV.
         `token_ids`: the new tokens of all spans, concatenated.
 
         `turns`: callbacks before and after each layer. Callbacks that do not select keys leave the result bitwise
         unchanged.
 
-        `most_queries`: spans of at most this number of tokens are computed as rows of a generation step, which is fast
-        for few tokens. Must be 1 if `turns` selects keys.
+        `most_queries`: maximum length of the spans whose attention is computed together in one kernel call per layer,
+        which is fast for few tokens. In a model with sliding windows, only spans of one token are computed in this way.
+        Must be 1 if `turns` selects keys.
 
-        `picks`: the keys to which the spans attend, if they are known before the step. All spans must then have one new
-        token and be supported by the native kernel (`baton.modeling.forward.decode_rows`), and `turns` must not select
-        keys.
+        `picks`: the keys to which the tokens attend, if they are known before the step. All spans must then have one
+        new token and be supported by the native kernel (`baton.modeling.forward.decode_rows`), and `turns` must not
+        select keys.
         """
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
@@ -268,8 +277,9 @@ class Decoder:
     def _begin_ragged(
         self, spans: Sequence[SequenceSpan], most_queries: int
     ) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
-        """Return a step and its remaining spans. Spans of at most `most_queries` tokens become rows of the step, if a
-        kernel supports them."""
+        """Return the state of a forward pass, and the spans whose attention must be computed one by one. The attention
+        of all other spans is computed together. These spans have at most `most_queries` tokens, and a kernel supports
+        them."""
         others, few = [], []
         for span, where in _slices(spans):
             place = self._place(span) if len(span.tokens) <= most_queries else None
@@ -281,7 +291,8 @@ class Decoder:
         return Step(self._positions(spans), tuple(others), self._rows(few) if few else None), others
 
     def _place(self, span: SequenceSpan) -> KvPlace | None:
-        """Return the location of the span's keys if a kernel supports rows with this kind of location; else None."""
+        """Return the location of the span's keys, if a kernel that computes the attention of several spans together
+        supports this kind of location. Otherwise return None."""
         if not self._has_native_rows and not self.has_triton_rows:
             return None
         place = span.place()
@@ -312,8 +323,8 @@ class Decoder:
         others: Sequence[tuple[SequenceSpan, slice]],
         picks: Picks | None,
     ) -> Tensor:
-        """Return the attention of all tokens of a step, `[T, N, H]`. If `picks` is given, the `rows` attend only to
-        these keys."""
+        """Return the attention output of all tokens of a step, `[T, N, H]`. If `picks` is given, the tokens of `rows`
+        attend only to the selected keys. `others` contains the spans that are not in `rows`."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         if rows is not None:
             out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)

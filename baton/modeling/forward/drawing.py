@@ -112,7 +112,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
     """Choose the next token of each row of logits, `[B]`, int64, without waiting for the device. `kind` is the largest
-    DrawKind of all rows.
+    DrawKind that any of the rows needs.
 
     If the largest logit of a row is not finite, no token can be drawn, and the result is that of `largest_tokens`.
     """

@@ -56,8 +56,9 @@ class FusedLayers:
             self._native.add(*linear.described(norm))
 
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
-        """Return True if a step of `num_tokens` tokens can run in one native call. All tokens of the step must be in
-        `rows`, in order, and there must be at most `most_rows` of them."""
+        """Return True if a step of `num_tokens` tokens can run in one native call. `rows` must contain all tokens of
+        the step, in order, and at most `most_rows` tokens. Each token must have the same number of keys in all
+        layers."""
         is_plain = rows.in_order and rows.keys is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 

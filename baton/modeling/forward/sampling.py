@@ -55,7 +55,7 @@ class TokenMasks(Protocol):
         ...
 
     def append(self, token_id: int) -> None:
-        """Append the next token of the output. Does not wait."""
+        """Append the next token of the output. Does not wait for the mask that follows it."""
         ...
 
     def drop(self, num_tokens: int) -> None:
@@ -244,8 +244,9 @@ class _SeenTokens:
 
 
 def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:
-    """Choose the next token of each sequence. `logits_BV` (fp32) is adjusted in place. `states` is not changed. If a
-    logit of a sequence is NaN or plus infinity, its token is NO_TOKEN without logprobs.
+    """Choose the next token of each sequence. `logits_BV` (fp32) is changed in place: penalties, logit bias and
+    forbidden tokens are applied. `states` is not changed. If a logit of a sequence is NaN or plus infinity, its token
+    is NO_TOKEN without logprobs.
 
     The token and logprobs of a sequence do not depend on the other sequences. A batch of greedy sequences costs one
     argmax.
@@ -257,8 +258,9 @@ def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledTok
 
 
 def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
-    """Choose the next token of each sequence, as `sample` does, but without logprobs. Return the token ids, or
-    NO_TOKEN. `logits_BV` (fp32) is adjusted in place."""
+    """Choose the next token of each sequence, as `sample` does, but without logprobs. Return the token ids. The id is
+    NO_TOKEN if a logit of the sequence is NaN or plus infinity. `logits_BV` (fp32) is changed in place: penalties,
+    logit bias and forbidden tokens are applied."""
     for logits_V, state in zip(logits_BV, states, strict=True):
         state.adjust(logits_V)
     if not logits_BV.is_cuda:
@@ -279,13 +281,14 @@ def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Sam
 
 
 def report(logits_V: Tensor, token_id: int, state: SamplerState) -> SampledToken:
-    """Return a chosen token, with the logprobs that its request asks for. `logits_V` must have been adjusted."""
+    """Return a chosen token, with the logprobs that its request asks for. `SamplerState.adjust` must have been applied
+    to `logits_V`."""
     return _report(logits_V, token_id, state.params.logprobs)
 
 
 def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return the probabilities `[V]` in float64 with which the next token is sampled. `logits_V` must have been
-    adjusted."""
+    """Return the probabilities `[V]` in float64 with which the next token is sampled. `SamplerState.adjust` must have
+    been applied to `logits_V`."""
     found_V = torch.zeros(len(logits_V), dtype=torch.float64, device=logits_V.device)
     largest = float(logits_V.amax())
     if is_greedy(params) or not math.isfinite(largest):

@@ -77,11 +77,11 @@ class Selection:
     """Parameters that determine how many keys are selected. Raises ConfigError if a field is outside its limits."""
 
     alpha: float
-    """Maximum distance, in scaled scores, between a key's score and the best score of the same head. Keys within this
-    distance are counted to find how many to select. Above 0; infinity: all keys count."""
+    """Maximum distance, in scaled scores, of a key from the best score of its head. The number of keys within this
+    distance determines how many are selected. Above 0. Infinity: all keys are within the distance."""
     most_share: float
-    """Limit on the number of keys selected by score, as a fraction of the sequence's tokens. Above 0, up to 1. 1: no
-    limit."""
+    """Maximum number of keys selected by score, as a fraction of the sequence's tokens. Above 0, up to 1. The value 1
+    means no limit."""
     num_first: int
     """Number of the sequence's first keys that are always selected (>= 0), because models concentrate attention on
     them."""
@@ -114,13 +114,15 @@ class KeyProjection:
     estimating scores."""
 
     basis_GHR: Tensor
-    """Basis of each kv head, fp32. Partial keys are the products of keys and this matrix."""
+    """Matrix `[H, R]` of each kv head (its basis), fp32. A partial key is the product of a key and this matrix."""
     columns_GR: Tensor | None
-    """Indices of the head's columns that the basis selects, int64. None if the basis does more than select columns."""
+    """Indices of a key's columns that make up its partial key, for each kv head, int64. None if the matrices do more
+    than select columns."""
 
     @classmethod
     def of(cls, basis_GHR: Tensor) -> "KeyProjection":
-        """Return the projection for a basis. Detects whether the basis only selects columns."""
+        """Return the projection that multiplies keys by `basis_GHR`. Sets `columns_GR` if the matrices only select
+        columns."""
         selects = bool((basis_GHR.count_nonzero(1) == 1).all() and (basis_GHR.sum(1) == 1).all())
         return cls(basis_GHR, basis_GHR.argmax(1) if selects else None)
 
@@ -182,9 +184,9 @@ class PartialKeys:
         self._memory.expect(num_tokens // _BLOCK)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for the partial keys of `tokens` before they are written. `layer` None: in all layers.
-        Successive calls for all layers must ascend without gaps. Tokens that were committed layer by layer count as
-        covered."""
+        """Commit memory for the partial keys of `tokens` in `layer` (None: in all layers), before they are written.
+        When a call commits all layers, all earlier tokens must already be committed, by calls for all layers or for
+        each single layer."""
         blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
         self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
 

@@ -29,7 +29,7 @@ def verify_draft(
     """Return the next token of a sequence, and True if it is the accepted draft.
 
     `drafted_V`: distribution from which the draft was drawn. None: the draft had probability 1. `logits_V` (fp32) is
-    adjusted in place. If a logit is NaN or plus infinity, the token is NO_TOKEN.
+    changed in place by `SamplerState.adjust`. If a logit is NaN or plus infinity, the token is NO_TOKEN.
     """
     state.adjust(logits_V)
     if int(largest_tokens(logits_V)) == NO_TOKEN:

@@ -85,8 +85,8 @@ class StepInputs(NamedTuple):
         return Draws(self.key_B, self.top_k_B, self.floor_B, self.top_p_B, self.temperature_B)
 
     def write(self, rows: Sequence[DecodeRow], kind: DrawKind) -> None:
-        """Write the inputs of a step for these sequences. All remaining entries become padding. If `kind` is greedy,
-        `draws` is not written, because greedy steps do not read it."""
+        """Write the inputs of a step for these sequences. Entries after the last sequence become padding. If `kind` is
+        greedy, the drawing parameters are not written, because greedy steps do not read them."""
         num_rows = len(rows)
         torch.stack([row.table.pages_C for row in rows], out=self.table_BC[:num_rows])
         columns: list[tuple[Tensor, Sequence[float]]] = [
@@ -130,13 +130,14 @@ def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
 
 
 class StepGraphs:
-    """Captured steps for several batch sizes, for sequences whose KV is in pages. Used by one thread at a time."""
+    """Generation steps for several batch sizes, captured in CUDA graphs. They serve sequences whose KV is in pages.
+    Used by one thread at a time."""
 
     def __init__(
         self, decoder: Decoder, pages_LPS2GH: Tensor, row_pages: int, sizes: Sequence[int], *, captures: bool = True
     ) -> None:
-        """Capture a step for each batch size in `sizes`. Each sequence has at most `row_pages` pages. The largest step
-        is captured first, because all captures share its memory.
+        """Capture a step in a CUDA graph for each batch size in `sizes` and each kind of drawing. Each sequence has at
+        most `row_pages` pages. The largest step is captured first, because all graphs share its memory.
 
         With `captures` False, nothing is captured, and steps are launched kernel by kernel. If there is too little
         memory, raises one of the errors in OUT_OF_MEMORY. Blocks.

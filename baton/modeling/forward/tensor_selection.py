@@ -23,22 +23,21 @@ from baton.modeling.kv.pool_rows import PoolRow
 from baton.types import KvLayout
 
 _BLOCK = 16
-"""Number of keys of a block. In the pool's KV layout, a block counts as one token: its K and V together hold the
-partial keys of 16 keys."""
+"""Number of partial keys in a block. One token of the pool's KV layout stores one block, in its K and V together."""
 _LIST_BYTES = 64
 """Number of temporary bytes per key and kv head for the lists that a selection sorts, masks and packs."""
 _LEAST = torch.finfo(torch.float32).min
 
 
 def partial_layout(layers: range, num_kv_heads: int, num_columns: int) -> KvLayout:
-    """Return the layout of a pool for partial keys (keys reduced to `num_columns` columns). A token of this layout
-    stands for a block: its K and V together hold 16 partial keys of each kv head. A sequence needs `partial_blocks`
-    blocks."""
+    """Return the KV layout of a pool for partial keys (keys reduced to `num_columns` columns). One token of this layout
+    stores a block of 16 partial keys of each kv head, in its K and V together. `partial_blocks` returns the number of
+    blocks that a sequence needs."""
     return KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
 
 
 def partial_blocks(num_tokens: int) -> int:
-    """Return the number of blocks that the partial keys of `num_tokens` tokens need."""
+    """Return the number of blocks (16 partial keys each) that `num_tokens` tokens need."""
     return -(-num_tokens // _BLOCK)
 
 
@@ -53,14 +52,16 @@ class TensorPartialKeys:
     in one page of a pool on the GPU. Not thread-safe."""
 
     def __init__(self, layers: range, num_kv_heads: int, num_columns: int, pool: PagePool) -> None:
-        """Create the partial keys of a slot without allocating a page. The layout of `pool` must be `partial_layout`.
-        Each page of the pool must have `partial_blocks` blocks for the longest sequence."""
+        """Create the partial keys of a slot without allocating a page. The layout of `pool` must be the result of
+        `partial_layout`. Each page must be large enough for the longest sequence: `partial_blocks` blocks, each of
+        which takes one token of this layout."""
         self.layers = layers
         self.memory = PoolRow(pool)
         data = pool.memory.data_LPS2GH
         num_keys = data.shape[2] * _BLOCK
         self.pool_LPGSR = data.view(len(layers), data.shape[1], num_kv_heads, num_keys, num_columns)
-        """Partial keys in all pages of the pool. The model's layer l has index l - layers.start."""
+        """Partial keys (keys reduced to fewer columns) in all pages of the pool, by layer, page, kv head, key and
+        column. The model's layer l has index l - layers.start."""
 
     @property
     def num_bytes(self) -> int:
@@ -68,11 +69,12 @@ class TensorPartialKeys:
         return self.memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of a page, or 0 if `num_tokens` is 0. A sequence takes a whole page."""
+        """Return the number of bytes that the partial keys of `num_tokens` tokens take: those of a whole page, or 0 if
+        `num_tokens` is 0."""
         return self.memory.bytes_for(num_tokens)
 
     def expect(self, num_tokens: int) -> None:
-        """Allocate the sequence's page of the pool. Raises MemoryError if no page is free."""
+        """Allocate a page of the pool for the sequence's partial keys. Raises MemoryError if no page is free."""
         self.memory.expect(num_tokens)
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:
@@ -87,7 +89,7 @@ class TensorPartialKeys:
         self.pool_LPGSR[:, self.memory.number, :, :num_tokens] = source_LGSR
 
     def release(self) -> None:
-        """Release the sequence's page of the pool. Idempotent."""
+        """Release the page of the sequence's partial keys. Idempotent."""
         self.memory.release()
 
 

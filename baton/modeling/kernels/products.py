@@ -1,9 +1,9 @@
 """Names of the methods with which the C++ kernels multiply bf16 numbers. All methods accumulate sums in fp32."""
 
 WIDENED = "widened"
-"""Vector method: operands are converted to fp32 before they are multiplied."""
+"""Method that uses vector instructions. It converts operands to fp32 before it multiplies them."""
 DOT = "dot"
-"""Vector method: uses the processor's instruction for dot products of bf16 pairs. On a processor without it, linear
-layers emulate the instruction, which is slow."""
+"""Method that uses the processor's vector instruction for dot products of bf16 pairs. On a processor without this
+instruction, linear layers emulate it, which is slow."""
 TILES = "tiles"
-"""Matrix method: uses the processor's AMX tiles."""
+"""Method that multiplies matrices in the processor's AMX tiles."""

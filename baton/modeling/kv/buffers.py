@@ -244,8 +244,8 @@ class KvPlace:
     layer_bytes: int
     """Number of bytes from the start of one layer to the start of the next layer."""
     num_layers: int
-    """Number of layers that have memory at this location. Unless `others` is given, layers share this memory: the
-    model's layer l uses layer l modulo `num_layers`."""
+    """Number of layers that have memory at this location. If `others` is None, all layers of the model use this memory:
+    the model's layer l uses layer l modulo `num_layers`. Otherwise only the first `num_layers` layers use it."""
     num_keys: int
     """Number of keys of the sequence, including the keys of its new tokens."""
     num_new: int = 1
@@ -255,11 +255,11 @@ class KvPlace:
     """Range of keys, numbered from 0 within the sequence, to which no new token attends. It must not contain keys of
     new tokens. None: no keys are excluded."""
     own: int | None = None
-    """Index of the new token's key, for a sequence with one new token whose key is not the last one. None: the keys of
-    new tokens are the last keys."""
+    """Index of the new token's key among the keys at this location. Given only if there is one new token, and its key
+    is not necessarily the last one. None: the keys of new tokens are the last keys."""
     others: "KvPlace | None" = None
-    """Location of the KV of the layers from `num_layers` on. None: these layers share the memory of the first
-    layers."""
+    """Location of the KV of the model's layers from `num_layers` on. None: these layers use the memory of the first
+    `num_layers` layers too."""
     table: BlockTable | None = None
     """Block table of the sequence's pages. None: the keys of each layer are contiguous."""
 

@@ -52,8 +52,9 @@ class RowMemory(Protocol):
         at most once between two calls of `release`."""
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for `tokens` before they are written. `layer` None: in all layers. Successive calls for all
-        layers must ascend without gaps. Tokens that were committed layer by layer count as covered."""
+        """Commit memory for `tokens` in `layer` (None: in all layers), before the tokens are written. When a call
+        commits all layers, all earlier tokens must already be committed, by calls for all layers or for each single
+        layer."""
 
     def release(self) -> None:
         """Free all memory. No thread may read or write the memory any more. Idempotent."""
@@ -110,10 +111,10 @@ class PagedMemory:
                 self._advise(mmap.MADV_HUGEPAGE, self._offset + layer * self._layer_bytes, num_huge_bytes)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Count the memory pages of `tokens` that have not been counted before. `layer` None: in all layers. The
-        operating system commits a page when it is first written. If one layer needs many new pages, they are committed
-        immediately by one system call, which takes a third of the time of the page faults. Raises MemoryError if the
-        limit of an emulated device is exceeded."""
+        """Count the new memory pages of `tokens` in `layer` (None: in all layers) as committed. The operating system
+        commits a page when it is first written. If one layer needs many new pages, they are committed immediately by
+        one system call, which takes a third of the time of the page faults. Raises MemoryError if the limit of an
+        emulated device is exceeded."""
         if tokens.end <= self._num_whole:
             return
         end = _ceil(tokens.end * self._row_bytes, PAGE_BYTES) // PAGE_BYTES
@@ -173,8 +174,8 @@ class TensorMemory:
         self.data_LS2GH = torch.empty(0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes of `max_tokens` tokens, or 0 if `num_tokens` is 0. The memory is always allocated
-        as a whole."""
+        """Return the size of the whole tensor in bytes, or 0 if `num_tokens` is 0. The tensor always has room for
+        `max_tokens` tokens, even if `num_tokens` is smaller."""
         return self._whole_bytes if num_tokens else 0
 
     def expect(self, num_tokens: int) -> None:

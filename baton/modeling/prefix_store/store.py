@@ -62,7 +62,7 @@ _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
 
 @dataclass(frozen=True)
 class Leading:
-    """Opened blocks at the start of a prompt, up to the first block that was not stored."""
+    """KV of the blocks of a prompt before the first block that is not stored."""
 
     blocks: tuple[KvBuffer, ...]
     num_disk_bytes: int
@@ -284,7 +284,7 @@ class PrefixStore:
             room.drop()
 
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
-        """Open the leading blocks of `names`: those before the first one that is not stored. The buffers are as in
+        """Return the KV of all blocks of `names` before the first one that is not stored: views or copies, as in
         `open`. Raises InvalidArgumentError for an invalid name."""
         found: list[tuple[KvBuffer, int]] = []
         try:

@@ -50,15 +50,17 @@ class BasisKind(enum.Enum):
     """Method by which a basis is computed. The value is the method's name on the command line and in files."""
 
     COLUMNS = "columns"
-    """Columns of the head for which the sum over all tokens of |q| and |k| is largest. Nothing is rotated."""
+    """Columns of the head in which the absolute values of queries and keys are largest, summed over all tokens. Queries
+    and keys are not multiplied by a matrix first."""
     COLUMNS_Q = "columns_q"
-    """Columns of the head for which the sum over all tokens of |q| is largest. Nothing is rotated."""
+    """Columns of the head in which the absolute values of queries are largest, summed over all tokens. Queries are not
+    multiplied by a matrix first."""
     SKEW = "skew"
-    """Method of the InfiniGen paper. Queries and keys are multiplied by the right singular vectors of the queries. Then
-    the columns are selected for which the sum over all tokens of |q| and |k| is largest."""
+    """Method of the InfiniGen paper. Queries and keys are multiplied by the right singular vectors of the queries. Of
+    the results, the columns are used in which the absolute values are largest, summed over all tokens."""
     SKEW_Q = "skew_q"
-    """Right singular vectors of the queries. The columns are selected for which the sum over all tokens of |q| is
-    largest; these are the first singular vectors."""
+    """Method SKEW, but the columns are selected by the absolute values of queries alone. These columns usually belong
+    to the first singular vectors."""
     CENTRED = "centred"
     """Best approximation with rank R (Eckart and Young) of all attention scores, after each query's mean score over all
     keys is subtracted."""
@@ -78,9 +80,10 @@ class LayerSample:
 
 @dataclass(frozen=True)
 class Basis:
-    """Basis of one model: two matrices for each layer and kv head. The matrices of the first NUM_WHOLE_LAYERS layers
-    are zero, because no keys are selected in these layers. Columns are sorted by their contribution to the scores,
-    largest first. The first columns alone are therefore a valid smaller basis."""
+    """Low-rank projections of one model's queries and keys, with which important keys are selected at a low cost. Each
+    layer and kv head has two matrices: one for queries and one for keys. The matrices of the first
+    NUM_WHOLE_LAYERS layers are zero, because no keys are selected in these layers. Columns are sorted by their
+    contribution to the scores, largest first. The first columns alone are therefore a valid smaller basis."""
 
     kind: BasisKind
     q_LGHR: Tensor

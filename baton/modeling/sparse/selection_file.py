@@ -1,4 +1,5 @@
-"""Safetensors file with the results of `baton prepare` for one model: the basis and the parameters of key selection.
+"""Safetensors file with the results of `baton prepare` for one model: the basis (low-rank
+projections of queries and keys) and the parameters of key selection.
 
 Residency policies that select keys load the file when a generation group starts. Its tensors are `q_LGHR` and `k_LGHR`
 (see `baton.modeling.sparse.bases`). All other values are text in the file's metadata. A file is valid only for the
@@ -42,16 +43,16 @@ class PreparedSelection:
     fingerprint: str
     """Fingerprint of the model's weights (`KvLayout.model_fingerprint`)."""
     text_hash: str
-    """Hash of the sample text to which the basis was fitted."""
+    """Hash of the sample text from which `basis` was computed."""
     captured_mass: float | None = None
-    """Fraction (0 to 1) of the attention weight that the selected keys have after softmax. It is measured on text to
-    which the basis was not fitted. None: not measured."""
+    """Fraction (0 to 1) of the attention weight that the selected keys have after softmax. It is measured on text
+    that was not used to compute `basis`. None: not measured."""
     picked_share: float | None = None
-    """Fraction (0 to 1) of a sequence's keys that are selected. It is measured on text to which the basis was not
-    fitted. None: not measured."""
+    """Fraction (0 to 1) of a sequence's keys that are selected. It is measured on text that was not used to
+    compute `basis`. None: not measured."""
     perplexity_cost: float | None = None
     """Relative increase of perplexity caused by key selection, compared with attention to all keys. It is measured on
-    text to which the basis was not fitted. None: not measured."""
+    text that was not used to compute `basis`. None: not measured."""
 
 
 def prepared_path(fingerprint: str, lookahead: int = 0) -> Path:

@@ -41,7 +41,8 @@ class LayerTimes:
     """Seconds of the part of a layer that needs earlier ranks' KV: attention to the keys of cached tokens and of
     earlier ranks' tokens, and the matrix products that follow attention."""
     copy: Seconds
-    """Seconds in which KV is copied before it is sent. 0 on the first rank."""
+    """Seconds to copy one layer's KV of the rank's own and all earlier ranks' tokens before it is sent. 0 on the first
+    rank."""
     last_own: Seconds
     """Value of `own` in the last layer of the chain's last rank. It is smaller than `own` if attention is computed only
     for the last query. `last_far` is the value of `far` in the same layer."""

@@ -19,8 +19,8 @@ from baton.planning.step_times import StepTimes
 from baton_lab.traffic.gaps import GapHistogram
 
 _NEAR_TOKENS = 64
-"""Step times are approximated by a straight line within each range of this many context tokens per sequence. Used only
-for measured step times."""
+"""Width of a range of context lengths, in tokens per sequence. Within each range, measured step times are approximated
+by a straight line. Not used for nominal step times."""
 
 
 class StepLines:
@@ -48,8 +48,9 @@ class Batch:
     """Simulated batch of one generation group. Its owner must call `advance` at the simulated time `next_end_s`."""
 
     def __init__(self, lines: StepLines, gaps: GapHistogram, on_end: Callable[[int, float], None]) -> None:
-        """Create an empty batch. `on_end` is called when a sequence leaves, with the sequence's number and the time of
-        its last token. This time may be up to one step in the future."""
+        """Create an empty batch. `lines`: step times. `gaps`: histogram to which the times between tokens are added.
+        `on_end` is called when a sequence leaves, with the sequence's number and the time of its last token. This time
+        may be up to one step in the future."""
         self._lines = lines
         self._gaps = gaps
         self._on_end = on_end

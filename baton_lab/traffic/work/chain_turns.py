@@ -5,7 +5,8 @@ the KV of the earlier ranks. The second half begins the next layer. It computes 
 sends its own KV, and the attention to the rank's own tokens.
 
 Each rank gives its next turn to the ready job with the earliest due time. While a job waits for KV of earlier ranks,
-another job runs for one turn. A long prompt can therefore delay a short one by the time of a layer, several times.
+another job runs for one turn. A short prompt can therefore wait several times for a turn of a long prompt, each time
+for about the duration of one layer.
 Does no I/O.
 """
 
@@ -58,8 +59,8 @@ class _Part:
 
     @property
     def ready_s(self) -> float:
-        """Earliest time at which the next turn on the job can begin. Minus infinity: immediately. Infinity: not known
-        yet, because KV of earlier ranks is missing."""
+        """Earliest time at which the rank can begin its next turn (unit of work, about one layer) on the job. Minus
+        infinity: immediately. Infinity: not known yet, because KV of earlier ranks is missing."""
         if self.is_first or not self.num_taken:
             return -math.inf
         return self.arrived_s[self.num_taken - 1] if self.num_taken <= len(self.arrived_s) else math.inf
@@ -108,7 +109,7 @@ class _Rank:
                 part.project(now_s + turn.until_projected_s)
 
     def end_turn(self) -> _Part | None:
-        """End the current turn. If the rank has now finished its work on the job, return this work, otherwise None."""
+        """End the current turn. Return the rank's work on the job if all its turns are now done, otherwise None."""
         part, self.running = self.running, None
         assert part is not None
         part.num_taken += 1

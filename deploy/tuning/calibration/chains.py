@@ -56,7 +56,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Check:
-    """Comparison of predicted and measured times to first token, for prompts of one length."""
+    """Comparison of predicted and measured times to first token, for prompts of one length that were divided among the
+    ranks in the same way."""
 
     num_tokens: int
     chunks: tuple[int, ...]
@@ -83,7 +84,8 @@ class ChainFit:
     """Largest deviation of a measured computation time of a rank from the fit, as a fraction of the measured time."""
     checks: tuple[Check, ...]
     """Comparisons of predicted and measured times, in ascending order of prompt length. There is one comparison for
-    each combination of a prompt length and the numbers of its tokens that the ranks computed."""
+    each prompt length and each division of the prompt among the ranks (`Check.chunks`: number of tokens of each
+    rank)."""
     width: int
     """Number of ranks of the chains that were used for the fit."""
     num_ranks: int

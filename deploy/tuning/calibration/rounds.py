@@ -24,14 +24,16 @@ from baton.types import DraftRound, TokenEvent
 from deploy.tuning.calibration.steps import Grid, events_of
 
 NUM_ROUNDS = 8
-"""Minimum number of rounds that are measured in each batch."""
+"""Minimum number of rounds of speculative decoding that are measured in each batch. A round is a step that verifies
+drafts, and the steps that made these drafts."""
 NUM_DRAFTS = (2, 6)
 """Numbers of drafts per sequence with which each batch is measured. A small and a large number are needed to separate
-the cost of one draft from the fixed cost of a round."""
+the cost of one draft from the fixed cost of a round of speculative decoding."""
 _UNMEASURED = 2
-"""Number of first steps of a sequence that are not measured: the step that ends the prompt, and the first round."""
+"""Number of steps at the beginning of a sequence that are not measured: the step that ends the prompt, and the first
+step that verifies drafts."""
 Measured = tuple[StepWork, float]
-"""Pair of the work of a round and its duration in seconds."""
+"""Pair (work of a round of speculative decoding, duration of the round in seconds)."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,14 @@ def measure_rounds(
     rng: random.Random,
     done: Callable[[int], None],
 ) -> list[Measured]:
-    """Measure rounds for every batch size and context of `grid`, with each number of drafts in `NUM_DRAFTS`. For each
-    combination, return the work and the duration in seconds of the round with the median duration. A combination is
-    left out if none of its rounds had this number of drafts for every sequence.
+    """Measure rounds of speculative decoding for every batch size and context of `grid`, with each number of drafts in
+    `NUM_DRAFTS`. A round is a step that verifies drafts, and the steps that made these drafts. For each combination,
+    return the work and the duration in seconds of the round with the median duration. A combination is left out if none
+    of its rounds had this number of drafts for every sequence.
 
     `draft_keys` has the number of keys that a draft step attends to, by draft source. It is 0 for a source that makes
-    drafts without a step. `done` is called with the estimated work of each batch that has ended. Raises
-    UnavailableError if a batch was lost, or did not run alone.
+    drafts without a step. `done` is called after each batch with an estimate of the time that it took, in the arbitrary
+    unit of `Grid.work`. Raises UnavailableError if a batch was lost, or did not run alone.
     """
     model = client.model()
     rounds: dict[tuple[int, int, int], list[Measured]] = defaultdict(list)
@@ -97,10 +100,10 @@ def measure_rounds(
 def rounds_of(
     events: Iterable[TokenEvent], batch: int, num_prompt: int, num_drafts: int, draft_keys: Mapping[str, int]
 ) -> list[Measured]:
-    """Return the work and the duration in seconds of each round in which every sequence had exactly `num_drafts`
-    drafts. `events` are the token events of a batch of `batch` sequences that ran alone. Each sequence has a prompt of
-    `num_prompt` tokens. `draft_keys` has the number of keys that a draft step attends to, by draft source. Raises
-    UnavailableError if the sequences did not run in the same steps."""
+    """Return the work and the duration in seconds of each round of speculative decoding in which every sequence had
+    exactly `num_drafts` drafts. `events` are the token events of a batch of `batch` sequences that ran alone. Each
+    sequence has a prompt of `num_prompt` tokens. `draft_keys` has the number of keys that a draft step attends to, by
+    draft source. Raises UnavailableError if the sequences did not run in the same steps."""
     of_choices: list[list[TokenEvent]] = [[] for _ in range(batch)]
     for event in events:
         if event.token is not None:

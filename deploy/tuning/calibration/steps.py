@@ -25,11 +25,11 @@ from baton.types import TokenEvent
 NUM_STEPS = 16
 """Number of steps that are measured in each batch."""
 _BEFORE = NUM_STEPS // 2 + 2
-"""Number of output tokens of a sequence up to the middle of its measurement. The first two of them (from the step that
-ends the prompt, and from the step after it) are not measured."""
+"""Number of output tokens that a sequence has half-way through its measurement. The first two of them are not measured.
+They come from the step that ends the prompt, and from the step after it."""
 LEAST_CONTEXT = _BEFORE + 1
-"""Minimum context that can be measured, in tokens. It is the length that a sequence with a prompt of one token has
-half-way through its measurement."""
+"""Minimum context that can be measured, in tokens. A context is the number of tokens (prompt and output) that a
+sequence has half-way through its measurement. The minimum belongs to a prompt of one token."""
 _BATCHES = (1, 4, 16, 64)
 _CONTEXTS = (192, 1024, 4096)
 
@@ -41,7 +41,8 @@ class Grid:
     batches: tuple[int, ...]
     """Batch sizes (numbers of sequences), in ascending order."""
     contexts: tuple[int, ...]
-    """Contexts in ascending order. A context is the number of tokens of a sequence half-way through its measurement."""
+    """Contexts in tokens, in ascending order. A context is the number of tokens (prompt and output) that a sequence has
+    half-way through its measurement."""
     repeats: int = 1
     """Number of times that each batch is measured."""
 
@@ -66,7 +67,7 @@ def default_batches(num_slots: int) -> tuple[int, ...]:
 
 def longest_context(max_tokens: int) -> int:
     """Return the longest context that can be measured, in tokens, if a request has at most `max_tokens` tokens. A
-    context is the length of a sequence half-way through its measurement."""
+    context is the number of tokens (prompt and output) that a sequence has half-way through its measurement."""
     return max_tokens - NUM_STEPS // 2
 
 
@@ -90,8 +91,8 @@ def measure_steps(client: Client, grid: Grid, *, rng: random.Random, done: Calla
     for each batch size and one column for each context. Each value is the median over the steps of all repeats.
 
     Each repeat measures the batches in random order. One batch before the first repeat is discarded. `done` is called
-    with the estimated work of each batch that has ended. Raises UnavailableError if a batch was lost, or did not run
-    alone.
+    after each batch with an estimate of the time that it took, in the arbitrary unit of `Grid.work`. Raises
+    UnavailableError if a batch was lost, or did not run alone.
     """
     vocab_size = client.model().vocab_size
     seconds: dict[tuple[int, int], list[float]] = {cell: [] for cell in grid.cells}

@@ -33,7 +33,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Guess:
-    """Method of selecting keys: by the scores that a basis estimates, or by the true scores."""
+    """Method of selecting keys: by scores that a basis (a set of columns) estimates, or by the true scores."""
 
     basis: Basis | None
     """Basis whose columns estimate the scores of the keys. None: the true scores are used, which give the best possible
@@ -45,9 +45,9 @@ class Guess:
 def captured(
     samples: Iterable[LayerSample], guesses: Sequence[Guess], positions_Q: Tensor, windows: Sequence[int | None]
 ) -> list[Captured]:
-    """Return the attention that each of `guesses` captures, as a mean over the queries at `positions_Q`. `samples` has
-    the queries and keys of each layer. `windows` has the sliding window of each layer, or None for a layer without a
-    sliding window."""
+    """Return, for each method of selecting keys in `guesses`, the attention that the selected keys capture. Values are
+    means over the queries at `positions_Q`. `samples` has the queries and keys of each layer. `windows` has the sliding
+    window of each layer, or None for a layer without a sliding window."""
     found = torch.zeros(len(guesses), 2, dtype=torch.float64)
     num_layers = 0
     for sample in samples:

@@ -1,14 +1,15 @@
-"""Implements `baton prepare`: fits bases (columns that estimate the scores of keys), compares them, tunes a selection,
-and writes the best selection to a file. Blocks for a minute or more.
+"""Implements `baton prepare`: fits bases (columns that estimate the scores of keys), compares them, searches for the
+best selection of keys, and writes it to a file. Blocks for a minute or more.
 
 1. The model runs over the first passage of the text. Bases of all kinds are fitted to its queries and keys.
 2. The model runs over the second passage. Its queries and keys show how much attention each basis captures. The best
    kinds of basis for each number of columns are kept.
-3. The model reads the other passages once with each selection that is tried, to measure the perplexity and the bytes
-   of KV read. Of the selections within the allowed cost, the one that reads the fewest bytes is written.
+3. The model reads the other passages once with each selection that is tried, to measure the perplexity and the bytes of
+   KV read. Of the selections whose increase of perplexity is within the allowed limit, the one that reads the fewest
+   bytes is written.
 
-If several kinds of bases capture nearly the same attention, they are compared in step 3, because their costs in
-perplexity differ more.
+If several kinds of bases capture nearly the same attention, they are compared in step 3, because they differ more in
+their increase of perplexity.
 """
 
 import argparse
@@ -46,36 +47,39 @@ from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.selective import require_selective
 
 _FITTED_TOKENS = 2048
-"""Maximum number of tokens of the first passage to which bases are fitted. They are the first tokens of this
-passage."""
+"""Maximum number of tokens to which bases (sets of columns that estimate attention scores) are fitted. They are the
+first tokens of the text's first passage."""
 _LEAST_TOKENS = 64
 _NUM_JUDGED = 64
-"""Number of queries with which bases are compared. The queries are evenly spaced over the second half of the second
-passage."""
+"""Number of queries with which bases (sets of columns that estimate attention scores) are compared. The queries are
+evenly spaced over the second half of the second passage."""
 _JUDGED_SHARE = 0.05
-"""Fraction of the keys that each basis selects by score while bases are compared."""
+"""Fraction of the keys that are selected by their estimated scores when bases are compared. A basis is a set of columns
+that estimates the scores."""
 _TIE = 0.001
-"""Difference in captured mass (a fraction of 1) below which two bases count as equal. Differences of this size also
-occur when only the number of threads changes."""
+"""Difference in captured mass (the fraction of the softmax weight that the selected keys have) below which two bases
+count as equal. A basis is a set of columns that estimates attention scores. Differences of this size also occur when
+only the number of threads changes."""
 _MASS_EVERY = 16
 """Interval, in steps, between measurements of the attention weight that the final selection captures."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Basis with the fraction of the softmax weight that it captures. All compared bases select the same number of
-    keys."""
+    """Result of the comparison of one basis with others. A basis is a set of columns that estimates attention scores,
+    by which keys are selected. All compared bases select the same number of keys."""
 
     basis: Basis
     own_mass: float
-    """Fraction of the softmax weight that is captured if keys are selected with the layer's own queries (lookahead
-    0)."""
+    """Fraction of the softmax weight that the selected keys have if each layer selects keys with its own queries
+    (lookahead 0: no layer in advance)."""
     early_mass: float
-    """Fraction of the softmax weight that is captured if keys are selected with queries that were predicted one layer
-    earlier (lookahead 1)."""
+    """Fraction of the softmax weight that the selected keys have if each layer selects keys with queries that were
+    predicted one layer earlier (lookahead 1: one layer in advance)."""
     is_best: bool
-    """True if this basis is one of the best with its number of columns, at the requested lookahead. Those are all bases
-    whose captured mass is less than `_TIE` below the highest."""
+    """True if this basis is among the best bases with the same number of columns. These are the bases whose captured
+    mass is less than `_TIE` below the highest. The captured mass is `own_mass` or `early_mass`, according to the
+    requested lookahead."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +89,23 @@ class Outcome:
     title: str
     judged: tuple[Judged, ...]
     judged_share: float
-    """Fraction of the keys that were selected while bases were compared. It includes the keys that are always
-    selected."""
+    """Fraction of the keys that were selected in the comparison of bases (sets of columns that estimate attention
+    scores). It includes the keys that are always selected."""
     best_mass: float
-    """Fraction of the softmax weight that a selection by true scores captures with the same number of keys. No basis
-    can capture more."""
+    """Fraction of the softmax weight that the selected keys have if they are selected by their true scores, not by
+    estimated scores. The number of selected keys is the same as for the compared bases. No basis can capture more."""
     full_perplexity: float
     found: tuple[Measured, ...]
-    """Selections that were accepted, in order of preference: those within the allowed cost, or those with the bounds
-    that the user gave. The first one is written to the file."""
+    """Accepted selections of keys, in order of preference. If the user gave the bounds of the selection, these are the
+    selections with these bounds, one per basis. Otherwise they are the selections whose increase of perplexity is
+    within the allowed limit. The first one is written to the file."""
     path: Path
 
 
 def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
-    """Run all stages of `baton prepare`: fit bases, compare them, tune a selection, and write the selection to a file.
-    Raises InvalidArgumentError, ConfigError or ModelError."""
+    """Run all stages of `baton prepare`: fit bases (sets of columns that estimate attention scores), compare them,
+    search for the best selection of keys, and write it to a file. Return the results. Raises InvalidArgumentError,
+    ConfigError or ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     torch.set_num_threads(use_threads(args.threads))
@@ -132,7 +138,8 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
 
 @torch.inference_mode()
 def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Console) -> list[Basis]:
-    """Fit one basis of each requested kind to a text. Each basis has the largest requested number of columns."""
+    """Return one basis of each requested kind, fitted to the text `token_ids`. A basis is a set of columns that
+    estimates attention scores. Each basis has the largest requested number of columns."""
     kinds = [BasisKind(name) for name in wanted.kinds]
     num_columns = _num_columns(decoder, wanted)[-1]
     context = wanted.reach or decoder.config.max_position
@@ -145,8 +152,9 @@ def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Con
 def judge(
     decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, console: Console
 ) -> tuple[tuple[Judged, ...], Captured]:
-    """Compare bases on the text `token_ids`. Return the attention that each basis captures with each number of columns,
-    and the attention that a selection by true scores captures."""
+    """Compare bases (sets of columns that estimate attention scores) on the text `token_ids`. Return a pair: the result
+    for each basis with each number of columns, and the attention that keys capture if they are selected by their true
+    scores."""
     selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
     narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
     guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
@@ -167,10 +175,11 @@ def judge(
 
 
 def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> list[Measured]:
-    """Measure selections with these bases, and return them in order of preference. A selection is bounded by alpha
-    (distance from the best score) and most_share (fraction of the keys). If the user gave both, they are measured with
-    each basis, and the basis with the lowest cost is first. Otherwise both are searched, and the selection within the
-    allowed cost that reads the fewest bytes is first. Raises ConfigError."""
+    """Measure selections of keys with these bases, and return them in order of preference. A selection has two bounds:
+    alpha (maximum distance of a key's score from the best score) and most_share (maximum fraction of the keys). If the
+    user gave both bounds, a selection with these bounds is measured for each basis, and the one that increases
+    perplexity least is first. Otherwise both bounds are searched for. Of the selections whose increase of perplexity is
+    within the allowed limit, the one that reads the fewest bytes is first. Raises ConfigError."""
     if wanted.by_hand is None:
         fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
         bases = cheapest(bases, fixed, wanted.context, reader.measure)
@@ -209,8 +218,8 @@ class PassageReader:
         return self._read(residency, _name(basis, selection), mass_every)
 
     def measure(self, basis: Basis, selection: Selection) -> Measured:
-        """Read the passages with a basis and a selection, and return the cost in perplexity and the bytes read. A
-        repeated call with the same basis and selection returns the first result. Implements
+        """Run the model over the passages with this basis and this selection of keys. Return the increase of perplexity
+        and the bytes read. A repeated call with the same basis and selection returns the first result. Implements
         `selection_tuning.Measure`."""
         key = f"{basis.kind.value} {basis.num_columns}", selection
         if key not in self._measured:

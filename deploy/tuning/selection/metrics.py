@@ -60,8 +60,9 @@ class PicksMeter:
         return statistics.fmean(self._masses) if self._masses else None
 
     def watch(self, step: StepKv) -> "WatchedTurns | None":
-        """Return the step's LayerTurns (the policy's hooks before and after each layer) with this meter attached. None
-        if the step has no LayerTurns. Each sequence of the step must have exactly one new token."""
+        """Return a wrapper of the step's LayerTurns (the residency policy's hooks before and after each layer) that
+        reports the selected keys to this meter. Return None if the step has no LayerTurns. Each sequence of the step
+        must have exactly one new token."""
         return None if step.turns is None else WatchedTurns(self, step, step.turns)
 
     def take(self, layer: int, picks: Picks, step: StepKv, q_BNH: Tensor) -> None:
@@ -83,21 +84,23 @@ class WatchedTurns:
     meter: PicksMeter
     step: StepKv
     turns: LayerTurns
-    """LayerTurns of the step, to which all calls are forwarded."""
+    """The step's LayerTurns: the residency policy's hooks before and after each layer. All calls are forwarded to
+    them."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Forward the call at the beginning of a layer to the step's own LayerTurns."""
+        """Call the residency policy's hook for the beginning of `layer` (`turns.begin`)."""
         self.turns.begin(layer, hidden_TD)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the keys that the step's own LayerTurns select for these queries, and record them in the meter."""
+        """Return the keys that the residency policy selects for these queries (`turns.picks`), and record them in the
+        meter. None: the policy selects no keys, and all keys are attended to."""
         picks = self.turns.picks(layer, q_TNH)
         if picks is not None:
             self.meter.take(layer, picks, self.step, q_TNH)
         return picks
 
     def end(self, layer: int) -> None:
-        """Forward the call at the end of a layer to the step's own LayerTurns."""
+        """Call the residency policy's hook for the end of `layer` (`turns.end`)."""
         self.turns.end(layer)
 
 

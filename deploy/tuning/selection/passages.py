@@ -41,8 +41,8 @@ class Passage:
 
     token_ids: tuple[int, ...]
     num_context: int
-    """Number of tokens of the context, which is prefilled. Each later token except the passage's last is fed in a step
-    of its own. A step predicts the token after the one that it is fed."""
+    """Number of tokens of the context, which is prefilled. Each later token of the passage, except the last one, is fed
+    in a step of its own. The step predicts the token that follows the fed token."""
 
     def __post_init__(self) -> None:
         assert self.num_context >= 1, "a row needs a context"
@@ -50,8 +50,8 @@ class Passage:
 
     @property
     def num_steps(self) -> int:
-        """Number of tokens that steps predict: all tokens after the context except the first, which prefill would
-        predict."""
+        """Number of steps of the passage. Each step feeds one token after the context, and predicts the token that
+        follows the fed token. No step predicts the first token after the context."""
         return len(self.token_ids) - self.num_context - 1
 
 

@@ -123,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_wanted(args: argparse.Namespace) -> Wanted:
-    """Convert the command-line options to a Wanted. Raises InvalidArgumentError for an option that is out of range."""
+    """Check the command-line options, and return their values. Raises InvalidArgumentError for an option that is out of
+    range."""
     option_values.check_threads(args.threads)
     if args.output is not None and args.output.is_dir():
         raise InvalidArgumentError(f"--output {args.output} is a folder: name a file")
@@ -166,7 +167,8 @@ def _by_hand(args: argparse.Namespace) -> tuple[float, float] | None:
 
 
 def bases_table(outcome: "Outcome") -> "Table":
-    """Return a table of the compared bases, with the attention that each captures."""
+    """Return a table of the compared bases (projections of queries and keys to a few columns, from which scores are
+    estimated). It shows the fraction of the softmax weight on the keys that are selected with each basis."""
     from deploy.options.screen import number_table
 
     title = f"attention captured by {outcome.judged_share:.1%} of the keys"

@@ -52,8 +52,9 @@ Measure = Callable[[Basis, Selection], Measured]
 
 
 def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Measure) -> list[Basis]:
-    """Return, for each number of columns, the basis that increases perplexity least. The increase is measured with
-    `most_share` at the smallest of the caps that `tune` tries, and with `alpha` disabled."""
+    """Return a list with the best basis for each number of columns. A basis projects queries and keys to a few columns,
+    from which scores are estimated. The best basis is the one that increases perplexity least. The increase is measured
+    with `most_share` at the smallest of the caps that `tune` tries, and with `alpha` disabled."""
     tightest = replace(fixed, alpha=math.inf, most_share=_caps(fixed, context)[0])
     rivals = [[basis for basis in bases if basis.num_columns == num] for num in sorted({b.num_columns for b in bases})]
     return [
@@ -62,12 +63,15 @@ def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Me
 
 
 def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Measured]:
-    """Find the smallest alpha for each basis and cap (most_share) whose cost plus one standard error is at most
-    `most_cost`. Return the selections, ordered so that the one that reads the fewest bytes is first.
+    """Find the selections that stay within a cost. Return them, ordered so that the one that reads the fewest bytes is
+    first.
 
-    `most_cost` is a relative increase of perplexity. `fixed` has the number of keys that are always selected, and the
-    number of keys that may be selected by score regardless of the cap. `context` is the number of tokens of the
-    shortest measured sequence. Raises ConfigError if no selection stays within the cost.
+    For each basis (a projection of queries and keys to a few columns), these are up to three selections: the tightest
+    cap (`most_share`) without a bound on scores, and the smallest `alpha` for this cap and for the next looser cap. A
+    selection's cost plus one standard error must be at most `most_cost`, which is a relative increase of perplexity.
+    `fixed` has the number of keys that are always selected, and the number of keys that may be selected by score
+    regardless of the cap. `context` is the number of tokens of the shortest measured sequence. Raises ConfigError if no
+    selection stays within the cost.
     """
     tries: list[Measured] = []
     caps = _caps(fixed, context)

@@ -1,7 +1,7 @@
 """Natural texts that `baton prepare` and `baton evaluate` read.
 
-Each sequence reads a different part of a text, so that sequences are independent samples. The sequences are assigned to
-the texts one after another. A text is divided among its sequences.
+Each sequence reads a different part of a text, so that sequences are independent samples. Sequence i reads text i
+modulo the number of texts. All sequences of one text read parts of about equal length.
 """
 
 import gzip

@@ -15,15 +15,17 @@ class Wanted:
 
     kinds: tuple[str, ...]
     ratios: tuple[float, ...]
-    """Fractions of a head's columns to keep in a basis. Each fraction is tried."""
+    """Fractions of a head's columns (elements of a key) that a basis keeps. A basis projects queries and keys to fewer
+    columns, from which scores are estimated. Each fraction is tried."""
     reach: int
-    """Bases must be valid for the positions [0, `reach`). 0 selects the model's context length."""
+    """Number of token positions for which bases must be valid: [0, `reach`). A basis is a projection of queries and
+    keys to a few columns, from which scores are estimated. 0 selects the model's context length."""
     lookahead: int
     context: int
     """Number of tokens of each passage that are prefilled before the first step."""
     num_rows: int
-    """Number of passages into which the text is divided. Bases are fitted to the first passage and compared on the
-    second."""
+    """Number of passages into which the text is divided. Bases (projections of queries and keys to a few columns) are
+    fitted to the first passage and compared on the second. Selections are measured on the others."""
     num_steps: int
     most_cost: float
     """Maximum relative increase of perplexity that a selection may cause, for example 0.02."""

@@ -1,21 +1,22 @@
 """Hot keys of a sequence: keys that its kv heads selected recently. Hot keys stay on the device. Other selected keys
 are fetched from host memory.
 
-A sequence has several *areas* of device memory. Layer l uses area l modulo the number of areas. If there is one area
-per layer, a layer finds the keys that it selected in the previous step in its area. If there are fewer areas, layers
-share them. Layers that share an area fetch all of their picks (selected keys) in each step. Two areas are a double
-buffer. Each area has *places* for keys and values of all kv heads:
+A sequence has several *areas* of device memory. An area holds selected keys and values of one layer at a time. Layer l
+uses area l modulo the number of areas. If there is one area per layer, a layer finds the keys that it selected in the
+previous step in its area. If there are fewer areas, layers share them. Layers that share an area fetch all of their
+picks (selected keys) in each step. Two areas are a double buffer. Each area has *places* for keys and values of all kv
+heads:
 
     0 ... W - 1      the latest tokens, in order, including the step's new token: the same tokens for all kv heads
-    W ... W + C - 1  slots: each kv head stores a key of its own in each slot
+    W ... W + C - 1  cache slots: each kv head stores a key of its own, with its value, in each cache slot
 
 This module has the parts that are the same for all devices. It determines the area of a layer, the layer whose keys an
-area contains, and the places of the latest tokens. The other modules decide which key each slot contains, in *records*
-(lists of the keys in slots, one for each area and kv head): `native_keys` for CPUs, `tensor_keys` for GPUs. They find a
-slot for each pick. A pick that is not in a slot gets a slot that was never used. If all slots were used, it gets the
-next slot, in cyclic order, whose key is not picked now.
+area contains, and the places of the latest tokens. Two other modules decide which key each cache slot contains:
+`native_keys` for CPUs, `tensor_keys` for GPUs. They store this in *records*. A record lists the keys in the cache slots
+of one area and kv head. The modules find a cache slot for each pick. A pick that is not in a cache slot gets one that
+was never used. If all were used, it gets the next cache slot, in cyclic order, whose key is not picked now.
 
-Shape suffixes: G kv heads, H head dim, W latest, C slots.
+Shape suffixes: G kv heads, H head dim, W latest, C cache slots.
 """
 
 from dataclasses import dataclass, replace
@@ -26,57 +27,66 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.row_parts import MakeMemory, PagedKv
 
 _MORE_LATEST = 16
-"""Number of places for latest tokens, in addition to those for the latest tokens that are always selected. When these
-additional places are full, the tokens that are always selected are moved to the first places."""
+"""Number of extra places (indices of an area, the device memory of one layer) for a sequence's latest tokens. The
+policy always selects a fixed number of latest tokens, which have places anyway. New tokens are appended in the extra
+places. When these are full, the latest tokens are copied to the first places of the area."""
 
 
 @dataclass(frozen=True)
 class HotSize:
-    """Number of areas and places that a sequence's hot keys (recently selected keys on the device) need."""
+    """Size of a sequence's hot keys (recently selected keys on the device). They are in areas: an area is device memory
+    for selected keys and values of one layer at a time. A place is an index in an area."""
 
     layout: KvLayout
     """Layout of the layers whose selected keys and values are fetched."""
     num_areas: int
-    """Number of areas on the device, from 2 to the number of layers."""
+    """Number of areas of a sequence, from 2 to the number of layers. An area is device memory for selected keys and
+    values of one layer at a time."""
     selection: Selection
     """Rule that selects keys. It limits the number of keys that a kv head selects."""
 
     @property
     def num_latest(self) -> int:
-        """Return the number of places for the latest tokens of a sequence, called W."""
+        """Return W, the number of latest tokens of a sequence for which an area (the device memory of one layer) has
+        places."""
         return self.selection.num_last + _MORE_LATEST
 
     def num_slots(self, num_tokens: int) -> int:
-        """Return the number of slots in an area for a sequence of `num_tokens` tokens. It is the maximum number of keys
-        that a kv head selects in one layer."""
+        """Return the number of cache slots in an area, the device memory of one layer, for a sequence of `num_tokens`
+        tokens. Each kv head stores one selected key, with its value, in each cache slot. The number is the maximum
+        number of keys that a kv head selects in one layer."""
         chosen = self.selection.most_by_score(num_tokens) + self.selection.num_first + self.selection.num_last
         return min(num_tokens, chosen)
 
     def num_places(self, num_tokens: int) -> int:
-        """Return the number of places in an area for a sequence of `num_tokens` tokens: the places for latest tokens,
-        and the slots."""
+        """Return the number of keys for which an area, the device memory of one layer, has places per kv head, for a
+        sequence of `num_tokens` tokens. These are the latest tokens and the keys in cache slots."""
         return self.num_latest + self.num_slots(num_tokens)
 
 
 class HotKeys:
-    """Device memory of one batch slot for hot keys (recently selected keys), divided into areas. It is a RowPart (part
-    of the slot's memory). Used by the engine's thread. Other threads may begin and end the use of the slot."""
+    """Device memory of one batch slot for hot keys (recently selected keys). It is divided into areas, each of which
+    holds keys and values of one layer at a time. It is a RowPart (part of the slot's memory). Used by the engine's
+    thread. Other threads may begin and end the use of the slot."""
 
     def __init__(self, size: HotSize, make_memory: MakeMemory, max_tokens: int) -> None:
         """Prepare memory for sequences of at most `max_tokens` tokens. Raises the errors of `make_memory`."""
         self.size = size
         self.most_slots = size.num_slots(max_tokens)
-        """Number of slots per area and kv head, called C, that a sequence of `max_tokens` tokens needs."""
+        """C, the number of cache slots per area and kv head that a sequence of `max_tokens` tokens needs. A cache slot
+        holds one selected key with its value."""
         self._num_places = size.num_latest + self.most_slots
         self._kv = PagedKv(replace(size.layout, num_layers=size.num_areas), make_memory, self._num_places)
-        """Memory of all areas. Its layers are the areas, and its tokens are the places of an area."""
+        """Memory of all areas. In its layout, a layer stands for an area, and a token index stands for a place in the
+        area."""
         self.owners = [-1] * size.num_areas
-        """Layer whose keys are in each area, or -1 if the area has no keys. Layers are counted from 0, the first layer
-        whose selected keys are fetched."""
+        """For each area (device memory that several layers may share), the layer whose keys it holds; -1 if it holds
+        none. Layers are counted from 0, the first layer whose selected keys are fetched."""
         self.start = 0
-        """Position, in the sequence, of the token in place 0 of each area."""
+        """Position, in the sequence, of the token at index 0 of each area (device memory of one layer). Later tokens
+        follow it in order."""
         self._end = 0
-        """Position directly after the latest token that has a place; 0 if no token has a place."""
+        """Position directly after the latest token that is stored in the areas; 0 if no token is stored."""
 
     @property
     def num_bytes(self) -> int:
@@ -110,24 +120,25 @@ class HotKeys:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the current sequence's memory as a KvBuffer. The layers of this buffer are the areas, and its tokens
-        are the places within an area."""
+        """Return the current sequence's memory as a KvBuffer. Its layer index is the number of an area (device memory
+        for keys of one layer at a time). Its token index is the place of a key in the area."""
         return self._kv.buffer
 
     def places_of(self, num_tokens: int) -> int:
-        """Return the number of places (indices within an area) that a sequence of `num_tokens` tokens uses. All of its
-        selected keys are in places below this number."""
+        """Return the number of places (indices of an area, the device memory of one layer) that a sequence of
+        `num_tokens` tokens uses. All of its selected keys are in places below this number."""
         return self.size.num_places(num_tokens)
 
     def area(self, layer: int) -> int:
-        """Return the index of the area (part of the slot's device memory) that a layer uses. `layer` is counted from
-        the first layer whose selected keys are fetched."""
+        """Return the index of the area (device memory that several layers may share) that a layer uses. `layer` is
+        counted from the first layer whose selected keys are fetched."""
         return layer % self.size.num_areas
 
     def own_place(self, position: int) -> int:
-        """Return the place (index within an area) of the step's new token, which has this `position`. If the places for
-        latest tokens are full, first move the latest tokens that are always selected to the first places. If the
-        previous token did not get its place from this method, first drop all hot keys."""
+        """Return the place (index in each area) for the step's new token, which has this `position`. New tokens get
+        successive places. When no place is left, the latest tokens that are always selected are first copied to the
+        first places. If the previous token was not given a place, all hot keys are dropped, and the new token gets
+        place 0."""
         if position != self._end:
             self.forget()  # tokens in between were not run as single-token steps
             self.start = position
@@ -140,8 +151,8 @@ class HotKeys:
         return position - self.start
 
     def takes_over(self, layer: int) -> bool:
-        """Assign the area that a layer uses to `layer`. Return True if the area contained keys of another layer, or no
-        keys: the layer must then fetch all of its selected keys."""
+        """Record that `layer` now uses its area (device memory that several layers may share). Return True if the layer
+        must fetch all of its selected keys. This is the case if the area was empty or held keys of another layer."""
         area = self.area(layer)
         was = self.owners[area]
         self.owners[area] = layer

@@ -40,8 +40,8 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 
 _LEAST_AREAS = 2
-"""Minimum number of areas of device memory per sequence. Two areas are a double buffer: a layer reads one while the
-next layer's keys are fetched into the other."""
+"""Minimum number of areas per sequence. An area is device memory for the selected keys and values of one layer at a
+time. Two areas are a double buffer: a layer reads one while the next layer's keys are fetched into the other."""
 
 
 class FetchedStep(ScoringStep[FetchedRow]):
@@ -62,8 +62,8 @@ class FetchedStep(ScoringStep[FetchedRow]):
         self._stores = HomeStores(self._link)
         self._num_bytes_before = pieces.num_bytes
         self._coming: dict[int, tuple[Transfer, Picks]] = {}
-        """Running fetches by layer. Each entry has the transfer of the missing keys, and the places of all selected
-        keys on the device."""
+        """Running fetches by layer. Each entry has the transfer of the missing keys, and the indices of all selected
+        keys in the layer's device memory."""
         self._fetch: Transfer = DoneTransfer()
         """Latest fetch. All earlier fetches have ended when this one has ended."""
         self._num_picks: list[tuple[Tensor, Tensor]] = []
@@ -79,9 +79,9 @@ class FetchedStep(ScoringStep[FetchedRow]):
             self._ask(layer + 1, picks)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Wait for the fetch of the layer's selected keys. Return the places on the device that contain the selected
-        keys and values, for the sequences that select keys. Return None in the first two layers, in which sequences
-        attend to all keys."""
+        """Wait for the fetch of the layer's selected keys. Return the indices of the selected keys and values in the
+        layer's device memory, for the sequences that select keys. Return None in the first two layers, in which
+        sequences attend to all keys."""
         if layer not in self._layers:
             return None
         transfer, picks = self._coming.pop(layer)
@@ -114,7 +114,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
         self.num_link_bytes += self._stores.num_bytes + self._pieces.num_bytes - self._num_bytes_before
 
     def _ask(self, layer: int, picks: Picks) -> None:
-        """Find places for a layer's picks, and begin to fetch the missing picks."""
+        """Find memory on the device for a layer's picks (selected keys), and begin to fetch the missing picks."""
         self._stores.join(layer - self.choosing[0][0].hot.size.num_areas)  # the layer that had the area
         places, heads = self._keys.admit(layer - NUM_WHOLE_LAYERS, picks)
         self._fetch = self._link.fetch_heads(heads)
@@ -153,8 +153,8 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         passing_bytes = 2 * PIECE_TOKENS * layout.row_bytes + shape.long_span_bytes
         self.scratch_bytes = passing_bytes + mechanism.scratch_bytes
         self.num_areas = others_of(layout).num_layers
-        """Number of areas of device memory per sequence. If there is one area per layer, a layer's selected keys stay
-        in its area until the next step."""
+        """Number of areas per sequence. An area is device memory for the selected keys and values of one layer at a
+        time. If there is one area per layer, a layer's selected keys stay in its area until the next step."""
         num_rows = shape.num_slots
         if device_bytes is not None:
             left = max(device_bytes - self.scratch_bytes, 0)
@@ -171,8 +171,8 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
 
 
 def _num_areas(bytes_each: int, mechanism: FetchMechanism, num_layers: int) -> int:
-    """Return the number of areas of a sequence that fit into `bytes_each` bytes: at least a double buffer, at most one
-    per layer."""
+    """Return the number of areas of a sequence that fit into `bytes_each` bytes: at least two, as a double buffer, and
+    at most one per layer. An area is device memory for the selected keys and values of one layer at a time."""
     least = min(_LEAST_AREAS, num_layers)
     if least == num_layers:
         return least

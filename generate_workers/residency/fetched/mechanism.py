@@ -1,12 +1,12 @@
 """Interface between a residency policy that fetches selected keys (picks) and two mechanisms that store them on a
 device.
 
-The policy (`infinigen`, with the bookkeeping of `hot_keys`) decides which keys are selected, which areas of device
-memory the layers use, and when KV is fetched and stored. A mechanism owns the sequences' memory, finds places for
-selected keys, and lists the copies that the policy runs:
+The policy (`infinigen`) decides which keys are selected, and when KV is fetched and stored. With `hot_keys`, it also
+decides which area (device memory for selected keys and values of one layer) a layer uses. A mechanism owns the
+sequences' memory, assigns places (indices of an area) to selected keys, and lists the copies that the policy runs:
 
     native_keys   for CPUs, and for a device that a CPU emulates: C++ kernels. Each Row has its own memory
-    tensor_keys   for GPUs: tensor operations. Rows are in pools. The CPU does not read which keys were selected
+    tensor_keys   for GPUs: tensor operations. Rows are pages of pools. The host does not read which keys are selected
 
 A Row is the memory of one slot. Layers are counted from the first layer that selects keys. Shape suffixes: B sequences
 of one new token, G kv heads, H head dim.
@@ -38,8 +38,7 @@ class StepKeys(Protocol):
         called once per layer, in ascending order."""
 
     def own_keys(self, layer: int) -> Tensor:
-        """Return the keys of the new tokens in `layer`, `[B, G, H]`, from the area of device memory that the layer
-        uses."""
+        """Return the keys of the new tokens in `layer`, `[B, G, H]`, from the device memory that the layer uses."""
 
     def own_rows(self, layer: int) -> RowCopies:
         """Return the copies that write the KV of the new tokens in `layer` from the device to host memory."""
@@ -60,11 +59,12 @@ class FetchMechanism(Protocol):
 
     def row_bytes(self, num_areas: int) -> int:
         """Return the number of bytes of device memory that a sequence of the maximum length needs with `num_areas`
-        areas."""
+        areas, each of which holds selected keys and values of one layer at a time."""
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make the Row (memory) of every slot. `num_rows` is the number of Rows for which the device has memory at the
-        same time. Must be called once. Raises an error of OUT_OF_MEMORY, or OSError."""
+        """Make and return the Row (memory) of every slot. Each has `num_areas` areas: device memory for selected keys
+        and values of one layer at a time. `num_rows` is the number of Rows for which the device has memory at the same
+        time. Must be called once. Raises an error of OUT_OF_MEMORY, or OSError."""
 
     def scored(self, keys: Sequence[Any], lengths: Sequence[int], num_tokens: Sequence[int]) -> ScoredKeys:
         """Return an object that scores the partial keys of several sequences. `lengths` is each sequence's number of

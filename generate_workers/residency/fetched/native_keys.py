@@ -1,11 +1,12 @@
 """C++ kernels that find places on the device for selected keys (picks), for CPUs and for the device that a CPU
 emulates.
 
-Each Row (memory of one slot) has its own memory, which is committed as its sequence grows. Records (lists of the keys
-that the slots of an area contain) are in host memory, one record for each area and kv head. The kernel reads and writes
-the records (baton/modeling/kernels/sparse/hot_keys.cpp).
+Each Row (memory of one slot) has its own memory, which is committed as its sequence grows. Selected keys are cached in
+areas, which are the device memory of one layer each (`hot_keys`). A record lists the keys that are cached in one area
+for one kv head. The records are in host memory. The kernel reads and writes them
+(baton/modeling/kernels/sparse/hot_keys.cpp).
 
-Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C slots.
+Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C cache slots.
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ class RecordedKeys(HotKeys):
     by address."""
 
     records = torch.empty(0, dtype=torch.int32)
-    """Records (lists of the keys on the device) of all areas. The first dimension is the area. Empty if no sequence
-    uses the slot."""
+    """Records (lists of the keys on the device). The first dimension is the area, which is the device memory of one
+    layer. Empty if no sequence uses the slot."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin the use of the slot by a new sequence, which has no hot keys yet."""
@@ -95,7 +96,8 @@ class NativeStepKeys:
         return RowCopies(self._own_places.of(self._area(layer)), self._own_homes.of(layer), self._row_bytes)
 
     def _area(self, layer: int) -> int:
-        """Return the area that a layer uses in all slots."""
+        """Return the number of the area (device memory that several layers may share) that a layer uses, the same in
+        all slots."""
         return self._hot[0].area(layer)
 
 
@@ -106,14 +108,17 @@ class NativeMechanism:
     scratch_bytes = 0
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: buffers on the device, one piece of KV each. Pushed keys pass through the first, long spans through
-        the second. Each FetchedRow gets both. Raises an error of OUT_OF_MEMORY, or OSError."""
+        """`pieces`: two buffers on the device, each for a piece (a range of tokens) of one layer's KV. Through the
+        first, keys that were computed elsewhere and written to a slot are read, to compute partial keys. Through the
+        second, a step with several new tokens of a sequence reads the sequence's earlier KV. All FetchedRows share
+        them. Raises an error of OUT_OF_MEMORY, or OSError."""
         assert native.load()
         self.basis, self._selection = prepared.basis, prepared.selection
         self._shape, self._device, self._pieces = shape, decoder.device, pieces
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the number of bytes of device memory that a sequence of the maximum length needs."""
+        """Return the number of bytes of device memory that a sequence of the maximum length needs with `num_areas`
+        areas, each of which holds selected keys and values of one layer at a time."""
         return self._make(num_areas).bytes_for(self._shape.max_slot_tokens).device
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
@@ -126,7 +131,7 @@ class NativeMechanism:
         return PartialRows(keys, lengths, num_tokens)
 
     def begin(self, choosing: Choosing) -> NativeStepKeys:
-        """Begin a step of the sequences in `choosing`."""
+        """Begin a step of the sequences in `choosing`, and return the StepKeys of this step."""
         return NativeStepKeys(choosing, self._shape.layout)
 
     def _make(self, num_areas: int) -> FetchedRow:

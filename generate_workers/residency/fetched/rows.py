@@ -1,11 +1,11 @@
 """Slots whose KV is stored in host memory, and the spans through which a step's attention reads their KV on the device.
 
     host    KV of all layers except the first two
-    device  the first two layers' KV, and parts of the policy: for InfiniGen partial keys and hot keys (`hot_keys`)
+    device  the first two layers' KV, and the policy's own data: for InfiniGen partial keys and hot keys (`hot_keys`)
 
-A sequence with one new token attends to the selected keys, which have places on the device. A sequence with several new
-tokens attends to all keys, which are fetched a piece at a time. The partial results of the pieces are merged by
-log-sum-exp.
+A sequence with one new token attends to the selected keys, which are on the device when the layer runs. A sequence with
+several new tokens attends to all keys. They are fetched in pieces (ranges of tokens), one piece at a time. The partial
+results of the pieces are merged by log-sum-exp.
 
 Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -60,8 +60,9 @@ class Pieces:
 
 
 PassingPieces = tuple[Pieces, Pieces]
-"""Two buffers for pieces of KV. The first is for pushed keys, from which partial keys are made. The second is for spans
-of several new tokens."""
+"""Two buffers on the device, each for a piece (a range of tokens) of one layer's KV. Through the first, keys that were
+computed elsewhere and written to a slot are read, to compute partial keys. Through the second, a step with several new
+tokens of a sequence reads the sequence's earlier KV."""
 
 
 class AwayRow(StoredRow):
@@ -77,10 +78,10 @@ class AwayRow(StoredRow):
         pieces: Pieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """`parts` are the policy's parts on the device, in addition to the first two layers. `pieces` is the buffer on
-        the device through which earlier KV is fetched for spans of several new tokens. `make_whole`: function that
-        makes memory for the first two layers; None: `device.row_memory`. Raises an error of OUT_OF_MEMORY when the
-        slot's address space cannot be reserved."""
+        """Make the memory of a slot. `parts`: the policy's own data on the device, in addition to the KV of the first
+        two layers. `pieces`: buffer on the device through which a step with several new tokens reads the sequence's
+        earlier KV. `make_whole`: function that makes memory for the first two layers; None: `device.row_memory`. Raises
+        an error of OUT_OF_MEMORY when the slot's address space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         self.whole = PagedKv(whole_of(layout), make_whole or device.row_memory, most)
         self.others = PagedKv(others_of(layout), device.home_memory, most)
@@ -90,7 +91,7 @@ class AwayRow(StoredRow):
 
     def long_span(self, tokens: TokenRange) -> "LongSpan":
         """Return the SequenceSpan of a step that runs several new `tokens`. The span has device memory for the new
-        tokens' KV of one layer only; the layers after the first two use this memory one after another."""
+        tokens' KV of one layer. The layers after the first two use this memory one after another."""
         whole = BufferSpan(self.whole.buffer, tokens)
         return LongSpan(whole, self.others.buffer, self._make_buffer(self._new, tokens), self._read)
 
@@ -107,10 +108,11 @@ class FetchedRow(AwayRow, ScoredRow):
         pieces: PassingPieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """`keys` are the slot's partial keys and hot keys. `pieces`: buffers on the device through which pushed keys,
-        and earlier KV for spans of several new tokens, are fetched. `make_whole`: function that makes memory for the
-        first two layers; None: `device.row_memory`. Raises an error of OUT_OF_MEMORY when the slot's address space
-        cannot be reserved."""
+        """Make the memory of a slot. `keys` are the slot's partial keys and hot keys. `pieces`: two buffers on the
+        device. Keys that were computed elsewhere and written to the slot are read through the first. A step with
+        several new tokens reads the sequence's earlier KV through the second. `make_whole`: function that makes memory
+        for the first two layers; None: `device.row_memory`. Raises an error of OUT_OF_MEMORY when the slot's address
+        space cannot be reserved."""
         self.partial, self.hot = keys
         self._pushed, read = pieces
         super().__init__(shape, device, keys, read, make_whole)
@@ -161,17 +163,18 @@ def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: Toke
 
 @dataclass(frozen=True)
 class PlacedSpan:
-    """SequenceSpan of one new token in the layers that select keys. Its KV is in the places (indices of an area on the
-    device) that contain selected keys."""
+    """SequenceSpan of one new token, in the layers that select keys. It covers the selected keys and values on the
+    device. They are in areas: an area is device memory that holds keys and values of one layer at a time."""
 
     places: KvBuffer
-    """Device memory for selected keys and values. Its layers are the areas, and its tokens are the places. Layer l uses
-    area l modulo the number of areas."""
+    """Device memory for selected keys and values. Its layer index is the number of an area; model layer l uses area l
+    modulo the number of areas. Its token index is the place of a key in the area."""
     tokens: TokenRange
     own_place: int
-    """Index of the new token's place in each area."""
+    """Index of the new token in each area (device memory for the selected keys of one layer)."""
     num_places: int
-    """Number of places in an area. The places of all selected keys are below this number."""
+    """Number of keys for which each area (device memory for the selected keys of one layer) has a place. All selected
+    keys have indices below this number."""
 
     def own(self, layer: int) -> Tensor:
         return self.places.span(layer % len(self.places.data), TokenRange(self.own_place, self.own_place + 1))
@@ -215,4 +218,5 @@ class LongSpan(PassingSpan):
         yield self.new.rows(0, self.tokens)
 
     def place(self) -> None:
-        """Return None, because the span's KV is not contiguous."""
+        """Return None. Kernels cannot address the span's KV, because most of it is in host memory and is fetched in
+        pieces."""

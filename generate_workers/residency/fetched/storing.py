@@ -16,7 +16,7 @@ from baton.modeling.kv.transfers import Transfer
 
 
 class HomeStores:
-    """Copies of one step's new KV from the device to host memory. Used on the engine's thread."""
+    """Copies of the KV of one step's new tokens from the device to host memory. Used on the engine's thread."""
 
     def __init__(self, link: HeadLink) -> None:
         self._link = link
@@ -73,7 +73,7 @@ class LayerAddresses:
     is made once per step. It then returns the addresses of a layer in all tensors without a loop over sequences."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """The first dimension of each tensor must be the layer."""
+        """Compute the address of every layer in `tensors`. The first dimension of each tensor must be the layer."""
         self._first_B = addresses(tensors)
         self._distance_B = torch.tensor([each.stride(0) * each.element_size() for each in tensors])
 

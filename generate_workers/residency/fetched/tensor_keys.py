@@ -2,16 +2,17 @@
 step ends.
 
 The memory of all sequences is in pools, one page per sequence, so that kernels can address a sequence by its page
-number. There are pools for the first two layers, partial keys, areas of hot keys, and records of the keys in slots.
-Pools are allocated once, for as many sequences as fit on the device. The numbers that a step needs are copied to the
-device when the step begins. After that, all shapes follow from the sequences' lengths, and data on selected, hot and
-missing keys stays on the device. A kernel that reads pinned host memory fetches missing keys
-(`baton.modeling.kernels.triton.copies`).
+number. There are pools for the first two layers, for partial keys, and for areas. An area is the device memory in which
+a layer finds its selected keys and values. It has places for the latest tokens, and cache slots for other selected keys
+(`hot_keys`). Records list the key in each cache slot, and are indexed by page, too. Pools are allocated once, for as
+many sequences as fit on the device. The numbers that a step needs are copied to the device when the step begins. After
+that, all shapes follow from the sequences' lengths, and data on selected, hot and missing keys stays on the device. A
+kernel that reads pinned host memory fetches missing keys (`baton.modeling.kernels.triton.copies`).
 
-A selected key that is not in a slot gets the next slot, in cyclic order, whose key is not selected now.
+A selected key that is not in a cache slot gets the next one, in cyclic order, whose key is not selected now.
 
-Shape suffixes: B sequences of one new token, G kv heads, H head dim, K picks at most, W latest, C slots, A areas, L
-layers, P pages of pools.
+Shape suffixes: B sequences of one new token, G kv heads, H head dim, K picks at most, W latest, C cache slots, A areas,
+L layers, P pages of pools.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ from generate_workers.residency.sparse.infinigen import PartialPart
 from generate_workers.residency.sparse.selective import SplitSpan
 
 _NUMBER_BYTES = 4
-"""Size in bytes of one number in a record."""
+"""Size in bytes of one number in a record (list of the keys that are cached on the device)."""
 
 
 class TensorPartialIndex(TensorPartialKeys, PartialPart):
@@ -61,26 +62,28 @@ class TensorPartialIndex(TensorPartialKeys, PartialPart):
 
 
 class TensorHotKeys(HotKeys):
-    """HotKeys whose memory is a page of a pool, and whose records (lists of the keys in slots) are on the device."""
+    """HotKeys whose memory is a page of a pool. Its records (lists of the keys that are cached) are on the device,
+    too."""
 
     def places_of(self, num_tokens: int) -> int:
-        """Return the number of places in an area. It is the same for all sequences, because any sequence may use all
-        slots."""
+        """Return the number of places in an area, the device memory of one layer. It is the same for all `num_tokens`,
+        because even a short sequence may use all places."""
         return self.size.num_latest + self.most_slots
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes that the sequence uses now, including its records (lists of the keys in slots)."""
+        """Return the number of bytes that the sequence uses now, including its records (lists of the keys that are
+        cached)."""
         return super().num_bytes + (self._record_bytes if super().num_bytes else 0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes that a sequence uses, including its records (lists of the keys in slots); 0 if
-        `num_tokens` is 0. Every sequence uses as many bytes as a sequence of the maximum length."""
+        """Return the number of bytes that a sequence uses, including its records (lists of the keys that are cached); 0
+        if `num_tokens` is 0. Otherwise, it is as many bytes as for a sequence of the maximum length."""
         return super().bytes_for(num_tokens) + (self._record_bytes if num_tokens else 0)
 
     @property
     def memory(self) -> PoolRow:
-        """Return the current sequence's page in the pool of areas."""
+        """Return the current sequence's page in the pool. The page holds the sequence's hot keys and their values."""
         assert isinstance(self._kv.memory, PoolRow)
         return self._kv.memory
 
@@ -90,26 +93,30 @@ class TensorHotKeys(HotKeys):
 
 
 class Records:
-    """Lists of the keys that the slots contain, as tensors on the device, for the areas of all sequences."""
+    """Records of the selected keys that are cached on the device, for all sequences. An area, the device memory of one
+    layer, has cache slots. Each holds one key of each kv head. The records are tensors on the device."""
 
     def __init__(self, size: HotSize, num_rows: int, most_slots: int, device: torch.device) -> None:
-        """`num_rows`: number of pages in the pool of areas. `most_slots`: number of slots per area and kv head. Raises
-        an error of OUT_OF_MEMORY."""
+        """`num_rows`: number of pages in the pool of hot keys, which is the maximum number of sequences. `most_slots`:
+        number of cache slots of an area (device memory of one layer), for each kv head. Raises an error of
+        OUT_OF_MEMORY."""
         shape = (size.num_areas, num_rows, size.layout.num_kv_heads, most_slots)
         self.keys_APGC = torch.full(shape, -1, dtype=torch.int32, device=device)
-        """Token index of the key in each slot, for each area, page and kv head; -1: the slot is empty."""
+        """Token index of the key in each cache slot; -1: the cache slot is empty. The dimensions are area, page of the
+        sequence, kv head and cache slot."""
         self.turn_APG1 = torch.zeros((*shape[:3], 1), dtype=torch.int32, device=device)
-        """Slot at which the search for a slot for the next key begins, for each area, page and kv head. The search
-        skips slots whose keys are selected in this step."""
+        """Cache slot at which the search for a replaceable key begins, for each area, page and kv head. Keys that are
+        selected in this step are not replaced."""
 
 
 @dataclass(frozen=True)
 class PooledSpan(SplitSpan):
-    """SplitSpan whose two memories are pages of pools."""
+    """SplitSpan whose two memories are pages of pools. One is the KV of the first two layers, the other is the hot keys
+    of the other layers."""
 
     tables: tuple[BlockTable, BlockTable]
-    """Block tables of the sequence in two pools: the pool of the first two layers, and the pool of areas. Each table
-    has one page."""
+    """Block tables of the sequence in two pools: the pool of the first two layers' KV, and the pool of hot keys. Each
+    table has one page."""
 
     def place(self) -> KvPlace:
         place, (whole, areas) = super().place(), self.tables
@@ -184,8 +191,10 @@ class TensorMechanism:
     stored in the pools."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: buffers on the device, one piece of KV each. Pushed keys pass through the first, long spans through
-        the second. Each FetchedRow gets both."""
+        """`pieces`: two buffers on the device, each for a piece (a range of tokens) of one layer's KV. Through the
+        first, keys that were computed elsewhere and written to a slot are read, to compute partial keys. Through the
+        second, a step with several new tokens of a sequence reads the sequence's earlier KV. All FetchedRows share
+        them."""
         device = decoder.device
         self.basis, self._selection = prepared.basis.to(device.torch_device), prepared.selection
         self._shape, self._device, self._pieces = shape, device, pieces
@@ -198,7 +207,8 @@ class TensorMechanism:
         self._records: Records | None = None
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the number of bytes of device memory that a sequence of the maximum length needs."""
+        """Return the number of bytes of device memory that a sequence of the maximum length needs with `num_areas`
+        areas, each of which holds selected keys and values of one layer at a time."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         areas = replace(size.layout, num_layers=num_areas).token_bytes * size.num_places(most)
         partial_bytes = self._partial.token_bytes * self._blocks
@@ -233,7 +243,8 @@ class TensorMechanism:
         return TensorPartialRows(keys, lengths, num_tokens)
 
     def begin(self, choosing: Choosing) -> TensorStepKeys:
-        """Begin a step of the sequences in `choosing`. `make_rows` must have been called."""
+        """Begin a step of the sequences in `choosing`, and return the StepKeys of this step. `make_rows` must have been
+        called."""
         assert self._records is not None, "there are no rows yet"
         return TensorStepKeys(choosing, self._shape.layout, self._records)
 
@@ -242,8 +253,9 @@ class TensorMechanism:
 
 
 def _into_slots(keys_BGK: Tensor, is_early_BGK: Tensor, held_BGC: Tensor, turn_BG1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of each early pick, and whether its key must be fetched. Updates the keys in slots, and the next
-    slot to use, in place. Picks must be ascending, and there must be at most C."""
+    """Return a pair of tensors, each with one entry per pick: the cache slot of each early pick, and True if its key
+    must be fetched. An early pick is older than the latest tokens, which have places of their own. Updates the keys in
+    cache slots, and the next cache slot to use, in place. Picks must be ascending, and there must be at most C."""
     num_slots = held_BGC.shape[2]
     sorted_BGC, order_BGC = held_BGC.sort(2)
     at_BGK = torch.searchsorted(sorted_BGC, keys_BGK).clamp_(max=num_slots - 1)

@@ -64,8 +64,8 @@ class ScoredInt4Row(Int4Row, ScoredRow):
         super().__init__(shape, make_memory, index, is_apart=make_home is not None, make_home=make_home)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the SequenceSpan of a step that runs the new tokens `tokens`. It covers the layers that are not
-        packed, and the area for the other layers."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`. It covers the KV of the layers that are
+        not packed, and the slot's area, device memory that holds the unpacked KV of one of the other layers."""
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), AreaSpan(self, tokens))
 
 
@@ -80,8 +80,10 @@ class AreaSpan:
         return self._area.own(layer)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the KV of all tokens, for attention that does not use the native decode kernel. For one new token, the
-        area contains only the selected keys. Therefore all earlier KV is unpacked into a copy."""
+        """Yield the KV of all tokens, for attention that does not use the native decode kernel. If there are several
+        new tokens, the slot's area (device memory for one layer's KV) already contains the KV of all tokens. If there
+        is one new token, the area contains only the selected keys and values. All earlier KV is then unpacked into a
+        separate buffer."""
         if len(self.tokens) != 1:
             yield from self._area.segments(layer)
             return
@@ -101,8 +103,9 @@ I = TypeVar("I", bound=ScoredInt4Row)
 
 
 class InfinigenInt4Step(ScoringStep[I]):
-    """Step that unpacks the selected KV before each layer, and packs the new tokens' KV after each layer. Every layer
-    must be completed before the next one, because an area holds only one layer."""
+    """Step that unpacks the selected KV before each layer, and packs the new tokens' KV after each layer. A layer must
+    be completed before the next one begins, because all layers share the slot's device memory for one unpacked
+    layer."""
 
     def __init__(
         self,
@@ -125,8 +128,8 @@ class InfinigenInt4Step(ScoringStep[I]):
             self.num_link_bytes += self._of_more.unpack(layer)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Unpack the keys and values of `picks`, the keys that `layer` selects, into the slots' areas. Return the
-        number of packed bytes."""
+        """Unpack the keys and values of `picks`, the keys that `layer` selects, into the slots' areas (device memory
+        for one layer's KV). Return the number of packed bytes."""
         return self._of_one.unpack_picked(layer, picks)
 
     def end(self, layer: int) -> None:

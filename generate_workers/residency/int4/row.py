@@ -1,5 +1,5 @@
-"""Slots whose KV is stored in 4 bits (`format`). Layers 0 and 1 are not packed. A slot has an area, which holds one
-unpacked layer for attention.
+"""Slots whose KV is stored in 4 bits (`format`). Layers 0 and 1 are not packed. A slot has an area: memory on the
+device that holds the unpacked KV of one layer, for attention.
 
 Shared by residencies `int4` (`whole`) and `infinigen_int4` (`int4_infinigen`). An area has one entry per token of its
 sequence, so that unpacked KV has the same index as in a slot that is not packed. The KV of a step's new tokens is in
@@ -25,8 +25,8 @@ from generate_workers.residency.row_parts import Area, AreaRow, MakeMemory, Page
 
 
 class Int4Row(AreaRow):
-    """Memory of one slot (a StoredRow) with three parts: the first two layers, which are not packed, the other layers,
-    which are packed in 4 bits, and on the device an area for one unpacked layer."""
+    """Memory of one slot (a StoredRow) with three parts. The first two layers are not packed. The other layers are
+    packed in 4 bits. An area, which is device memory, holds the unpacked KV of one layer."""
 
     def __init__(
         self,
@@ -37,10 +37,11 @@ class Int4Row(AreaRow):
         is_apart: bool = False,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """`index`: the policy's index for selecting keys. With an index, the first two layers count as device memory,
-        in addition to `home`. `is_apart`: True if `make_memory` makes memory of a device that has its own memory.
-        `make_home` may be set only if `is_apart` is true. It is a function that makes host memory for the packed
-        layers; None: the packed layers are stored on the device.
+        """Make the memory of a slot. `index`: the data by which a policy selects keys; empty: the policy selects no
+        keys. If it is not empty, the first two layers count as device memory, and also as `home` (memory that stores KV
+        between steps). `is_apart`: True if `make_memory` makes memory of a device that has its own memory. `make_home`
+        may be set only if `is_apart` is true. It is a function that makes host memory for the packed layers; None: the
+        packed layers are stored on the device.
 
         Raises ConfigError for KV that cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space
         cannot be reserved.
@@ -96,8 +97,8 @@ class PackedRows:
     must exist as long as the object is used."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]]) -> None:
-        """`rows`: sequences of the step, each with its new tokens. Memory for the new tokens must be committed. `rows`
-        may be empty."""
+        """Collect the addresses. `rows`: sequences of the step, each with its new tokens. Memory for the new tokens
+        must be committed. `rows` may be empty."""
         self._form = form
         self._row_bytes = form.packed(1).row_bytes
         self._num_old_B = _numbers(new.start for _, new in rows)
@@ -111,20 +112,21 @@ class PackedRows:
         self._layer_bytes_B = _numbers(data.stride(0) * data.element_size() for data in packed)
 
     def unpack(self, layer: int) -> int:
-        """Unpack all cached tokens of `layer` into the areas. Return the number of packed bytes that were read."""
+        """Unpack the KV of all cached tokens of `layer` into the sequences' areas, the memory from which attention
+        reads. Return the number of packed bytes that were read."""
         self._form.unpack_rows(self._layer(layer), self._areas_B, self._num_old_B)
         return int(self._num_old_B.sum()) * self._row_bytes
 
     def unpack_picked(self, layer: int, picks: Picks) -> int:
-        """Unpack the keys and values in `picks`, which the kv heads have selected in `layer`, into the areas. Other
-        bytes of the areas do not change. `picks` may include new tokens, which are in the areas already and are
-        skipped. Return the number of packed bytes that were read."""
+        """Unpack the keys and values in `picks`, which the kv heads have selected in `layer`, into the sequences'
+        areas, the memory from which attention reads. Other bytes of the areas do not change. New tokens in `picks` are
+        skipped, because their KV is in the areas already. Return the number of packed bytes that were read."""
         num_picks = self._form.unpack_picked(self._layer(layer), self._areas_B, self._num_old_B, picks)
         return num_picks * 2 * self._form.head_bytes
 
     def pack(self, layer: int) -> int:
-        """Pack the new tokens' KV of `layer` from the areas into the sequences' packed memory. Return the number of
-        packed bytes."""
+        """Pack the new tokens' KV of `layer`. It is read from the sequences' areas (memory for one unpacked layer) and
+        written to their packed memory. Return the number of packed bytes."""
         new_areas_B = self._areas_B + self._num_old_B * self._form.plain.row_bytes
         new_packed_B = self._layer(layer) + self._num_old_B * self._row_bytes
         self._form.pack_rows(new_areas_B, new_packed_B, self._num_new_B)

@@ -4,14 +4,15 @@ A Residency for `engine.model_runner`, after FlexGen's compression (Sheng et al.
 not packed, as in InfiniGen's comparisons. The KV of the other layers, pushed or computed here, is packed when it is
 stored, so that host memory holds only packed KV of these layers. In each step, the packed KV of all earlier tokens
 crosses the link to the device, and the packed KV of the new tokens crosses the link to host memory. Attention reads an
-area on the device, which holds one unpacked layer, and the new tokens' KV from before packing.
+area: device memory for the KV of one layer. It holds the unpacked KV of earlier tokens. The new tokens' KV is in it as
+it was before packing.
 
-On a device with its own memory, all KV is stored only on the device: packed KV, and layers 0 and 1. Steps then send no
-KV over the link. Pushed KV is packed before it crosses the link.
+On a device with its own memory (only one that a CPU emulates is supported), all KV is stored only on the device: packed
+KV, and layers 0 and 1. Steps then send no KV over the link. Pushed KV is packed before it crosses the link.
 
 A prompt that is prefilled here in chunks attends to the packed values of earlier chunks. FlexGen, which has no chunks,
-attends to the unpacked prompt. The policy needs a CPU (or a device that a CPU emulates), and its native kernel. The
-bandwidth of the link is then the memory bandwidth. Unpacking itself reads host memory, so no thread has to fetch layers
+attends to the unpacked prompt. The policy needs its native kernel, and a CPU or a device that a CPU emulates. On a CPU,
+the bandwidth of the link is the memory bandwidth. Unpacking itself reads host memory, so no thread has to fetch layers
 ahead.
 """
 
@@ -32,8 +33,8 @@ from generate_workers.residency.traits import POLICIES
 
 
 class Int4Step(RowStep[Int4Row]):
-    """Step that unpacks the KV of each layer into the slots' areas before the layer runs, and packs the new tokens' KV
-    after the layer has run."""
+    """Step that unpacks the KV of each layer before the layer runs, into the slots' areas (device memory for one
+    layer's KV). After the layer has run, the step packs the new tokens' KV."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]], num_bytes_read: int) -> None:
         super().__init__(rows, num_bytes_read)
@@ -42,8 +43,8 @@ class Int4Step(RowStep[Int4Row]):
         self._reads_home = any(row.reads_home for row, _ in rows)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Fill the slots' areas with the layer's cached tokens: unpacked KV, or, for layers 0 and 1, which are not
-        packed, a copy."""
+        """Fill the slots' areas (device memory for one layer's KV) with the KV of the layer's cached tokens. The KV is
+        unpacked. In layers 0 and 1, which are not packed, it is copied."""
         if layer >= NUM_WHOLE_LAYERS:
             self._count(self._packed.unpack(layer))
             return

@@ -63,7 +63,7 @@ class IndexedResidency(DeviceResidency):
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection) -> None:
         """Raises an error of OUT_OF_MEMORY, or OSError, if the address space cannot be reserved."""
         self.prepared = prepared
-        """Prepared selection with which drafts select keys."""
+        """Basis and settings that `baton prepare` computed for the model. Drafts select keys with them."""
         most, basis = shape.max_slot_tokens, prepared.basis
         self.indices = [DraftIndex(shape.layout, basis, most, make_memory) for _ in range(shape.num_slots)]
         """Partial keys of each slot."""

@@ -10,10 +10,10 @@ queries.
 With lookahead 1, as in the paper, the queries of layer l are guessed before layer l - 1 runs, so that the selected keys
 can be fetched in time. The guess is computed from the input of layer l - 1, with the norm and weights of layer l, at
 the token's position. With lookahead 0, the true queries select keys. Lookahead 0 suits devices that fetch no KV, such
-as a CPU, whose kernel reads the stored KV.
+as a CPU, whose kernel reads the stored KV. In the diagram, `home` is the memory that stores KV between steps:
 
     KV that was pushed, copied from another slot or computed here   ->  `home`  ->  partial keys
-    queries: guessed before layer l - 1, or the true ones of l      ->  scores of partial keys  ->  picks of layer l
+    queries: guessed before layer l - 1, or the true ones of l      ->  scores of partial keys  ->  keys of layer l
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, R columns of partial
 keys, L layers.
@@ -104,7 +104,8 @@ class ScoredKeys(Protocol):
 
 MakeScored = Callable[[Sequence[Any], Sequence[int], Sequence[int]], ScoredKeys]
 """Function that makes the ScoredKeys of several sequences. Arguments, each with one entry per sequence: partial keys,
-number of keys including the new token's key, and number of tokens."""
+number of keys including the new token's key, and number of tokens. There are fewer keys than tokens if keys were
+evicted."""
 
 
 class ScoredRow(StoredRow):
@@ -134,8 +135,9 @@ class InfinigenRow(SelectiveRow, ScoredRow):
         reads_home: bool = True,
     ) -> None:
         """`num_places`: maximum number of tokens that are stored in each layer that selects keys; None: all tokens.
-        `reads_home`: False if `make_memory` makes memory of a device that has its own memory. Raises an error of
-        OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
+        `reads_home`: True if attention reads the KV directly in host memory. False if `make_memory` makes memory of a
+        device that has its own memory. Raises an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot
+        be reserved."""
         self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens, make_memory)
         super().__init__(shape, make_memory, self.partial, num_places, reads_home=reads_home)
 

@@ -61,7 +61,7 @@ _BLOCK = 16
 
 class PooledInfinigenRow(InfinigenRow):
     """Memory of one slot that keeps a limited number of tokens in the layers that select keys. A pool assigns a place
-    to each kept token."""
+    (index in the sequence's KV memory) to each kept token."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pools: KvPools, slot: int) -> None:
         """Raises an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
@@ -118,9 +118,9 @@ class PooledInfinigenRow(InfinigenRow):
             raise
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV into the slot. In a layer that selects keys, only the KV of tokens that have a place
-        in the pool at this time is copied. In such a layer, the copies, and the tokens' partial keys, are complete when
-        this returns."""
+        """Begin to copy pushed KV into the slot. In a layer that selects keys, only the KV of tokens that the pool
+        keeps at this time is copied. In such a layer, the copies, and the tokens' partial keys, are complete when this
+        returns."""
         if layer < NUM_WHOLE_LAYERS:
             return self.whole.write(layer, tokens, data)
         row_bytes = data.nbytes // len(tokens)
@@ -137,7 +137,8 @@ class PooledInfinigenRow(InfinigenRow):
         return super().export(layer, tokens)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for the new `tokens` of a step. In a full pool, a new token uses the additional last place."""
+        """Commit memory for the new `tokens` of a step. In a full pool, a new token is stored at the last place (index
+        in the sequence's KV memory), which exists for this purpose."""
         self.whole.memory.commit(tokens)
         start, end = self.num_kept(tokens.start), self.num_kept(tokens.end)
         if len(tokens) == 1 or self._has_begun:
@@ -159,9 +160,10 @@ class PooledInfinigenRow(InfinigenRow):
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Copy the KV of `tokens` to their places in the pool, and compute their partial keys. Before the sequence's
-        first decode step, or if the sequence can never be longer than its pool, consecutive tokens are copied together.
-        In all other cases they are copied one by one, and each evicts another token when the pool is full."""
+        """Copy the KV of `tokens` to their places (indices in KV memory) in the pool, and compute their partial keys.
+        Before the sequence's first decode step, or if the sequence can never be longer than its pool, consecutive
+        tokens are copied together. In all other cases they are copied one by one, and each evicts another token when
+        the pool is full."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -174,7 +176,8 @@ class PooledInfinigenRow(InfinigenRow):
 
     def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
         """Add a step's new token at `position` to the pool, after its partial keys were made. If the pool is full,
-        evict one token per layer and kv head, and move K, V and partial keys to the places that the pool returns.
+        evict one token per layer and kv head. Its place (index in the sequence's KV memory) gets the K, V and partial
+        key of another token, as the pool determines.
 
         `layers`: layers to change, counted from the first layer that selects keys. `victims_LG`: places whose tokens
         are evicted; None: the pool selects them.
@@ -242,10 +245,11 @@ class PooledInfinigenSpan:
     """SequenceSpan over the kept tokens of one sequence, in the layers that select keys."""
 
     kept: KvBuffer
-    """KV of the kept tokens. The token index of this buffer is the token's place in the pool."""
+    """KV of the kept tokens. A token's index in this buffer is its place in the pool, not its position in the
+    sequence."""
     tokens: TokenRange
     num_kept: int
-    """Number of kept tokens from before the step."""
+    """Number of tokens that were in the pool before the step."""
     beside: KvBuffer | None
     """Separate buffer for the new tokens' KV of one layer, if the new tokens do not fit into the pool. None: the new
     tokens are stored in the pool, directly after the kept tokens."""

@@ -1,4 +1,5 @@
-"""Host pool of InfiniGen (Lee et al., 2024, section 4.4): assigns tokens to places in a sequence's limited memory.
+"""Host pool of InfiniGen (Lee et al., 2024, section 4.4): assigns tokens to places (indices) in a sequence's limited KV
+memory.
 
 `infinigen_pooled` owns pools, and copies KV as they require. A user limits the number of tokens whose KV a sequence
 keeps. When the pool is full, each new token replaces an evicted token, the victim. The K, V and partial key of a place
@@ -121,8 +122,9 @@ class PoolLimit:
 
     @property
     def position_bits(self) -> int:
-        """Return the number of low bits of an eviction order that store the token's position. With Eviction LRU there
-        are more of these bits than with the other rules, because the mark in the high bits is then a position, too."""
+        """Return the number of low bits of an eviction order that store the token's position. With Eviction LRU, an
+        order has 64 bits instead of 32. Its high bits store the position of the step that last selected the token,
+        instead of a count."""
         return 32 if self.eviction is Eviction.LRU else 23
 
     @property
@@ -131,30 +133,33 @@ class PoolLimit:
 
     @property
     def end_others(self) -> int:
-        """Return the end of the range of places whose tokens may be evicted: [num_first, end_others). The places of the
-        latest tokens follow this range."""
+        """Return the end of the range of places whose tokens may be evicted: [num_first, end_others). A place is an
+        index in the sequence's KV memory. The places of the latest tokens follow this range."""
         return self.num_places - self.num_last + 1
 
     def late_place(self, position: int) -> int:
-        """Return the place, in a full pool, of one of the latest tokens that are never evicted. `position`: position of
-        this token."""
+        """Return the place (index in the sequence's KV memory) that a full pool uses for the token at `position`. The
+        token must be one of the latest tokens, which are never evicted."""
         return self.end_others + (position - self.end_others) % (self.num_last - 1)
 
 
 class KvPool:
-    """Places and eviction orders of the kept tokens of one sequence, in all layers that select keys."""
+    """Pool of one sequence, in all layers that select keys: the place (index in the sequence's KV memory) of each kept
+    token, and the order in which tokens are evicted."""
 
     def __init__(self, limit: PoolLimit, orders_LGP: Orders) -> None:
-        """Make an empty pool. `orders_LGP`: zeros, with one place more than the limit. The pool takes ownership."""
+        """Make an empty pool. `orders_LGP`: memory for the eviction orders, filled with zeros. P is `limit.num_places`
+        + 1. The pool takes ownership."""
         self.limit = limit
         self._orders_LGP = orders_LGP
-        """Eviction order of the token at each place. The token with the lowest value is evicted first. The value of the
-        last place is not used."""
+        """Eviction order of the token at each place (index in the sequence's KV memory). The token with the lowest
+        value is evicted first. The value of the last place is not used."""
 
     def take_prompt(self, layer: int, tokens: TokenRange) -> tuple[Integers, Integers]:
         """Add `tokens` of a prompt to the pool. Pieces of a prompt may be added in any order. Return `(positions,
-        places)`: the positions, in ascending order, of the tokens whose KV must be copied, and their places. The other
-        tokens of the piece are not kept, because later tokens of the prompt use their places."""
+        places)`: the positions, in ascending order, of the tokens whose KV must be copied, and the place (index in the
+        sequence's KV memory) to which each of them must be copied. The other tokens of the piece are not kept, because
+        later tokens of the prompt use their places."""
         positions_T = np.arange(tokens.start, tokens.end)
         num_first, num_others = self.limit.num_first, self.limit.num_places - self.limit.num_first
         positions_K = positions_T[(positions_T < num_first) | (positions_T >= tokens.end - num_others)]
@@ -166,9 +171,9 @@ class KvPool:
         return positions_K, places_K
 
     def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
-        """Rearrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: places from
-        which and to which the caller must move tokens in all layers. Sources may also be targets, so all are moved at
-        once. Both are empty if no token has to be moved."""
+        """Rearrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: places
+        (indices in the sequence's KV memory) from which and to which the caller must move tokens in all layers. Sources
+        may also be targets, so all are moved at once. Both are empty if no token has to be moved."""
         limit = self.limit
         if num_tokens <= limit.num_places or limit.num_last == 1:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -182,13 +187,13 @@ class KvPool:
 
     def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
         """Add a step's new token at `position` to the pool. While the pool is not full, the token stays at the place
-        that equals its position, and the result is None. In a full pool, the token is at place P, the last one, and the
-        result has the places of the evicted tokens (victims), `[L, G]`.
+        (index in the sequence's KV memory) that equals its position. The result is then None. In a full pool, the token
+        is at place P, the last one. The result is then the places of the evicted tokens (victims), `[L, G]`.
 
-        In this case the caller must move the token at `late_place` to the victim's place, and the new token to
-        `late_place`. If the pool protects no latest token except the new one, the new token must be moved to the
-        victim's place instead. `victims_LG`: victims that PoolNotes has found; None: the pool selects them by eviction
-        order.
+        If the pool is full, the caller must first move the token at `late_place(position)` to the victim's place, and
+        then the new token to `late_place(position)`. If `num_last` is 1, there is no such place, and the caller must
+        move the new token to the victim's place. `victims_LG`: places of the victims that PoolNotes has found; None:
+        the pool selects the victims by eviction order.
         """
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
         order = np.int64(position)
@@ -209,8 +214,8 @@ class KvPool:
         return victims_LG
 
     def copy_from(self, other: "KvPool") -> None:
-        """Copy the places and eviction orders of `other`, which must have the same limit. The caller must copy the KV
-        to the same places."""
+        """Copy the places (indices in KV memory) and eviction orders of the tokens of `other`, which must have the same
+        limit. The caller must copy the KV to the same places."""
         assert self.limit == other.limit
         self._orders_LGP[:] = other._orders_LGP
 
@@ -223,8 +228,8 @@ class KvPools:
         reserved."""
         self.limit = limit
         self.lists = num_layers, num_kv_heads
-        """Number of layers, and number of kv heads. A slot has one list of eviction orders for each layer and kv
-        head."""
+        """Number of layers, and number of kv heads. A slot has one list of eviction orders, with one entry per place,
+        for each layer and kv head."""
         num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
         self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         """Number of bytes of one slot's lists of eviction orders, in whole pages."""
@@ -238,14 +243,14 @@ class KvPools:
         self._rows = [KvPool(limit, row_X.reshape(*self.lists, list_size)) for row_X in rows_SX]
         self._start = orders.ctypes.data
         self._starts_L1 = np.arange(num_layers)[:, None] * (num_kv_heads * list_size * limit.order_bytes)
-        """Offset in bytes of each layer's lists from the start of a slot's memory."""
+        """Offset in bytes of each layer's eviction orders from the start of a slot's eviction orders."""
 
     def __getitem__(self, slot: int) -> KvPool:
         return self._rows[slot]
 
     def addresses(self, slots: Sequence[int | None]) -> Integers:
-        """Return the addresses of the slots' lists of eviction orders, `[L, B]`: for each layer, the list of its first
-        kv head. The address is 0 if a slot is None."""
+        """Return memory addresses, `[L, B]`: for each layer and each of `slots`, the address of the eviction orders of
+        the layer's first kv head. The address is 0 if the slot is None."""
         is_there_B = np.array([slot is not None for slot in slots])
         firsts_B = self._start + np.array([slot or 0 for slot in slots]) * self.row_bytes
         found: Integers = (firsts_B + self._starts_L1) * is_there_B
@@ -275,8 +280,8 @@ class PoolNotes:
 
     def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
         """Record the keys `picks` that the sequences select in a layer. Must be called once per layer. `layer` is
-        counted from the first layer that selects keys. `closeness_BGS`: closeness of all kept keys to the queries, as
-        written by `PartialRows.select`."""
+        counted from the first layer that selects keys. `closeness_BGS`: for each kept key, the difference between its
+        score and the best score (at most 0), as written by `PartialRows.select`."""
         limit = self._limit
         most_count = 0 if limit.eviction is Eviction.LRU else limit.most_count
         self._victims_BLG[:, layer] = native.operators().note_picks(
@@ -288,8 +293,8 @@ class PoolNotes:
         )
 
     def victims(self) -> list[Integers | None]:
-        """Return the places of the tokens to evict (victims) of each sequence, `[L, G]`: one per layer and kv head.
-        None for a sequence whose slot is None. Must be called after all layers were recorded. The result for a sequence
-        whose pool is not full must not be used."""
+        """Return, for each sequence, the places of the tokens to evict (victims), `[L, G]`: one for each layer and kv
+        head. A place is an index in the sequence's KV memory. The entry is None for a sequence whose slot is None. Must
+        be called after all layers were recorded. The result for a sequence whose pool is not full must not be used."""
         victims_BLG = self._victims_BLG.numpy()
         return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

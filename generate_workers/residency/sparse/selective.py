@@ -74,7 +74,7 @@ class SplitSpan:
 
     whole: BufferSpan
     others: SequenceSpan
-    """Span of the other layers. In this span, layer 0 is the first layer after those of `whole`."""
+    """Span of all layers after the first two. In this span, these layers are numbered from 0."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -99,7 +99,8 @@ class SplitSpan:
 
 class SelectiveRow(StoredRow):
     """Memory of one slot (a StoredRow) in two parts: the first two layers, which attend to all keys, and the other
-    layers. The first two layers count as both `home` and device memory."""
+    layers. The KV of the first two layers counts both as device memory and as `home`, the memory that stores KV between
+    steps."""
 
     def __init__(
         self,
@@ -111,9 +112,10 @@ class SelectiveRow(StoredRow):
         reads_home: bool = True,
     ) -> None:
         """`index`: the policy's index on the device, with which it selects keys. `num_places`: maximum number of tokens
-        that each layer after the first two can store; None: all tokens. `reads_home`: False if `make_memory` makes
-        memory of a device that has its own memory. All layers then count as both `home` and device memory. Raises an
-        error of OUT_OF_MEMORY if the slot's address space cannot be reserved."""
+        that each layer after the first two can store; None: all tokens. `reads_home`: True if attention reads the KV
+        directly in host memory. False if `make_memory` makes memory of a device that has its own memory; the KV of all
+        layers then counts as device memory, too. Raises an error of OUT_OF_MEMORY if the slot's address space cannot be
+        reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, most)
@@ -147,7 +149,7 @@ class SelectiveStep(ABC, RowStep[R]):
         self._places_B = torch.tensor(
             [at for at, (row, tokens) in zip(starts, rows, strict=True) if row.chooses(tokens)]
         )
-        """Index, among all tokens of the step, of the new token of each sequence that selects keys."""
+        """Index of the new token among all tokens of the step, for each sequence that selects keys."""
         placed = zip(starts, rows, self.spans, strict=True)
         self.longer = [(at, row, span) for at, (row, tokens), span in placed if not row.chooses(tokens)]
         """Sequences that do not select keys. Each entry has the index of the sequence's first new token among all

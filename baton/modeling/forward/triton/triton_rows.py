@@ -1,11 +1,11 @@
-"""Attention of the spans of a generation step that have few new tokens, on a GPU. Same interface as
+"""Attention of the sequences of a generation step that have few new tokens, on a GPU. Same interface as
 `baton.modeling.forward.decode_rows.DecodeRows`, but with Triton kernels.
 
 Keys are in pages. Each layer needs one kernel launch to append all new keys and values, and one or two launches for the
 attention, regardless of the number of sequences. The host reads no results.
 
-Shape letters: B new tokens of these spans, T tokens of the step, N heads, G kv heads, H head dim, at most C pages of a
-sequence.
+Shape letters: B new tokens of these sequences, T tokens of the step, N heads, G kv heads, H head dim, at most C pages
+of a sequence.
 """
 
 import itertools
@@ -28,8 +28,8 @@ are multiples of 16, and further kernels for other strides."""
 
 
 class TritonRows:
-    """Spans of a step (consecutive new tokens of one sequence) that have few new tokens and KV in pages. The pages are
-    in one pool, or in two pools for different layers."""
+    """Attention of the spans of a step (consecutive new tokens of one sequence) that have few new tokens and KV in
+    pages. The pages are in one pool, or in two pools for different layers."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
         """Collect the kernel arguments of the spans (consecutive new tokens of one sequence). `spans`: for each span,
@@ -47,15 +47,15 @@ class TritonRows:
         self._windows = windows
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the new keys and values of these spans to their pages. `k_TGH` and `v_TGH` contain the keys and values
-        of all tokens of the step."""
+        """Write the keys and values of these sequences' new tokens to their pages. `k_TGH` and `v_TGH` contain the keys
+        and values of all tokens of the step."""
         pool, pages_PS2GH = self._of_layer(layer)
         append_kv(self._of_rows(k_TGH), self._of_rows(v_TGH), pages_PS2GH, pool.new_rows)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the attention output of the new tokens of these spans, `[B, N, H]`, in the dtype of the queries.
-        `q_TNH` contains the queries of all tokens of the step. With `picks`, each sequence attends to exactly the
-        selected keys, and the layer's sliding window is not applied."""
+        """Return the attention output of these sequences' new tokens, `[B, N, H]`, in the dtype of the queries. `q_TNH`
+        contains the queries of all tokens of the step. With `picks`, each sequence attends to exactly the selected
+        keys, and the layer's sliding window is not applied."""
         pool, pages_PS2GH = self._of_layer(layer)
         if picks is None:
             seen = SeenKeys(window=self._windows[layer], unseen_B2=pool.unseen_B2)
@@ -98,10 +98,11 @@ class _Pool:
             most_queries=power_of_two(max(place.num_new for place in places)),
             most_keys=most_keys,
         )
-        """Kernel argument for attention: the sequences with all of their keys."""
+        """Kernel argument for attention: block table and number of keys of each sequence. All keys are counted."""
         self.new_rows = self.rows
-        """Kernel argument for appending KV. The keys of each sequence end with those of its new tokens. It differs from
-        `rows` if a new token's key is not the last key of its sequence."""
+        """Kernel argument for writing the keys and values of new tokens. Equal to `rows` if the keys of new tokens are
+        the last keys of all sequences. Otherwise the keys of each sequence are counted only up to the new token's
+        key."""
         if any(place.own is not None for place in places):
             ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
             self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))

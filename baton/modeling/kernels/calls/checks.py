@@ -8,29 +8,29 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32)
 KeyLists = tuple[Tensor, Tensor]
-"""Selected keys of each row (new token) and kv head, int32: lists of keys, `[B, G, K]` for one layer or `[L, B, G, K]`
-for all layers, and the lengths of the lists, `[B, G]`, which are the same in all layers."""
+"""Selected keys of each new token and kv head, int32, as a pair. First the lists of keys, `[B, G, K]` for one layer or
+`[L, B, G, K]` for all layers. Then the lengths of the lists, `[B, G]`, which are the same in all layers."""
 Table = tuple[Tensor | None, int]
-"""Block tables: the addresses of the pages of each row, and the number of tokens of a page. The addresses are None if
-KV is contiguous."""
+"""Block tables, as a pair. First the addresses of the pages that hold the keys of each new token, int64, or None if KV
+is contiguous. Then the number of tokens of a page."""
 NO_TABLE: Table = (None, 0)
 
 
 class RowKeys(NamedTuple):
-    """Keys of B rows (new tokens): the memory of the keys, and which of them the rows attend to. All tensors are int64
-    on the CPU."""
+    """Keys of B new tokens (rows): their memory addresses, and which of the keys each token attends to. All tensors are
+    int64 on the CPU."""
 
     addresses_B: Tensor
-    """Address of the first key of each row, for each layer. If keys are in pages, it is instead the offset in bytes
-    from the first layer to this layer."""
+    """Address of the first key of each new token: `[B]` for one layer, or `[L, B]` for all layers. If KV is in pages,
+    each entry is instead the number of bytes from the first layer's memory to the layer's memory."""
     lengths_B: Tensor
-    """Number of keys of each row, up to and including the key of the row's own token."""
+    """Number of keys of each new token, up to and including its own key."""
     table: Table = NO_TABLE
     queries_B: Tensor | None = None
-    """For each row, the number of rows that belong to the same sequence. None: each sequence has one row."""
+    """For each new token, the number of new tokens of its sequence. None: each sequence has one new token."""
     unseen_B2: Tensor | None = None
-    """Range of keys to which each row does not attend: index of the first key, and end (exclusive). None: no keys are
-    excluded."""
+    """Range of keys to which each new token does not attend: index of the first key, and end (exclusive). None: no keys
+    are excluded."""
 
 
 def require(holds: bool, text: str) -> None:
@@ -55,8 +55,8 @@ def optional(tensor: Tensor | None, dtype: torch.dtype, count: int, text: str) -
 def row_keys(
     keys: RowKeys, num_kv_heads: int, picks: KeyLists | None, *, num_layers: int = 1
 ) -> tuple[int | None, ...]:
-    """Check the keys that rows attend to, and return them as kernel arguments, in the order of the struct RowKeys in
-    attention/decode_checks.h. With `picks`, rows attend only to the selected keys."""
+    """Check the keys to which new tokens attend. Return them as kernel arguments, in the order of the struct RowKeys in
+    attention/decode_checks.h. With `picks`, the tokens attend only to the selected keys."""
     B = keys.lengths_B.numel()
     lengths = numbers(keys.lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous")
     listed = num = queries = unseen = None
@@ -76,8 +76,8 @@ def row_keys(
 
 
 def block_tables(table: Table, num_rows: int) -> tuple[int | None, int, int]:
-    """Check block tables and return them as kernel arguments: the address of the tables, the number of pages per row,
-    and the number of tokens of a page."""
+    """Check block tables and return them as kernel arguments: the address of the tables, the number of pages that a
+    table lists, and the number of tokens of a page. `num_rows`: number of new tokens, each of which has a table."""
     pages_BC, page_tokens = table
     if pages_BC is None:
         return None, 0, page_tokens

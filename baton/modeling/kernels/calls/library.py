@@ -61,7 +61,8 @@ def _raise_message(message: bytes | None, function: Any, arguments: Any) -> None
 
 
 class _Symbol(ctypes.Structure):
-    """Dl_info of dlfcn.h: the library in which a symbol was found, and its address."""
+    """Struct Dl_info of dlfcn.h, which `dladdr` fills: path and base address of the library that contains a symbol, and
+    the symbol's name and address."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),

@@ -18,11 +18,11 @@ from baton.modeling.kernels.calls.checks import optional, require
 from baton.modeling.kernels.products import WIDENED
 
 HALF = 16
-"""Number of outputs of half a panel."""
+"""Number of outputs in half a panel (block of 32 outputs of a weight)."""
 PANEL = 2 * HALF
 _TILE_INPUTS = 32
-"""Number of inputs of a tile. The inputs of a panel are padded to a multiple of it, except with the method
-`WIDENED`."""
+"""Panels (blocks of 32 outputs of a weight) are padded to a multiple of this number of inputs, except with the
+multiplication method `WIDENED`. An AMX tile holds this number of inputs."""
 
 
 def pack_panels(weight_MK: Tensor, product: str) -> Tensor:

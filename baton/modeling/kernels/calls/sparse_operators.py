@@ -1,5 +1,5 @@
-"""C++ kernels, as operations on tensors, of residency policies that store or read only a part of the KV. A residency
-policy decides where and how the KV of sequences is stored.
+"""C++ kernels for residency policies that store or read only a part of the KV. Each kernel is called as an operation on
+tensors. A residency policy decides where and how the KV of sequences is stored.
 
 `operators` has all other kernels. The memory of each row (sequence) is passed as an address, int64 on the CPU.
 
@@ -20,7 +20,8 @@ _NUMBERS = "numbers of picks must be [B, G] int32, contiguous"
 
 
 class SparseOperators:
-    """Kernels of the source folder `sparse`, built for one instruction set."""
+    """C++ kernels for residency policies that store or read only a part of the KV, built for one instruction set. Their
+    sources are in the folder `sparse`."""
 
     def __init__(self, library: Library) -> None:
         self._admit_picks = library.function("admit_picks", "ppnnnpppppnnpppt")
@@ -42,16 +43,16 @@ class SparseOperators:
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Find each selected key in its sequence's cache on the device, and assign a cache slot to each key that is
-        missing (sparse/hot_keys.cpp). A cache has numbered places for keys: first the places of the latest tokens, then
-        the slots, which hold other keys.
+        missing (sparse/hot_keys.cpp). A cache has numbered places, each for one key. The first places hold the keys of
+        the latest tokens. The remaining places, the slots, hold other keys.
 
         Return the place of each selected key, `[B, G, K]`, the missing keys as pairs of key and place, `[B, G, K, 2]`,
         and the number of missing keys, `[B, G]`.
 
-        `records_B`: address of each sequence's records, which list the keys in its slots. `rows`: for each sequence the
-        number of slots, the index of the first key in the places of the latest tokens, the number of tokens, and True
-        if the cache contains only the key of the new token. `sizes`: number of places for latest tokens, and maximum
-        number of slots.
+        `records_B`: address of each sequence's records, which list the keys in its slots. `rows`: four tensors with one
+        entry for each sequence: the number of slots, the index of the first of the latest tokens that have a place, the
+        number of tokens, and True if the cache contains only the key of the new token. `sizes`: number of places for
+        latest tokens, and maximum number of slots.
         """
         num_slots_B, latest_B, num_tokens_B, is_fresh_B = rows
         require(picks_BGK.dim() == 3, _LISTS)
@@ -130,10 +131,10 @@ class SparseOperators:
         """Compute the partial keys (keys reduced to fewer columns) of tokens and store them (sparse/partial_keys.cpp).
         Runs on the calling thread only.
 
-        `addresses`: address of the partial keys of each token's sequence. `numbers_`: index of each token in its
-        sequence. If both have only one element, the tokens are consecutive tokens of one sequence, and the element
-        belongs to the first token. `columns_GR`: columns that the basis selects, or None if the basis does more than
-        select columns.
+        `basis_GHR`: matrix of each kv head by which its keys are multiplied. `columns_GR`: columns of a key that make
+        up its partial key. None if the matrices do more than select columns. `addresses`: address of the partial keys
+        of each token's sequence. `numbers_`: index of each token in its sequence. If both have only one element, the
+        tokens are consecutive tokens of one sequence, and the element belongs to the first token.
         """
         require(
             k_TGH.dim() == 3 and k_TGH.stride(2) == 1 and k_TGH.is_cpu, "keys must be [T, G, H], a head's in one piece"
@@ -170,10 +171,10 @@ class SparseOperators:
         Return the place of the victim for each sequence and kv head, `[B, G]`. It is meaningful only for sequences
         whose pool is full.
 
-        `rows`: address of each sequence's records, and position of the step's new token in the sequence. `limits`:
-        number of places, start and end of the range of places that may be evicted, number of bits of a record that hold
-        the token's position, and largest value of a counter of selections (0: records store the position of the last
-        step that selected the token, instead of a counter).
+        `rows`: address of each sequence's records, and position of the sequence's new token. `limits` contains five
+        numbers: the number of places, the start and the end of the range of places that may be evicted, the number of
+        bits of a record that hold the token's position, and the largest value of a selection counter. If the largest
+        value is 0, a record has no counter. It stores the position of the last step that selected the token instead.
         """
         (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
         lists = "picks must be int32, contiguous"

@@ -22,8 +22,8 @@ class HeadShape:
 
 
 class Pairs(NamedTuple):
-    """Kernel argument: address of the lists of pairs, address of the lengths of the lists, and maximum length of a
-    list."""
+    """Kernel argument: for each sequence and kv head, a list of pairs (index of a key at the source, its index at the
+    target). The fields are the address of all lists, the address of their lengths, and the maximum length of a list."""
 
     pairs: Any
     num: Any

@@ -88,9 +88,9 @@ class Results(NamedTuple):
 
 @triton.jit
 def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) -> tl.tuple:
-    """Describe the list of keys to which a sequence and kv head attend. Return five numbers: the length of the list,
-    the number of keys of the sequence, the first key in the list, the first excluded key, and the number of excluded
-    keys."""
+    """Describe the list of keys to which a sequence attends in one kv head. Return five numbers: the length of the
+    list, the number of keys of the sequence, the first key in the list, the first excluded key, and the number of
+    excluded keys."""
     length = tl.load(rows.lengths + row)
     first = 0
     if shape.window > 0:
@@ -109,9 +109,10 @@ def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) 
 
 @triton.jit
 def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tuple, shape: tl.constexpr) -> tl.tuple:
-    """Return the key index for each entry of a list of keys, and a mask that is True for valid keys. `span` is the
-    result of `listed` without its first element. For selected keys, `entry_S` contains indices into the memory of all
-    lists."""
+    """Return the key index for each entry of a list of keys, and a mask that is True for valid keys. `span`: the number
+    of keys of the sequence, the first key in the list, the first excluded key, and the number of excluded keys.
+    `entry_S`: indices of the entries in the list. If keys are selected, indices in the memory of the lists of all
+    sequences and kv heads."""
     length, first, gap, num_left_out = span
     if shape.has_picks:
         key_S = tl.load(rows.picks + entry_S, mask=is_entry_S, other=-1)
@@ -125,8 +126,9 @@ def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tup
 
 @triton.jit
 def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return the index of each key's first head in the memory of pages. `table` is the block table of the sequence, and
-    `key_S` contains the keys' indices in the sequence."""
+    """Return, for each key, the offset of its data from the start of the memory of pages, in elements. The data starts
+    with K of the first kv head. `table` is the block table of the sequence, and `key_S` contains the keys' indices in
+    the sequence."""
     page_S = tl.load(table + key_S // shape.page_tokens, mask=is_key_S, other=0).to(tl.int64)
     token_S = key_S % shape.page_tokens
     return page_S * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
@@ -134,9 +136,9 @@ def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor
 
 @triton.jit
 def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return, for a tile of consecutive keys within one page, the index of each key's first head in the memory of
-    pages. `place` is the index of the first key of the tile in its sequence. This function reads the page number once,
-    whereas `placed` reads it for each key."""
+    """Return, for each key of a tile, the offset of its data from the start of the memory of pages, in elements. The
+    data starts with K of the first kv head. The keys are consecutive and in one page, so the page number is read only
+    once. `place` is the index of the tile's first key in its sequence."""
     page = tl.load(table + place // shape.page_tokens).to(tl.int64)
     token_S = place % shape.page_tokens + tl.arange(0, shape.tile_keys)
     return page * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)

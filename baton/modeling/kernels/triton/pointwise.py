@@ -17,7 +17,8 @@ MOST_CHANNELS = 1 << 14
 """Maximum number of channels that a norm supports. One program processes all channels of a token."""
 _GATE_TILE = 1024
 _TURN_ELEMENTS = 1024
-"""Maximum number of elements of half heads that a program rotates at once."""
+"""Maximum number of pairs of elements that a program rotates at once. RoPE pairs each element of the first half of a
+head with an element of the second half."""
 
 
 def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:

@@ -32,10 +32,10 @@ class StepRows:
     """Index of each sequence's first new token among the tokens of the step, int32. The last entry is the total number
     of new tokens. A sequence without new tokens is padding: nothing is computed for it."""
     most_queries: int
-    """Upper bound on the number of new tokens of a sequence. The host knows it."""
+    """Upper bound on the number of new tokens of a sequence, known to the host."""
     most_keys: int
-    """Upper bound on the number of keys of a sequence. The host knows it. The rounding of a sequence's results depends
-    on it, but not on the other sequences."""
+    """Upper bound on the number of keys of a sequence, known to the host. Another bound may change how the results of a
+    sequence are rounded. The other sequences of the step do not change it."""
 
     def __post_init__(self) -> None:
         tensors = self.table_BC, self.lengths_B, self.starts_E

@@ -66,8 +66,8 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, num_pairs: int, most_keys: i
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int, shared_bytes: int | None = None) -> PrefillTiles:
     """Return the block sizes of prefill attention for `num_queries` queries. `shared_bytes`: bytes of shared memory
-    that a program may use for queries, keys and values. None: the number is unknown, or shared memory also holds other
-    data."""
+    that a program may use for queries, keys and values. None: use the default limits (see the module's docstring). Pass
+    None if the number is unknown, or if shared memory also holds other data, such as a mask."""
     most_rows = 32 if dtype == torch.float32 else 128  # fp32 operands are multiplied in registers
     rows = min(max(power_of_two(num_queries), LEAST_SIDE), _most_rows(head_dim, dtype), most_rows)
     if rows == 128 and shared_bytes is not None:
