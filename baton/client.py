@@ -195,8 +195,8 @@ class Client(_BaseClient[Stream]):
 
 
 class AsyncClient(_BaseClient[AsyncStream]):
-    """Asyncio client with a connection to a server. Create and use it on one event loop. Otherwise it behaves like
-    Client."""
+    """Asyncio client with a connection to a server. Use it only on the event loop on which it was created. Apart from
+    that, it behaves like Client."""
 
     def _connect(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._server.target, options=channel_options(Keepalive()))

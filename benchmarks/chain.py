@@ -1,12 +1,13 @@
-"""Compares the chain with other schemes that prefill one prompt on several ranks: TSP, zigzag ring attention, and one
-process.
+"""Compares the chain with other schemes that prefill one prompt: tensor-and-sequence parallel prefill (TSP), zigzag
+ring attention, and one process.
 
 Each rank has one thread on its own core. All schemes use the same decoder and attention kernel, and are measured
 alternately. The chunks of the chain have equal lengths (`even`), or their lengths are searched with a cost model
-(`kvr_s`). The cost model is calibrated first, while all ranks are busy.
+(KVR-S, `kvr_s`). The cost model is calibrated first, while all ranks are busy.
 
-Each result compares KVR-S with one other scheme, or its time with the model's prediction (`model`). The scheme `single`
-is one process with one thread per rank. `--bars` measures only the cases that have a required ratio.
+Each output row compares the time of KVR-S with that of one other scheme, or with the time that the cost model predicts
+for KVR-S (`model`). The scheme `single` is one process with one thread per rank. If `--bars` is given, only the cases
+that have a limit are measured, and the benchmark fails if a ratio misses its limit.
 """
 
 import argparse

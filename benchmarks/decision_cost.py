@@ -1,13 +1,13 @@
-"""Measures how long the orchestrator takes to place a request, and how long the autoscaler takes to decide, by number
-of groups.
+"""Measures how long the orchestrator takes to place a request, and how long the autoscaler takes to decide, for
+different numbers of groups.
 
     idle        placement of a prompt of 1,500 tokens by the orchestrator (`orchestrator.placement.chooser`). No group
                 has work, and no prefix store has a block
     busy        the same placement when each prefill group has two queued jobs, and each generation group has 8 to 12
                 sequences and its own prefix store. The stores of an eighth of the groups have one to five of the
-                prompt's blocks. All other groups may fetch them, and generation groups may prefill locally
+                prompt's blocks. All other groups may fetch these blocks, and generation groups may prefill locally
     shortlist   placement in the traffic simulator, which compares only a few candidate groups
-    autoscaler  one decision, with this number of groups as the maximum
+    autoscaler  one decision of the autoscaler, which may run at most this number of groups
 
 The planner uses nominal costs of Llama-3.1-8B on H100s. Half of the groups are prefill groups, half are generation
 groups. Values are median milliseconds of a few calls on this machine.

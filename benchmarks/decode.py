@@ -5,18 +5,18 @@ The cases (cells) are pairs of a batch size and a context length. The sequences 
 spread evenly within a tenth of the context. Their KV is stored as in a served request. A step is one step of the
 engine, including sampling and detokenization (`benchmarks.sides.engine_rows`).
 
-With `--peer-python`, Baton is compared with vLLM-CPU (benchmarks/peers), whose engine steps sequences of the same
-lengths in its own process; `--peer-model` names its model. Otherwise Baton is compared with transformers (`plain`).
-Baton and the other system alternate after every four steps, each time after one warm-up step. The waiting system is
-idle.
+If `--peer-python` is given, Baton is compared with vLLM-CPU (benchmarks/peers). vLLM's engine runs steps of sequences
+with the same lengths in a separate process; `--peer-model` is the folder of vLLM's model. Otherwise Baton is compared
+with transformers (`plain`). Baton and the other system alternate after every four steps, each time after one warm-up
+step. The waiting system is idle.
 
 `floor` is the number of bytes that a step must read, as counted by the engine, divided by the bandwidth with which all
 threads read memory. `operations` is the sum over matrices and attention of max(time to read, time to compute), with
-rates that are measured before the first case. `roofline` is the prediction of `baton plan --hardware here`, from
-measurements at the same time.
+rates that are measured before the first case. `roofline` is the prediction of `baton plan --hardware here` from rates
+that are measured at the same time.
 
-`--plot` draws floor and roofline with the measured steps. `--bars` checks the required ratios to vLLM, the operations
-and the prediction, and fails if one is missed.
+`--plot` draws floor and roofline with the measured steps. If `--bars` is given, the benchmark fails if a measured step
+takes too long compared with vLLM's step or with `operations`, or if `roofline` differs too much from the measured step.
 """
 
 import argparse
@@ -146,9 +146,9 @@ def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
 
 
 def bare(chip: Chip, prompt_flops: float) -> Chip:
-    """Return a copy of `chip` for the lower bound of step times. With it, each operation is predicted to take
-    max(time to read, time to compute). The compute rate is max(`chip.flops`, `prompt_flops`), in FLOP/s. KV is read at
-    the full memory bandwidth."""
+    """Return a copy of `chip` from which lower bounds of step times can be computed. With this copy, `step_time`
+    predicts that each operation takes max(time to read, time to compute). The compute rate is max(`chip.flops`,
+    `prompt_flops`), in FLOP/s. KV is read at the full memory bandwidth."""
     return Chip(max(chip.flops, prompt_flops), chip.memory_bandwidth, chip.memory_bytes)
 
 

@@ -90,8 +90,8 @@ async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregatio
 
 
 def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggregation, list[Served]]) -> None:
-    """Report `auto` compared with each other policy. Print, for each policy, the number of prompts by the scheduler's
-    reason for its choice between chain and local prefill."""
+    """Report `auto` compared with each other policy. The scheduler gives a reason for each choice between the chain and
+    local prefill. Print, for each policy, each reason and its number of prompts."""
     name = case(streams=NUM_STREAMS, ranks=1, policy="auto", trace="mixed")
     for way in WAYS[1:]:
         for metric, unit, attribute in (

@@ -1,13 +1,13 @@
-"""Benchmark of elastic chain width, in which the scheduler decides for each prompt how many ranks of a chain prefill
-it.
+"""Benchmark of elastic chain width: the scheduler decides for each prompt how many ranks of a chain prefill it (the
+width of the chain).
 
-Two prompts of 6,000 tokens arrive at once, and ten of 256 tokens arrive 0.2 to 2 s later. Each requests one output
-token. The benchmark compares two settings of the orchestrator: `elastic`, and the baseline `static`, which prefills
-each prompt on all ranks in order of arrival.
+Each round has a burst of prompts: two of 6,000 tokens arrive at once, and ten of 256 tokens arrive 0.2 to 2 s later.
+Each prompt requests one output token. The benchmark compares two settings of the orchestrator: `elastic`, and the
+baseline `static`, which prefills each prompt on all ranks in order of arrival.
 
 Prompts pass through a whole local cluster: an orchestrator, a chain of two ranks with one thread each, and a generation
-engine. Both settings use the same workers and the same cost model, which is calibrated first. They serve the whole
-burst alternately. Output rows: mean time to first token (TTFT) of the short prompts, and of the long prompts.
+engine. Both settings use the same workers and the same cost model, which is calibrated first. They serve the same burst
+one after the other. Output rows: mean time to first token (TTFT) of the short prompts, and of the long prompts.
 
 With `--bars`, the benchmark fails unless the mean TTFT of short prompts is at least 3 times better, and that of long
 prompts at most 15 % worse.
@@ -100,8 +100,8 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def measure(self) -> dict[str, list[list[Served]]]:
-        """Run a warm-up round of short prompts, then the burst of every round with each policy. Return the results of
-        the rounds by policy."""
+        """Run a warm-up round of short prompts, then the measured rounds. In each round, both policies serve the same
+        burst of prompts, one after the other. Return the results of the rounds by policy."""
         found: dict[str, list[list[Served]]] = {policy: [] for policy in _POLICIES}
         rounds = self._args.pairs or (QUICK_ROUNDS if self._args.quick else ROUNDS)
         with progress("bursts", rounds + 1) as advance:

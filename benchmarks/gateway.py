@@ -1,21 +1,24 @@
 """Benchmark of the number of streams that one orchestrator can serve, and of the cost of each forwarded token.
 
-The server is the real one, with gRPC on both sides. Generation groups emit scripted tokens at a given pace without
-computing (`benchmarks.gateways.engines`). Clients check each token (`benchmarks.gateways.load`). Clients, server and
-engines each run in their own process. Prompts are text, which the server tokenizes; nothing is prefilled.
+The server is the orchestrator of a real cluster, with gRPC to clients and groups. Generation groups emit scripted
+tokens at a given pace without computing (`benchmarks.gateways.engines`). Clients check each token
+(`benchmarks.gateways.load`). Clients, server and engines each run in their own process. Prompts are text, which the
+server tokenizes; nothing is prefilled.
 
-- `trace=paced`: all streams run at once, each at a few tokens per second, so that the processor suffices for all three
-  processes. While all streams run, the benchmark measures the tokens forwarded per second, the server's processor time
-  per token in microseconds, and the p99 of the time from the engine to the client. The baseline `made` is the number of
-  tokens that the groups emit. The server's memory per stream is measured too: its memory at the end, minus its memory
-  after a first, smaller run (a tenth of the streams), which makes all one-time allocations.
+- `trace=paced`: all streams run at once, each at a few tokens per second, so that the processor suffices for clients,
+  server and engines. While all streams run, the benchmark measures the tokens forwarded per second, the server's
+  processor time per token in microseconds, and the p99 of the time from the engine to the client. The baseline `made`
+  is the number of tokens per second that the groups should emit. The server's memory per stream is measured too. It is
+  the growth of the server's memory since a first, smaller run (a tenth of the streams), divided by the number of
+  streams. The smaller run makes all one-time allocations.
 - `trace=flood`: fewer streams, whose tokens are emitted faster than they can be forwarded.
 - `trace=burst`: short requests at random times within a few seconds. The benchmark measures the p99 of the time to
   first token, and the server's processor time per request.
 
 A value without another baseline is compared with its limit (`promised`). A missing or misplaced token, a stream without
 its last message, and any status except OK count as errors. With `--bars`, the benchmark fails on errors, if less than
-0.95 of the tokens are forwarded in `paced`, or if the limit of the processor time or of the memory is exceeded.
+0.95 of the tokens are forwarded in `paced`, if the limit of the processor time or of the memory is exceeded in `paced`,
+or if the limit of the time to first token is exceeded in `burst`.
 
 `--profile FILE` samples the server during `paced` and `burst`, and writes the profile to FILE. Profiling slows the
 server down, so the results of a profiled run must not be compared with the limits.

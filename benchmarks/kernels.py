@@ -67,7 +67,8 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class SideSpec:
-    """Arguments of the process of one side of the comparison: `chosen`, `panels` or `torch`."""
+    """Arguments of the process of one side of the comparison. `name` is `panels` (linear layers always run on Baton's
+    kernels), `torch` (always on torch), or `chosen` (on the kernel that was measured to be faster)."""
 
     name: str
     folder: Path

@@ -2,11 +2,12 @@
 
 A local cluster runs an orchestrator, a prefill rank and a generation engine with one thread each. It receives requests
 at random times, regardless of earlier answers (`benchmarks.support.open_loop`). The capacity in requests per second is
-measured first, with streams that each send a new request when the last one was served. The limits apply to a machine
-with at least as many cores as computing threads. With fewer cores, each thread slows down the others, and the order of
-requests has no effect.
+measured first, with streams that each send a new request when their previous request has ended. The limits apply to a
+machine with at least as many cores as computing threads. With fewer cores, each thread slows down the others, and the
+order of requests has no effect.
 
-`trace=overload` sends three times as many requests as can be served, with one of two policies:
+`trace=overload` sends three times as many requests as can be served. `BOUND_S` is the maximum time in seconds until an
+admitted request should have its first token. There are two policies:
 
 - `policy=queue`: the queue is limited to the number of requests that are served within `BOUND_S` seconds
 - `policy=deadline`: the queue is long, and each request has a deadline of `BOUND_S` seconds. It requests one token, so
@@ -15,19 +16,19 @@ requests has no effect.
 Its output rows are:
 
 - p99 of the time until a refusal (baseline `promised`: 50 ms)
-- p95 of the time to first token of requests that were not refused, as a multiple of the bound
+- p95 of the time to first token of requests that were not refused, as a multiple of `BOUND_S`
 - requests completed in time, as a fraction of the capacity
 - this process's memory at the end, as a multiple of its memory after a quarter of the time
 - seconds from the last arrival to the last first token
 
 `trace=fair` has two tenants. A light tenant sends a tenth of the load that can be served, first alone (baseline
-`alone`), then together with a heavy tenant, which sends twenty times as much. The heavy tenant may not use the
-`NUM_RESERVED` slots that are left to the light tenant. If the light tenant's requests occupy all of these while the
-heavy tenant occupies the rest, the next request waits for a slot even if it is first in the queue. Output row: p95 of
-the light tenant's time to first token.
+`alone`), then together with a heavy tenant, which sends twenty times as much. `NUM_RESERVED` slots are never given to
+the heavy tenant. If the light tenant occupies all of them while the heavy tenant occupies all other slots, the light
+tenant's next request waits for a slot, even if it is first in the queue. Output row: p95 of the light tenant's time to
+first token.
 
-With `--bars`, the limits are, in the order of the rows: 50 ms; 1.3 times the bound; 0.9 of the capacity; 1.05 times the
-memory; 1.3 times the bound; and for `trace=fair`, 1.5 times `alone`.
+With `--bars`, the limits are, in the order of the rows: 50 ms; 1.3 times `BOUND_S`; 0.9 of the capacity; 1.05 times the
+memory; 1.3 times `BOUND_S`; and for `trace=fair`, 1.5 times `alone`.
 """
 
 import argparse

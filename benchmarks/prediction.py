@@ -2,11 +2,12 @@
 sizes.
 
 A chain prefills a prompt in chunks, one per rank. KVR-S searches the best chunk sizes for each prompt length. KVR-P
-interpolates them between the lengths of a table (knots), as in service. No measured length is a knot.
+interpolates them between the prompt lengths of a table (knots), as a running cluster does. No measured length is a
+knot.
 
-Each round calibrates the model while all ranks are busy, then runs every length. Times are therefore compared with a
-calibration of the same period. Output rows: KVR-S's time compared with the prediction of its round (`model`), and
-KVR-P's time compared with KVR-S's.
+Each round calibrates the cost model while all ranks are busy, then runs every length. Output rows: the measured times
+of KVR-S and KVR-P, compared with the times that the calibration of the same round predicts (`model`), and KVR-P's time
+compared with KVR-S's.
 
 Before the rounds, the benchmark measures how much a rank is slowed down when the other ranks are busy too, compared
 with one rank alone (`idle`). The ranks prefill separate prompts, multiply matrices that fit in cache, copy more data
@@ -55,8 +56,8 @@ from deploy.machine.resolved_model import ResolvedModel
 TOKENS = "640,1200,2500,3600,5000"
 QUICK_TOKENS = "300,600"
 KVR_S, KVR_P = "kvr_s", "kvr_p"
-"""Names of the two schemes for chunk sizes. KVR_S searches them for the prompt length, and KVR_P interpolates them
-between the table's prompt lengths (knots)."""
+"""Names of the two schemes for chunk sizes. KVR_S searches the sizes for each prompt length. KVR_P interpolates them
+between the prompt lengths (knots) of a table of searched sizes."""
 MODEL_BAR = 0.10
 """Maximum difference between the measured median and the predicted time, as a fraction of the predicted time."""
 PREDICTED_BAR = 0.03

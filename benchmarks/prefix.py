@@ -9,8 +9,9 @@ A second case is the next turn of a chat (named `turn`, with the number of token
 the next turn begins with an earlier prompt and the answer to it. It is compared with a new prompt of the same length.
 
 Output rows: time to first token, and KV bytes pushed to the generation engine. The bytes pushed are also compared with
-the bytes that must be pushed (`missing`): those of all tokens that are not in whole cached blocks, because the engine's
-node already has these blocks. This ratio should be 1. With `--bars`, the benchmark fails if a value misses its limit.
+the bytes that must be pushed (`missing`). The engine's node already has the KV of the cached prefix in whole blocks, so
+only the KV of the prompt's other tokens must be pushed. The ratio should be 1. With `--bars`, the benchmark fails if a
+value misses its limit.
 """
 
 import argparse
@@ -125,7 +126,7 @@ class Case:
 
     name: str
     what: str
-    """Readable description of the cached prefix."""
+    """Description of the cached prefix in messages about limits, for example "4000 tokens"."""
     num_lacking: int
     """Number of the prompt's tokens whose KV must be pushed to the generation engine. The engine's node already has the
     KV of the other tokens: the whole blocks of the cached prefix."""

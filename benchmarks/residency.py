@@ -5,12 +5,13 @@ different lengths. The policies alternate after every two steps, each time after
 `formula` is the number of bytes that `host` must move over the link in a step: all cached KV to the device, and the KV
 of each sequence's new token back to the host.
 
-The device of `host` has `--device-gib` GiB for weights and KV; the limit is also enforced on a CPU. The device of
-`device` is not limited. For the case that `--limited` names, the benchmark checks that under this limit all sequences
-fit with `host`, and some are refused with `device`. On a CPU the link is memory bandwidth, and the link's thread runs
-in addition to the compute threads.
+When steps are measured, the policy `host` runs on a device with `--device-gib` GiB for weights and KV, and the policy
+`device` runs without a limit. The limit is also enforced on a CPU. Afterwards, a separate check runs the case that
+`--limited` names with both policies under the limit: all sequences must fit with `host`, and some must be refused with
+`device`. On a CPU, the rate of the link is the memory bandwidth, and the link's thread runs in addition to the compute
+threads.
 
-With `--bars`, the benchmark fails if this check fails, or if the bytes moved differ from the formula.
+If `--bars` is given, the benchmark fails if the separate check fails, or if the bytes moved differ from the formula.
 """
 
 import argparse

@@ -1,21 +1,23 @@
-"""Benchmark of the autoscaler by simulation. Compares it with fixed groups, with a policy that estimates load by
-regression without queueing, and with a policy of queue thresholds.
+"""Benchmark of the autoscaler by simulation. Compares it with fixed numbers of groups, with a policy that divides the
+mean load by a group's throughput and ignores queueing (load regression), and with a policy that has thresholds on queue
+lengths.
 
 The traffic simulator (`baton_lab.traffic`) replays traces on eight groups of Llama-3.1-8B on A100s at nominal rates. A
 cold start takes 30 s, and changing a group's role takes 2 s. There are two kinds of request: 6,000 prompt and 64 output
 tokens, and 200 prompt and 512 output tokens.
 
 The capacity for a kind of request is the highest steady rate at which the best fixed split of the groups into prefill
-and generation serves 95 % of the requests within both latency targets. It is found by simulation. Traces run at
-fractions of these capacities: `shifting` changes the kind every 300 s (10 cold starts), and `steady` has one kind. All
-policies begin with four groups of each role. Output rows: fraction of requests within both targets, and number of
-changes.
+and generation serves 95 % of the requests within both latency targets. It is found by simulation. The request rate of a
+trace is a fraction of the capacity. A `shifting` trace changes the kind of request every 300 s, which is the time of 10
+cold starts. A `steady` trace has one kind. Policies that change the groups begin with four groups of each role. Output
+rows: fraction of requests within both targets, and number of changes.
 
 With `--bars`, the benchmark fails unless all of these are true for the autoscaler:
 
-- on shifting traces, at least 1.3 times the fraction of the best fixed split, and 1.15 times that of load regression
-- on steady traces, at least 0.97 times the fraction of the best fixed split
-- on each trace, at most 4 changes of the numbers of groups revert an earlier change in the same phase
+- on shifting traces, the fraction of requests within both targets is at least 1.3 times the fraction with the best
+  fixed split, and at least 1.15 times the fraction with load regression
+- on steady traces, this fraction is at least 0.97 times the fraction with the best fixed split
+- on each trace, at most 4 changes of the numbers of groups revert the previous change of the same phase (300 s)
 """
 
 import argparse
@@ -74,8 +76,9 @@ def capacity(on: Setting, kind: Lengths) -> float:
 
 
 def reversals(events: Iterable[ScalerEvent]) -> int:
-    """Return the number of changes that revert an earlier change of the same phase. A change reverts the previous one
-    if it moves groups in the opposite direction between prefill and generation."""
+    """Return the number of changes that revert the previous change of the same phase (period of PHASE_S seconds). Of
+    two such changes, one increases the number of prefill groups relative to that of generation groups, and the other
+    decreases it."""
     num_reversed, last, phase = 0, 0, -1
     for event in events:
         before, after = (tuple(map(int, side.split(":"))) for side in event.what.split(" -> "))

@@ -120,8 +120,8 @@ class _Bench:
         return ServedSide(await stack.enter_async_context(AsyncClient(cluster.target))), cluster.ray_address
 
     async def compare(self, place: Place, num_streams: int, chain: Side, baselines: Mapping[str, Side]) -> float:
-        """Measure and report `num_streams` streams on all sides. Return the ratio of the cluster's tokens per second to
-        the bare engine's."""
+        """Measure `num_streams` streams on the whole stack (`chain`) and on each of the baselines, and report the
+        results. Return the tokens per second of the whole stack, divided by those of the baseline `engine`."""
         args, found = self.args, {name: list[Measured]() for name in ("chain", *baselines)}
         with progress(f"{num_streams} streams", self.pairs + 1) as advance:
             for index in range(self.pairs + 1):

@@ -12,18 +12,21 @@ HTTP:
 If a peer is not installed, the benchmark skips it and prints the name of its set-up script. All servers run during the
 whole benchmark and are warmed up. A load is sent to a server only when all servers are idle, because vLLM's worker
 busy-waits on a core for a second after its last step. This process is the client of all servers, and all times are from
-its clock. All requests of a load are sent at once, for outputs of fixed length, sampled greedily. Prompts are passages
+its clock. All streams of a load are sent at once, for outputs of fixed length, sampled greedily. Prompts are passages
 of novels with different beginnings, the same for all servers.
 
-A cell STREAMSxPROMPT:OUTPUT of `--grid` has these output rows:
+The loads are the cells of `--grid`, written as STREAMSxPROMPT:OUTPUT: the number of streams, and their numbers of
+prompt and output tokens. A cell that ends with +PROMPT:OUTPUT@SECONDS has one more prompt, which is sent SECONDS
+seconds later than the streams. A cell has these output rows:
 
     tokens_s        all output tokens / (time of the last token - time of the first request)
     ttft_s          median time to first token
     p99_ms, gap_ms  99th percentile and median of the times between messages of a stream (with speculation a message may
                     contain several tokens)
     tpot_ms         time per output token
-    last_ttft_s     time to first token of the prompt that joins, in cells with +PROMPT:OUTPUT@SECONDS
-    load_s          duration of the whole load, compared with the bare engine in a process; only in cell 16x205:64
+    last_ttft_s     time to first token of the later prompt, in cells with +PROMPT:OUTPUT@SECONDS
+    load_s          duration of the whole load, compared with a bare engine (a process with a generation engine, without
+                    gRPC and Ray); only in cell 16x205:64
 
 The row idle_cores is measured before the loads: the number of cores that Baton's own processes use when idle, compared
 with the cores that Ray uses. The loops in which Baton's actors wait for tasks count as Ray's.
@@ -173,8 +176,8 @@ class Bench:
             yield sides
 
     async def idle(self, baton: BatonDoor) -> None:
-        """Report the number of cores that Baton's own processes use while no request runs, compared with Ray's
-        processes. The loops that Ray runs in Baton's actors count as Ray's."""
+        """Report the number of cores that Baton's own processes use while no request runs, compared with the number
+        that Ray's processes use. Ray also runs loops in Baton's actors; their processor time counts as Ray's."""
         seconds = QUICK_IDLE_S if self.args.quick else IDLE_S
         own, rays, actors = baton.processes()
         before, loops_before, start_s = used_s(own | rays), main_threads_used_s(actors), monotonic()

@@ -60,7 +60,7 @@ class Cell:
     ranks: int
     what: str
     """Measured quantity: `tsp` or `kvr_s` for the time to first token of this scheme, or `speedup` for the ratio of
-    TSP's time to KVR-S's. All are on the fast link."""
+    TSP's time to KVR-S's. All of them are for the paper's fast link (NVLink)."""
     paper: float
     ours: float
 

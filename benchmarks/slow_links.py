@@ -1,6 +1,6 @@
 """Benchmark of prefill over slow links, from 200 down to 5 MB/s, and of the cost model's predictions for them.
 
-There are two or more ranks. All links, of the chain and of the ring, have a limited bandwidth (`baselines.paced`). Four
+There are two or more ranks. Chains and rings use links with the same limited bandwidth (`baselines.paced`). Four
 schemes are compared:
 
 - KVR-S: a chain whose chunk sizes are searched separately for each link
@@ -9,12 +9,12 @@ schemes are compared:
 - a chain of one rank, which needs no link
 
 Each round calibrates the cost model while all ranks are busy, and calibrates each link with separate messages. It then
-runs every case once. Times are therefore compared with a calibration of the same period. Output rows: each scheme's
-time compared with the prediction of its round (`model`). At the end, the crossings are printed, measured and predicted,
-and plotted with `--plot`. A crossing is the bandwidth at which one scheme becomes faster than another.
+runs every case once. Output rows: each measured time of a scheme, compared with the time that the calibration of the
+same round predicts (`model`). At the end, the benchmark prints the crossings, as measured and as predicted. A crossing
+is the bandwidth at which one scheme becomes faster than another. `--plot` draws the measured and predicted times.
 
-With `--bars`, the benchmark fails unless KVR-S is within 15 % of the model in every case, and the two schemes differ by
-at most 15 % at every crossing.
+If `--bars` is given, the benchmark fails unless KVR-S is within 15 % of the model in every case. It also fails if, at a
+crossing of two schemes, the measured ratio of their times differs from the predicted ratio by more than 15 %.
 """
 
 import argparse

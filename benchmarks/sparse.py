@@ -5,10 +5,10 @@ lengths. The sequences contain the beginning of a novel, because the number of s
 feeds the next token of the novel to every sequence. It includes decoder, policy, logits and greedy sampling, without
 the engine's other work. The policies alternate after every two steps, each time after one warm-up step.
 
-The file that `baton prepare` wrote for the model, or the file given by `--selection`, configures how keys are selected.
-If neither exists, the benchmark first fits a selection itself. It then selects keys with the threshold (alpha) and the
-maximum fraction of keys of the InfiniGen paper. The output row `kv_bytes` is the KV that attention reads in a step. The
-partial keys (some columns of each key, by which keys are selected) are not counted.
+The file given by `--selection`, or else the file that `baton prepare` wrote for the model, configures how keys are
+selected. If there is no such file, the benchmark first fits a key selection itself, with the threshold (alpha) and the
+maximum fraction of keys of the InfiniGen paper. The output row `kv_bytes` is the number of bytes of KV that attention
+reads in a step. To select keys, the policy also reads some columns of each key; these bytes are not counted.
 
 With `--bars`, the benchmark fails unless a step of `infinigen` is at least 1.6 times as fast as one of `device`.
 """
@@ -58,7 +58,7 @@ _SELECTION = Selection(alpha=5.0, most_share=0.2, num_first=4, num_last=16)
 
 @dataclass(frozen=True)
 class FittedHere(SelectionSource):
-    """Key selection that this benchmark fits itself. Used if no selection was prepared for the model."""
+    """Key selection that this benchmark fits itself. Used if `baton prepare` has written none for the model."""
 
     text: Sequence[int] = ()
 
@@ -131,8 +131,9 @@ def compare(
 
 
 def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionSource:
-    """Return the key selection in the file `path`. If `path` is None, return the selection that was prepared for the
-    model or, if none was prepared, one that is fitted when it is loaded."""
+    """Return the source of the key selection with which `infinigen` selects keys. If `path` is given, it is this file.
+    If `path` is None, it is the file that `baton prepare` wrote for the model. If there is no such file, it is a source
+    that fits a key selection when `load` is called."""
     console = Console(stderr=True, highlight=False)
     if path is None and not prepared_path(decoder.layout.model_fingerprint).is_file():
         console.print("  nothing was prepared for this model (baton prepare): a basis is fitted here", style="dim")

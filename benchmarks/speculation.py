@@ -1,8 +1,8 @@
 """Benchmark of speculation: measures tokens per second with and without drafts, over batch sizes, contexts, draft keys
 and numbers of drafts.
 
-Sequences continue natural texts (tests/data), greedily, from KV that is prefilled once. With `--texts quotes`, the end
-of each prompt repeats its beginning. These sides are measured alternately:
+Sequences continue natural texts (tests/data), greedily, from KV that is prefilled once. If `--texts quotes` is given,
+the end of each prompt repeats its beginning. These sides are measured alternately:
 
 - steps without drafts (plain)
 - the methods in `--policies`, with fixed numbers of drafts and draft keys
@@ -10,16 +10,16 @@ of each prompt repeats its beginning. These sides are measured alternately:
 - `generate.speculation = auto`, which plans the number of drafts
 - with `--peer-python`, vLLM's CPU build, plain and with n-gram drafts (`peers/setup_vllm_cpu.sh`)
 
-`ratio` is relative to Baton's plain steps. With `--residency host`, KV is stored in host memory, and output rows report
-the bytes over the link per token. With `--link RATE` the link is that of an emulated device. The upper bound of the
-speedup of a fixed choice is
+`ratio` is relative to Baton's plain steps. If `--residency host` is given, KV is stored in host memory, and output rows
+report the bytes copied between host and device per generated token. If `--link RATE` is given, the device is emulated,
+with a link of this rate. The upper bound of the speedup by a fixed number of drafts is
 
     T_target * tokens / (drafts * T_draft + T_verify)
 
 where `tokens` is the measured number of tokens per round, `drafts` is the number of drafts per round, and T_target,
 T_verify and T_draft are the times of bare forward passes for a plain step, a verification and a draft.
 
-With `--bars`, the benchmark fails if a value misses its limit.
+If `--bars` is given, the benchmark fails if a value misses its limit.
 """
 
 import argparse
@@ -71,7 +71,8 @@ SPEEDUP_BARS = {(16, 4096): (1.2, 1.5), (16, 7500): (1.4, 1.8)}
 QUOTES_BAR = 1.5
 """Minimum speedup of `speculation = auto` over steps without drafts, with prompts whose end repeats their beginning."""
 LINK_BAR = 0.45
-"""Maximum ratio of the bytes over the link per token with drafts to those without drafts."""
+"""Maximum number of bytes copied between host and device per generated token with `speculation = auto`, as a fraction
+of the number without drafts."""
 PEER_BARS = {(16, 4096): (1.5, 2.0)}
 """Minimum ratio of the tokens per second with `speculation = auto` to those of vLLM's fastest setting, by (batch size,
 context length). Each value is (without AMX, with AMX)."""
@@ -85,8 +86,8 @@ _DATA = Path(__file__).parents[1] / "tests/data"
 _STRIDE = 9000
 """Distance in tokens between the starts of two prompts that are taken from the same text."""
 _QUOTED_PART = 4
-"""With `--texts quotes`, the last part of a prompt is a copy of its beginning. The length of this part is the prompt's
-length divided by _QUOTED_PART."""
+"""Divisor of a prompt's length. If `--texts quotes` is given, the last part of each prompt is a copy of its beginning,
+and has the prompt's length divided by this number."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Found:
     accepted: list[float] = field(default_factory=list)
     """Fraction of the drafts that were accepted, one value per round. 0 if no drafts were made."""
     link_mb: list[float] = field(default_factory=list)
-    """Megabytes that crossed the link per token, one value per round."""
+    """Megabytes copied between host and device per generated token, one value per round."""
 
     def add(self, measured: Measured) -> None:
         """Append the measurements of one round."""
@@ -160,7 +161,8 @@ def texts_of(
 
 
 class Bench:
-    """Decoder and options that all cells of the grid share, and the measurements on them."""
+    """Decoder and options that all cells of the grid (pairs of batch size and context length) share, with the functions
+    that measure a cell."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -170,7 +172,8 @@ class Bench:
         self.console = Console(stderr=True, highlight=False)
 
     def fixed(self) -> Iterator[Choice]:
-        """Yield the settings with a fixed number of drafts that are measured."""
+        """Yield the settings to measure that have a fixed number of drafts: all combinations of the given drafting
+        methods, numbers of draft keys and numbers of drafts."""
         numbers = product(self.args.policies.split(","), _numbers(self.args.keys), _numbers(self.args.drafts))
         for policy, keys, drafts in numbers:
             yield Choice(policy, drafts, keys)
@@ -204,9 +207,9 @@ class Bench:
         return found
 
     def allowed(self, texts: Sequence[PrefilledText], choice: Choice, tokens: float) -> float:
-        """Return the theoretical upper bound of the speedup by speculation with the settings `choice`: the drafting
-        method `streaming`, with a fixed number of drafts. The bound is computed from the times of forward passes
-        without the engine. `tokens` is the measured mean number of tokens per round."""
+        """Return the theoretical upper bound of the speedup over steps without drafts. `choice` has the speculation
+        settings, with the drafting method `streaming` and a fixed number of drafts. The bound is computed from the
+        times of forward passes without the engine. `tokens` is the measured mean number of tokens per round."""
         keys = DraftKeys.of(choice.num_keys, MOST_DRAFTS)
         with self._running(texts, PLAIN) as rows:
             rows.measure(len(texts))

@@ -12,8 +12,8 @@ data in place. In the baseline `plain`, protobuf parses `KvPiece` messages, whic
 writes them piece by piece. All schemes write to new memory, as for a leased slot. Both processes rarely collect
 garbage, as workers do.
 
-Output rows, by `scheme`: gb_s, GB per second; gb_cpu_s, GB per second of processor time of both processes together.
-With `--bars`, the benchmark fails if `shared` moves less than twice as many bytes per second of processor time as
+Output rows, by `scheme`: gb_s, GB per second; gb_cpu_s, GB per second of processor time of both processes together. If
+`--bars` is given, the benchmark fails if `shared` moves less than twice as many bytes per second of processor time as
 `stream` for a prompt of 512 tokens or more (docs/gaps.md, "KV of short prompts through shared memory").
 """
 

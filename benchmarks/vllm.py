@@ -12,8 +12,8 @@ the bound is reported in three parts: the time in which the last rank waits for 
 commands and to sample, and all other work of the busiest rank (norms, rotations, residuals, merging partial attention,
 lower rates, uneven chunks).
 
-With `--bars`, the benchmark fails if Baton takes more than 0.8 of vLLM's time, or more than 0.95 if the processor has
-AMX, which vLLM's matrix products use.
+If `--bars` is given, the benchmark fails if Baton takes more than 0.8 of vLLM's time, or more than 0.95 if the
+processor has AMX, which vLLM's matrix products use.
 """
 
 import argparse
@@ -74,7 +74,7 @@ class _Peer:
     @contextlib.contextmanager
     def running(cls, python: Path, model: Path, cores: list[int]) -> Iterator["_Peer"]:
         """Context manager. Start vLLM in a separate process, and yield it when it is ready, after about a minute. The
-        process ends with the block."""
+        process is ended on exit."""
         threads = f"VLLM_CPU_OMP_THREADS_BIND={','.join(str(core) for core in cores)}"
         settings = ["env", threads, f"OMP_NUM_THREADS={len(cores)}", f"VLLM_CPU_KVCACHE_SPACE={_PEER_KV_GB}"]
         command = [*settings, str(python), str(_PEER_SCRIPT), str(model), "--serve"]

@@ -11,9 +11,9 @@ given pace without computing (`benchmarks.gateways`). HTTP and gRPC clients also
 - `trace=held`: 2,000 streams at once over HTTP, one token per second each. Output rows: p99 of the time from the engine
   to the client, and the tokens received compared with the tokens emitted.
 
-A missing token, a stream whose finish reason is not `length`, and any status except 200 count as errors. With `--bars`,
-the benchmark fails unless no errors occur, HTTP adds at most 3 ms to the first token and uses at most 0.2 ms per token,
-and p99 in `held` is below 500 ms.
+A missing token, a stream whose finish reason is not `length`, and any status except 200 count as errors. If `--bars` is
+given, the benchmark fails unless no errors occur, HTTP adds at most 3 ms to the first token and uses at most 0.2 ms per
+token, and p99 in `held` is below 500 ms.
 """
 
 import argparse

@@ -103,8 +103,8 @@ class HttpServer:
         """Serve `gateway` on a bound socket. Returns when the server answers requests.
 
         The server owns the socket, and `stop` closes the gateway's upstream. `certificate` enables HTTPS; None: HTTP.
-        `spans` makes the tracers that record a span of each request, and is still owned by the caller. None: no
-        spans are recorded. Raises ConfigError, and closes the socket, when the certificate cannot be read.
+        `spans` provides the tracers that record a span of each request; None: no spans are recorded. The caller still
+        owns `spans`. Raises ConfigError, and closes the socket, when the certificate cannot be read.
         """
         allow_connections()
         host, port, *_ = listening.getsockname()

@@ -88,8 +88,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
     """Return the headers that identify the caller, as metadata for calls to the server. If `traces` is true, the
-    caller's trace context is included. It is omitted if this process records a trace span of its own. Its headers that
-    gRPC cannot send are omitted, too.
+    caller's trace context is included, without trace headers that gRPC cannot send. The trace context is omitted if
+    this process records a trace span of its own.
 
     Raises UnauthenticatedError for a key that gRPC cannot send, InvalidArgumentError for a tenant that gRPC cannot
     send, and HeadersTooLongError if the headers have more than MAX_CALLER_BYTES bytes.

@@ -21,8 +21,7 @@ EvictionName = Literal["counter", "lru", "fifo"]
 AcceptanceName = Literal["coupled", "maximal"]
 SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "ngram", "model"]
 CHOOSING_DRAFTS: tuple[SpeculationName, ...] = ("snapkv", "infinigen")
-"""Values of the setting `speculation` with which draft steps attend to keys that are selected among all keys of the
-sequence."""
+"""Values of the setting `speculation` that make draft steps attend to keys selected among all keys of the sequence."""
 
 
 @settings
@@ -34,7 +33,7 @@ class EngineConfig:
     max_slot_tokens: Count = 8192
     """Maximum number of tokens of a sequence in a slot, prompt and output together."""
     max_prefill_tokens_per_step: Count = 256
-    """Maximum number of prompt tokens that a step prefills; with burst_step_s, up to 4 times as many in a burst."""
+    """Maximum number of prompt tokens that a step prefills; up to 4 times as many in a burst if burst_step_s is set."""
     max_waiting: Count = 64
     """Maximum number of choices to prefill that wait for a slot. Choices for which a slot is free do not count."""
     max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
@@ -42,21 +41,21 @@ class EngineConfig:
     mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Seconds that a decode step with prefill may always take, even if max_step_stretch allows less."""
     burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Total seconds beyond max_step_stretch or mixed_step_s to end all waiting prefills. Refills slowly. 0: none."""
+    """Seconds beyond max_step_stretch and mixed_step_s to end all waiting prefills (refilled slowly); 0: none."""
     residency: ResidencyName = "device"
     """Policy that stores KV. device, host: all KV in that memory. Others: attend to fewer keys, use 4 bits, or both."""
     selection_file: AbsolutePath = ""
-    """File of `baton prepare`, by which some policies select keys; empty: its default path for this model."""
+    """File that `baton prepare` wrote for policies that select keys; empty: the default path of this model's file."""
     pool_tokens: Annotated[int, Field(ge=0)] = 0
-    """With residency infinigen: maximum KV tokens of a sequence in each layer except the first two; 0: no limit."""
+    """Maximum KV tokens of a sequence in each layer but the first two, for residency infinigen only; 0: no limit."""
     pool_eviction: EvictionName = "counter"
-    """Token to evict at pool_tokens: least often selected (counter), least recently selected (lru), oldest (fifo)."""
+    """Token to evict if pool_tokens is reached: least often selected (counter), least recently (lru), oldest (fifo)."""
     kv_memory_bytes: Bytes = 0
-    """KV memory of each engine, like "4GiB"; 0: enough for all slots, up to half the free memory / num_groups."""
+    """KV memory of each engine, like "4GiB"; 0: enough for all slots, at most free memory / (2 * num_groups)."""
     device_memory_bytes: Bytes = 0
     """Device memory for weights and KV, like "1GiB" (CPU: only counted). 0: 90 % of free GPU memory (CPU: no limit)."""
     speculation: SpeculationName = "auto"
-    """Source of drafts: off, auto, ngram (text), model (draft_model). Others: served model, attending to few keys."""
+    """Source of drafts: off, auto, ngram (the text), model (draft_model). Others: the served model, with fewer keys."""
     draft_model: str = ""
     """Name, folder or GGUF file of the draft model, for speculation model. It must have the same tokenizer."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
@@ -64,11 +63,11 @@ class EngineConfig:
     acceptance: AcceptanceName = "coupled"
     """Rule for accepting drafts: coupled (the output depends only on the seed) or maximal (accepts more drafts)."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys that a draft step attends to. May be halved or doubled if draft_tokens is 0; snapkv adds up to half."""
+    """Keys that a draft step attends to; snapkv: up to 1.5 times. May be halved or doubled if draft_tokens is 0."""
     step_graphs: bool = True
     """Run decode steps as CUDA graphs (device cuda with Triton); false: launch each kernel, for comparison."""
     growth_tokens: Count = 256
-    """Output tokens for which a new sequence gets memory at once; fewer: more sequences fit, more are preempted."""
+    """Output tokens in a new sequence's first memory reservation. Fewer: more sequences fit, more are preempted."""
     watchdog_floor_s: Seconds = 10.0
     """Minimum seconds without progress after which a step counts as hung and the engine is replaced."""
 

@@ -63,8 +63,8 @@ event in one of its messages."""
 
 class GroupPrefixes:
     """Access of a generation group to the prefix store of its node, which is shared with the node's prefill ranks. A
-    leased slot may begin with blocks from the store, answers are saved to the store, and blocks of other nodes are
-    copied to it."""
+    leased slot may begin with blocks from the store. The KV of answers is saved to the store, and blocks of other nodes
+    are copied to the store."""
 
     def __init__(self, place: PrefixPlace, slots: SlotTable, secret: ClusterSecret) -> None:
         """`secret` is sent in calls to workers of other nodes, and protects the store's folders. Raises ConfigError if
@@ -76,8 +76,8 @@ class GroupPrefixes:
         self.exchange = BlockExchange(self.store, clock=slots.clock, connect=partial(make_channel, secret=secret))
 
     async def close(self) -> None:
-        """Wait until running loads of blocks have ended, drop answers that are not saved yet, and release the store's
-        folders. Must be called once, after the engine has ended."""
+        """Wait until running loads of blocks have ended, and release the store's folders. Answers (the KV of ended
+        sequences) that are not saved yet are dropped. Must be called once, after the engine has ended."""
         await self.loader.close()
         await in_own_thread(self.saver.close)
         await self.exchange.close()

@@ -1,12 +1,13 @@
-"""One rank's part of a KV-Runahead chain: the forward pass over the rank's chunk of the prompt, divided into turns.
+"""One rank's part of a KV-Runahead chain: the forward pass over the rank's chunk of the prompt. The forward pass is
+divided into turns of about one layer each.
 
 Rank i owns the tokens [s, e) of the prompt. In each layer, it does two things:
 
-  1. It projects its own KV rows (the K and V of its tokens) into the job's buffer. These rows are final: they are
-     pushed to the slot while the chain still runs, and handed to the pipeline. The rank then attends to its own rows:
-     a causal square that needs no other rank's KV.
-  2. It waits for the earlier ranks' rows, and attends densely to the cached prefix and to these rows, in place. It
-     merges the result with the result of 1 by log-sum-exp, and completes the layer.
+  1. It projects the K and V of its own tokens into the job's buffer. This KV is final: it is pushed to the slot while
+     the chain still runs, and the KvPipeline sends it to the next rank. The rank then computes the attention of its
+     tokens to each other. This is a causal square that needs no other rank's KV.
+  2. It waits for the earlier ranks' KV. It then computes the dense attention of its tokens to the cached prefix and to
+     the earlier ranks' KV, in place. It merges the results of steps 1 and 2 by log-sum-exp, and completes the layer.
 
 A turn is step 2 of one layer and step 1 of the next. It ends where step 2 may have to wait. Between turns the engine
 may serve other jobs. Within a turn it never waits. The dependencies are:
@@ -19,8 +20,9 @@ may serve other jobs. Within a turn it never waits. The dependencies are:
 In the last layer, only the hidden state of the last token is needed. All ranks except the last stop after projecting.
 The last rank attends for one token only, completes the layer, and samples the request's next token for each choice.
 
-No collective operation is called. Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with causal
-squares instead of the paper's dense rectangles. Called by `prefill_workers.engine`, on its thread.
+No collective operation is called. Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with one
+difference: step 1 is a causal square, where the paper computes a dense rectangle and masks its upper triangle. Called
+by `prefill_workers.engine`, on its thread.
 """
 
 from collections.abc import Generator
@@ -146,7 +148,7 @@ class ChainJob:
 
     def _run(self) -> Generator[int]:
         """Compute the chunk. Before step 2 of each layer (see the module's docstring), yield the layer's number,
-        because the earlier ranks' rows of that layer are needed. Yield _MASKS when sampling needs masks that are not
+        because the earlier ranks' KV of that layer is needed. Yield _MASKS when sampling needs masks that are not
         ready."""
         decoder, pipeline = self._decoder, self.pipeline
         step = decoder.begin([self._kv.span])

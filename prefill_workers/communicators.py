@@ -3,7 +3,7 @@
 Headers always travel by gloo (`prefill_workers.torch_links`). A payload follows its header on the communicator of the
 two ranks. There are two kinds of communicators:
 
-    host memory     the gloo pair that also carries the headers; a device's KV is staged in pinned memory (`device_kv`)
+    host memory     the gloo pair that also carries the headers; ranks on devices copy KV to pinned memory (`device_kv`)
     device memory   a communicator of these two ranks only, made by a CommunicatorBackend (NCCL)
 
 A rank passes on the KV that it receives, so all of its communicators must use the same kind of memory. Hence all
@@ -23,7 +23,7 @@ around it is tested with gloo communicators. They rely on these facts:
 - An operation that the peer does not join never ends by itself, even when the peer is dead. `abort` ends it.
   `torch_links` calls `abort` when the epoch ends: when a link breaks, when a peer is silent for longer than the
   watchdog's limit, or when the links are closed.
-- NCCL refuses two ranks on one GPU: `refusal` keeps such groups in host memory.
+- NCCL does not support two ranks on one GPU. If a group has such ranks, `refusal` makes it use host memory.
 """
 
 import logging

@@ -41,41 +41,42 @@ class JobKv(Protocol):
         """Return the memory into which the K and V of the rank's own tokens are written."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the KV rows of the rank's own tokens in `layer`, the layer that was projected last. When this call
-        returns, links and pushes may send the rows."""
+        """Return the KV of the rank's own tokens in `layer`, the layer that was projected last. When this call returns,
+        links and pushes may send this KV."""
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV rows of the cached prefix and of earlier ranks in this layer. The rows of earlier ranks must
-        have arrived. The result is valid until `leave` is called."""
+        """Return the KV of the cached prefix and the KV that earlier ranks computed in this layer. The KV of earlier
+        ranks must have arrived. The result is valid until `leave` is called."""
 
     def leave(self, layer: int) -> None:
-        """Record that attention of this layer is complete and that its KV rows are not read any more."""
+        """Record that attention of this layer is complete and that the layer's KV is not read any more."""
 
     def close(self) -> None:
         """Free the job's memory on the device. Call it when the job has no more computations. Idempotent."""
 
 
 class HomeKv:
-    """Access to a job's KV for a device that computes in host memory. Rows are read where they arrive, without
-    copies."""
+    """Access to a job's KV for a device that computes in host memory. Attention reads KV, without copies, from the
+    memory in which it arrives."""
 
     def __init__(self, pipeline: KvPipeline) -> None:
         self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
         self._pipeline = pipeline
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the KV rows of the rank's own tokens in this layer. They are in the buffer from which they are pushed
-        to the slot."""
+        """Return the KV of the rank's own tokens in this layer. It is in the buffer from which it is pushed to the
+        slot."""
         return self._pipeline.kv.own.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV rows of the cached prefix, which are in the prefix store, and of earlier ranks, which are in
-        the pipeline's memory."""
+        """Return the KV of the cached prefix, which is in the prefix store, and the KV that earlier ranks computed in
+        this layer, which is in the memory of the KvPipeline."""
         rows = [piece.rows(layer, tokens) for piece, tokens in self._pipeline.kv.job.cached_pieces]
         return [*rows, self._pipeline.earlier_rows(layer)] if len(self._pipeline.earlier) else rows
 
     def leave(self, layer: int) -> None:
-        """Notify the pipeline that the layer is complete, so that the memory of earlier ranks' rows is freed."""
+        """Notify the KvPipeline that this rank does not read the layer's KV of earlier ranks any more. Its memory may
+        then be freed."""
         if len(self._pipeline.earlier):
             self._pipeline.attended(layer)
 
@@ -93,7 +94,7 @@ class FetchedPrefix:
             for piece, tokens in kv.job.cached_pieces
         ]
         self._fetching: Transfer | None = None
-        """Copy of the cached prefix to the device that was started last; None before the first copy."""
+        """Most recently started transfer of the cached prefix to the device; None before the first transfer."""
 
     def fetch(self, layer: int) -> None:
         if self._pieces:
@@ -101,8 +102,8 @@ class FetchedPrefix:
             self._fetching = self._link.fetch(copies)
 
     def rows(self, layer: int) -> list[KvRows]:
-        """Return the KV rows of the cached prefix in this layer. The copy to the device may not be complete, so call
-        `join` before computing with them."""
+        """Return the KV of the cached prefix in this layer, on the device. The copy to the device may not be complete,
+        so call `join` before computing with this KV."""
         return [there.rows(layer, tokens) for _, tokens, there in self._pieces]
 
     def join(self) -> None:
@@ -137,7 +138,7 @@ class StagedKv:
         self._earlier = LayerBuffers(layout, pipeline.earlier, device.buffer)
         self._prefix = FetchedPrefix(pipeline.kv, device)
         self._has_earlier = False
-        """True if the rows of earlier ranks in the current layer are on the device."""
+        """True if the KV that earlier ranks computed in the current layer is on the device."""
 
     @property
     def span(self) -> Span:
@@ -154,15 +155,15 @@ class StagedKv:
         return self._own.span(layer, self.tokens)
 
     def own_rows(self, layer: int) -> KvRows:
-        """Copy the layer's own KV rows to host memory, and start the copy of the cached prefix to the device. Return
-        the own rows on the device."""
+        """Copy the KV of the rank's own tokens in this layer to host memory, and start the copy of the cached prefix to
+        the device. Return the KV of the own tokens on the device."""
         self._link.store([(self._own_kv.span(layer, self.tokens), self.own(layer))]).result()
         self._prefix.fetch(layer)
         return self._own.rows(layer, self.tokens)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV rows of the cached prefix and of earlier ranks in this layer, on the device. The copy of the
-        prefix was started by `own_rows`; the rows of earlier ranks are copied now."""
+        """Return the KV of the cached prefix and the KV that earlier ranks computed in this layer, on the device. The
+        copy of the prefix was started by `own_rows`. The KV of earlier ranks is copied during this call."""
         rows = self._prefix.rows(layer)
         earlier = self._pipeline.earlier
         if len(earlier):
@@ -174,8 +175,8 @@ class StagedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the layer's KV on the device, so that its memory can hold the next layer. Notify the pipeline, which
-        then frees the host memory of earlier ranks' rows."""
+        """Free the layer's KV on the device, so that its memory can hold the next layer. Notify the KvPipeline that the
+        layer's KV of earlier ranks is not read any more. Its host memory may then be freed."""
         self._own.release(layer)
         self._prefix.leave(layer)
         if self._has_earlier:
@@ -199,21 +200,21 @@ class LinkedKv:
         self._pipeline, self._own_kv, self._link = pipeline, pipeline.kv.own, device.link
         self._prefix = FetchedPrefix(pipeline.kv, device)
         self._left: int | None = None
-        """Layer for which `leave` was called while the device may still read the rows of earlier ranks; None if no such
+        """Layer for which `leave` was called while the device may still read the KV of earlier ranks; None if no such
         layer exists."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Start the copy of the layer's cached prefix to the device. Block until the device has written the KV rows of
-        the rank's own tokens, then return these rows. Links may send them after this call."""
+        """Start the copy of the layer's cached prefix to the device. Block until the device has written the KV of the
+        rank's own tokens in this layer, then return this KV. Links may send it after this call."""
         self._prefix.fetch(layer)
         self._link.store(()).result()
         self._read_last()
         return self._own_kv.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV rows of the cached prefix and of earlier ranks in this layer. The copy of the prefix was
-        started by `own_rows`. The rows of earlier ranks need no copy, because links receive them directly into device
-        memory."""
+        """Return the KV of the cached prefix and the KV that earlier ranks computed in this layer. The copy of the
+        prefix was started by `own_rows`. The KV of earlier ranks needs no copy, because links receive it directly into
+        device memory."""
         rows = self._prefix.rows(layer)
         if len(self._pipeline.earlier):
             rows.append(self._pipeline.earlier_rows(layer))
@@ -221,9 +222,9 @@ class LinkedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the cached prefix of this layer, so that its memory can hold the next layer. The rows of earlier ranks
-        are not freed yet. Links are not synchronized with the device's computations, and could overwrite these rows
-        while the device still reads them."""
+        """Free the cached prefix of this layer, so that its memory can hold the next layer. The KV of earlier ranks
+        is not freed yet, because the device may still read it. Links do not wait for the device, and could overwrite
+        freed memory too early."""
         self._prefix.leave(layer)
         self._left = layer
 
@@ -235,15 +236,15 @@ class LinkedKv:
         self._read_last()
 
     def _read_last(self) -> None:
-        """Notify the pipeline that the rows of the layer passed to `leave` are not read any more. Call this after the
-        device has completed this thread's earlier work."""
+        """Notify the KvPipeline that this rank does not read earlier ranks' KV of the layer passed to `leave` any more.
+        Call this after the device has completed this thread's earlier work."""
         if self._left is not None and len(self._pipeline.earlier):
             self._pipeline.attended(self._left)
         self._left = None
 
 
 def kv_of(pipeline: KvPipeline, device: Device) -> JobKv:
-    """Return the object through which the forward pass on this device accesses the KV of the pipeline's job."""
+    """Return the object through which the forward pass on this device accesses the KV of the job of `pipeline`."""
     if device.is_home:
         return HomeKv(pipeline)
     return (LinkedKv if pipeline.kv.on_device else StagedKv)(pipeline, device)

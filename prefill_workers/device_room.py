@@ -1,10 +1,11 @@
-"""Limits the device memory for the KV of a rank's jobs. Each job reserves the maximum memory that it needs before it
-begins.
+"""Limits the device memory for the KV of a rank's jobs. Before a job begins, the maximum memory that it needs is
+reserved.
 
-`prefill_workers.engine` makes the reservation when a job is submitted, while it holds its lock. A job keeps one layer
-of KV on the device (`device_kv`): the cached prefix, earlier ranks' rows and its own rows, each in a buffer of whole
-pages. If links transfer device memory, a job may keep all layers of earlier ranks' rows and of its own, because earlier
-ranks may be several layers ahead and the next rank several layers behind.
+`prefill_workers.engine` makes the reservation when a job is submitted, while the engine's lock is held. A job keeps one
+layer of KV on the device (`device_kv`). This is the KV of three ranges of tokens, each in a buffer of whole pages: the
+cached prefix, the tokens that earlier ranks compute, and the tokens that this rank computes. If links transfer device
+memory, the last two ranges may be kept for all layers at the same time, because earlier ranks may be several layers
+ahead and the next rank several layers behind.
 """
 
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
@@ -40,8 +41,9 @@ class DeviceRoom:
         return cls(decoder.layout, device_memory_bytes - weights)
 
     def promise(self, job: Job, own: TokenRange, num_layers: int = 1) -> None:
-        """Reserve the maximum device memory that a job needs on a rank that computes the tokens `own`: `num_layers`
-        layers of the KV of own and earlier tokens, and one layer of the cached prefix.
+        """Reserve the maximum device memory that a job needs on a rank that computes the tokens `own`. This is the
+        KV of `own` and of the tokens that earlier ranks compute, in `num_layers` layers, and the KV of the cached
+        prefix in one layer.
 
         Raises InvalidArgumentError if the job alone exceeds the limit. Raises ResourceExhaustedError if it does not fit
         together with the reservations of other jobs.

@@ -1,10 +1,10 @@
 """Engine of a prefill rank: one thread runs the turns of the rank's jobs, and resolves each job's future exactly once.
 
-Each step of the thread resolves the futures of jobs that are over, and runs one turn (about one layer) of one job. If
-no job can run a turn, the step waits for a message, a call, or a watchdog's deadline. All other work runs on other
-threads and is short. The servicer's calls register jobs and cancellations. Link threads receive messages, and pass on
-pieces that are ready (`prefill_workers.kv_pipeline`). Other threads only set state. Only the engine's thread computes,
-calls KvSenders, and resolves futures. A second thread checks periodically whether the engine's thread still works
+Each step of the thread resolves the futures of jobs that are over, and runs one turn of one job, i.e. computes about
+one layer. If no job can run a turn, the step waits for a message, a call, or a watchdog's deadline. Only this thread
+computes, calls KvSenders, and resolves futures. All other work is short and runs on other threads: the servicer's calls
+register jobs and cancellations, and link threads receive KV and send it on to the next rank
+(`prefill_workers.kv_pipeline`). A second thread of the engine checks periodically whether the first still works
 (`baton.process.turn_watch`). One lock guards all bookkeeping; no thread computes, sends or receives while holding it.
 
 Called by `prefill_workers.servicer`. Runs the jobs of `prefill_workers.chain` within an epoch of
@@ -141,9 +141,10 @@ class PrefillEngine:
 
     @contextmanager
     def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
-        """Open a context that announces a job while the caller prepares it for `submit`. The preparation may take
-        any time: messages that other ranks send for this job wait, and those ranks are instructed to keep waiting.
-        Does nothing if `epoch` is not the current epoch."""
+        """Open a context in which the caller prepares the job `number` for `submit`. Other ranks may already send
+        messages for this job. While the context is open, these messages wait, and all other ranks are notified that
+        they should keep waiting. So the preparation may take any time. Does nothing if `epoch` is not the current
+        epoch."""
         with self._changed:
             session = self._session if self._session is not None and self._session.epoch == epoch else None
             if session is not None:

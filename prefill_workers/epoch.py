@@ -7,10 +7,11 @@ EpochSession.
 
 Messages are matched to jobs by number:
 
-- A job that is not known yet may be submitted to this rank later. Its first message waits for a bounded time. While a
-  call prepares the job, the job is announced: the message then waits until the call has submitted the job or ended.
-- When this time is over, and for jobs that are done or aborted, messages are received into scratch memory and dropped.
-- A job whose messages were dropped is refused when it is submitted later, and later ranks are notified.
+- A message may arrive before its job is submitted to this rank. The message then waits for a bounded time. If a caller
+  has declared with `announce` that it is preparing the job, the message waits until the caller has called `withdraw`.
+- If the job has not been submitted by then, its messages are received into scratch memory and dropped. Messages of jobs
+  that are done or aborted are dropped in the same way.
+- A job whose messages were dropped is refused when it is submitted later, and later ranks of its chain are notified.
 
 Owned by `prefill_workers.engine`; calls `prefill_workers.job_scheduler` and `prefill_workers.watchdog`, and handles the
 messages of `prefill_workers.links`. The engine's lock guards all state. `admit` and `patience_s` are called with the
@@ -84,14 +85,14 @@ class EpochSession:
                 self._changed.notify_all()
 
     def announce(self, number: JobId) -> None:
-        """Record that a caller is preparing this job for submission. The caller must call `withdraw` when it has
-        submitted the job, or when it ends without submitting the job."""
+        """Record that a caller is preparing this job for submission, so that messages of the job wait. The caller must
+        call `withdraw` when it has submitted the job, or when it gives up submitting the job."""
         with self._changed:
             self._announced[number] += 1
 
     def withdraw(self, number: JobId) -> None:
-        """Record that a caller of `announce` does not prepare this job any more: it has submitted the job, or has ended
-        without submitting it."""
+        """End the effect of one call of `announce` for this job, because the caller has submitted the job or will not
+        submit it."""
         with self._changed:
             self._announced[number] -= 1
             if not self._announced[number]:
@@ -125,9 +126,9 @@ class EpochSession:
                 self.links.send(target, header, payload)
 
     def patience_s(self) -> float | None:
-        """Check the deadlines of all peers, and return the seconds until the next check. Return None if the epoch has
-        ended, or if no message is expected from a peer and none waits to be sent. If a peer has been overdue for
-        `_DOUBT_S` seconds, end the epoch with LinkStalledError, and return 0."""
+        """Check the times by which peers must show a sign of life, and return the seconds until the next check. Return
+        None if the epoch has ended, or if no peer must show a sign of life. If a check finds a peer overdue, and a peer
+        is still overdue `_DOUBT_S` seconds later, end the epoch with LinkStalledError, and return 0."""
         if self.error is not None:
             return None
         jobs = [job for job in self.job_scheduler.jobs if job.error is None]
@@ -156,10 +157,10 @@ class EpochSession:
     def tell_waiting(self, has_worked: bool) -> None:
         """Send ALIVE messages to the ranks that may be waiting for this one, so that they do not treat it as stalled.
 
-        If this rank has made progress (`has_worked`), the next rank of each job gets a message. For each announced job,
-        i.e. each job that is still being prepared on this rank, all other ranks get one. An earlier rank may wait for
-        this rank to receive KV, and a later rank may wait for this rank's KV. No message is sent to a rank while
-        another one waits to be sent to it.
+        If the engine has made progress (`has_worked`), one message per job goes to the next rank of the job's chain.
+        For each job that is still being prepared on this rank (`announce`), one message goes to all other ranks,
+        because earlier ranks may wait for this rank to receive KV, and later ranks may wait for this rank's KV. Ranks
+        to which an earlier message still waits to be sent get no ALIVE message.
         """
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)
@@ -223,10 +224,11 @@ class EpochSession:
         self._changed.notify_all()
 
     def _await_job(self, number: JobId) -> None:
-        """Wait until the job is known. Mark it as not served if no call has announced it in time.
+        """Wait until the job is known. Mark it as not served if it stays unknown and no caller is preparing it.
 
-        The wait for an announced job lasts until the job is submitted, its call ends, or the epoch ends: dropping its
-        message would fail the attempt, and blame the group for a slow disk. Other messages of the same source wait too.
+        The wait for a job that a caller is preparing (`announce`) lasts until the job is submitted, the caller calls
+        `withdraw`, or the epoch ends. Dropping the job's message instead would fail the attempt, and blame the group
+        for a slow disk. Other messages of the same source wait too.
         No rank is considered silent meanwhile: this rank sends ALIVE (`tell_waiting`), and the source shows that it
         works by receiving ALIVE.
         """

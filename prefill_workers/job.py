@@ -109,10 +109,10 @@ class KvSender(Protocol):
     `num_present` is the number of leading prompt tokens whose KV the slot already has. Their KV does not have to be
     pushed.
 
-    `push` and `received` are called any number of times, then `finish` or `abort` once. There is one exception: if the
-    job fails after its last computation, but before its last message to another rank is sent, `abort` is called after
-    `finish`. No method is called after `abort`. An exception from any method except `abort` fails the job with this
-    exception.
+    `push` and `received` are called any number of times, then `finish` or `abort` once. There is one exception: after
+    `finish`, the job's last messages to another rank may still have to be sent. If the job fails at this stage, `abort`
+    is called after `finish`. No method is called after `abort`. An exception from any method except `abort` fails the
+    job with this exception.
     """
 
     @property

@@ -1,14 +1,15 @@
-"""Orders a rank's jobs: the next turn goes to the runnable job with the earliest due time.
+"""Orders a rank's jobs. A turn computes about one layer of a job. The next turn goes to the runnable job with the
+earliest due time.
 
 The orchestrator gives each job a due time and an ascending number. If due times are equal, the job with the lower
-number is served first. A turn is about one layer, so a short job with an earlier due time runs between two layers of a
-long job. A job that waits for an earlier rank's KV gets no turn until the KV has arrived. So no rank is idle while any
-job can continue, and jobs may be submitted in any order. No cycle of waits can form, because a job waits only for lower
-ranks, and messages are sent without waiting.
+number is served first. Because a turn is short, a job with an earlier due time can run between two layers of a long
+job. A job that waits for an earlier rank's KV gets no turn until the KV has arrived. So no rank is idle while any job
+can continue, and jobs may be submitted in any order. Ranks cannot wait for each other in a cycle, because a job waits
+only for lower ranks, and messages are sent without waiting.
 
-Due times only order jobs, and may be in the past. They grow with the clock, so that later jobs have later due times and
-no long job waits forever. `orchestrator.placement.chain_width` assigns due times, and limits how much later jobs may
-delay a job.
+Due times are used only to order jobs, so they may be in the past. They grow with the clock, so that later jobs have
+later due times and no long job waits forever. `orchestrator.placement.chain_width` assigns due times, and limits how
+much later jobs may delay a job.
 
 Used by `prefill_workers.epoch`. Does no I/O. The engine's lock guards it.
 """

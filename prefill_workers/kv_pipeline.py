@@ -1,20 +1,22 @@
 """Relays KV along a chain: receives earlier ranks' KV and sends it on together with this rank's own KV, layer by layer.
 
-A layer's KV is sent in pieces, i.e. ranges of tokens. Each rank's chunk is one piece. A long chunk that several later
-ranks need is divided into pieces of at most `PIECE_TOKENS` tokens. Sender and receiver derive the pieces from the job.
-Let the cached prefix end at token P. A rank that owns the tokens [s, e) does the following:
+A layer's KV is sent in pieces. A piece is the KV of a range of tokens in one layer. The KV of each rank's chunk is
+one piece. A long chunk that several later ranks need is divided into pieces of at most `PIECE_TOKENS` tokens. Sender
+and receiver derive the pieces from the job. Let the cached prefix end at token P. A rank that computes the tokens
+[s, e) does the following:
 
-    receives the pieces of [P, s) directly into memory of their layer (LayerBuffers), which is freed after its last use,
-    writes   its own rows [s, e) into a buffer of all layers, from which they are sent on and also pushed to the slot,
-    sends    each piece from its place in memory as soon as it is final, that is, received or projected.
+    receives the pieces of [P, s) directly into a buffer for each layer, which is freed after the layer's last use,
+    writes   the KV of [s, e) into a buffer for all layers, from which it is sent on and also pushed to the slot,
+    sends    each piece directly from its buffer as soon as the piece is final, that is, received or projected.
 
-So no piece is copied, waits for another piece of its layer, or is sent before its last byte is final. A rank that still
-computes attention does not delay later ranks: a piece is passed on by the thread that makes it final, which is the
-link's receiving thread or the engine's thread. Pieces of a layer are sent in the order in which they become final,
-because the next rank needs all of them. Layers are sent one after another, so that rows of a later layer do not delay
-rows that are needed sooner. The last rank sends no KV to other ranks, and the first rank receives none. The total
-traffic in bytes is sum_i (e_i - P) * row_bytes * num_layers. Here i runs over all ranks except the last, and e_i is the
-end of rank i's chunk.
+No piece is copied. No piece waits for another piece of its layer, and none is sent before its last byte is final. A
+rank that still computes attention does not delay later ranks, because the thread that makes a piece final also sends it
+on. This is the link's receiving thread for received pieces, and the engine's thread for projected ones. Pieces of a
+layer are sent in the order in which they become final, because the next rank needs all of them. Layers are sent one
+after another, so that KV of a later layer does not delay KV that is needed sooner. The last rank sends no KV to other
+ranks, and the first rank receives none. The total traffic in bytes is sum_i (e_i - P) * row_bytes * num_layers. Here i
+runs over all ranks except the last, e_i is the end of rank i's chunk, and row_bytes is the size of the KV of one token
+in one layer.
 
 Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4.1, with two differences: it does not concatenate KV,
 and it forwards KV by cut-through where the paper stores and forwards; see docs/kv_runahead.md. Used by
@@ -38,9 +40,9 @@ from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus, Payload
 
 PIECE_TOKENS = 1024
-"""Maximum number of tokens in a message with KV that its receiver forwards to a further rank. With larger messages, the
-fixed cost per message is negligible. With smaller ones, the receiver can begin to forward a long chunk before all of it
-has arrived. Must be the same on all ranks of a group."""
+"""Maximum number of tokens per message, for KV that the receiving rank sends on to the next rank. Large messages make
+the fixed cost per message negligible. Small messages let the receiving rank begin to send on a long chunk before all of
+it has arrived. Must be the same on all ranks of a group."""
 
 SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
 """Function that queues a message for sending and never blocks. It has the parameters of `Links.send`."""
@@ -60,8 +62,8 @@ class RankKv:
     """True if this KV is in device memory, because links transfer device memory. False if it is in host memory."""
 
     def payload(self, rows: Tensor) -> Payload:
-        """Return the memory of contiguous KV rows as a payload, without a copy: a byte view in host memory, or a uint8
-        tensor on a device."""
+        """Return the memory of `rows`, a contiguous tensor of KV, as a payload, without a copy. The payload is a byte
+        view in host memory, or a uint8 tensor on a device."""
         return rows.view(torch.uint8).view(-1) if self.on_device else byte_view(rows)
 
 
@@ -94,16 +96,16 @@ class KvPipeline:
         self._num_received = self._num_layers if self.source is None else 0
         self._num_projected = 0
         self._final: dict[int, list[TokenRange]] = {}
-        """Pieces (ranges of tokens) whose KV is complete but not sent yet, by layer. A layer's pieces wait until all
-        earlier layers have been sent."""
+        """Pieces that are complete but not sent yet, by layer. A piece is listed as its range of tokens. A layer's
+        pieces wait until all earlier layers have been sent."""
         self._passing_layer = self._num_passed = 0
-        """`_passing_layer` is the layer that is being sent. `_num_passed` is the number of pieces (ranges of tokens) of
-        this layer that were passed to the link."""
+        """`_passing_layer` is the layer that is being sent. `_num_passed` is the number of pieces of this layer
+        that were passed to the link."""
         self._handed_s: deque[float] = deque()
         self._last_sent_s = -math.inf
         self._uses: Counter[int] = Counter()
-        """Number of times that the KV rows of earlier ranks have been used, by layer. Attention counts as one use, and
-        so does sending each piece. The rows are freed after their last use."""
+        """Number of times that the KV of earlier ranks has been used, by layer. Attention counts as one use, and so
+        does sending each piece. The KV is freed after its last use."""
         self._aborted = False
 
     @property
@@ -115,7 +117,7 @@ class KvPipeline:
         return self.num_sent == self._num_layers * self._num_pieces
 
     def has_received(self, layer: int) -> bool:
-        """Return True if the KV rows of all earlier ranks in `layer` have arrived."""
+        """Return True if the KV of all earlier ranks in `layer` has arrived."""
         return layer < self._num_received
 
     def arrived_s(self, layer: int) -> float:
@@ -149,32 +151,33 @@ class KvPipeline:
             self._pass_on(header.layer, (header.tokens,))
 
     def projected(self) -> None:
-        """Record that this rank has computed the KV rows of its own tokens in one more layer. Send these rows to the
-        next rank."""
+        """Record that this rank has computed the KV of its own tokens in one more layer. Send this KV to the next
+        rank."""
         with self._lock:
             self._num_projected += 1
             self._pass_on(self._num_projected - 1, self._own_pieces)
 
     def earlier_rows(self, layer: int) -> KvRows:
-        """Return the KV rows of earlier ranks in a layer that has been received. They are valid until `attended` is
-        called."""
+        """Return the KV of earlier ranks' tokens in a layer that has been received. The result is valid until
+        `attended` is called."""
         with self._lock:
             return self.kv.earlier.rows(layer, self.earlier)
 
     def earlier_span(self, layer: int) -> Tensor:
-        """Return the KV rows of earlier ranks in a received layer as one tensor `[T, 2, G, H]`: T tokens, K and V, G KV
-        heads of H elements each. The tensor is valid until `attended` is called."""
+        """Return the KV of earlier ranks' tokens in a received layer as one tensor `[T, 2, G, H]`: T tokens, K and V, G
+        KV heads of H elements each. The tensor is valid until `attended` is called."""
         with self._lock:
             return self.kv.earlier.span(layer, self.earlier)
 
     def attended(self, layer: int) -> None:
-        """Record that this rank will not read the KV rows of earlier ranks in `layer` any more, so that their memory
-        may be reused. Must not be called if there are no earlier ranks."""
+        """Record that this rank will not read the KV of earlier ranks in `layer` any more, so that its memory may be
+        reused. Must not be called if there are no earlier ranks."""
         with self._lock:
             self._used(layer)
 
     def sent(self, header: LinkHeader) -> None:
-        """Record that a message of this job was sent. Its KV rows are freed if this was their last use."""
+        """Record that a message of this job was sent. If this was the last use of earlier ranks' KV in the message's
+        layer, free this KV."""
         with self._lock:
             self.num_bytes_sent += header.num_bytes
             if header.status is LinkStatus.DATA:
@@ -221,12 +224,12 @@ class KvPipeline:
                 self._passing_layer, self._num_passed = self._passing_layer + 1, 0
 
     def _payload(self, tokens: TokenRange) -> Payload:
-        """Return the payload of a piece's rows in the layer that is being sent."""
+        """Return the payload of the piece with these tokens in the layer that is being sent."""
         kv = self.kv.own if tokens.start >= self.own.start else self.kv.earlier
         return self.kv.payload(kv.span(self._passing_layer, tokens))
 
     def _used(self, layer: int) -> None:
-        """Count a use of a layer's earlier rows. After the last use, release their memory for a later layer."""
+        """Count a use of earlier ranks' KV in a layer. After the last use, release its memory for a later layer."""
         self._uses[layer] += 1
         num_sends = len(self._earlier_pieces) if self.target is not None else 0
         if self._uses[layer] == 1 + num_sends:

@@ -94,8 +94,8 @@ class LinkHandler(Protocol):
         """Return writable memory of `header.num_bytes` bytes for a payload that is about to be received. Return None to
         drop the payload. The memory must stay valid until the payload has arrived.
 
-        Called once for every message with a payload. The call may block until the end of the epoch at the latest.
-        Meanwhile no other message of the rank `source` is received.
+        Called once for every message with a payload. The call may block, but must return when the epoch ends. While
+        it blocks, no other message of the rank `source` is received.
         """
         ...
 

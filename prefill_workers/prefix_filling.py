@@ -1,14 +1,15 @@
 """Stores the KV of a prefill in the node's prefix store. Runs on the chain's last rank, which has the KV of all tokens.
 
-KV rows are the keys and values of some tokens. Rows that earlier ranks computed are in memory only layer by layer
-(`prefill_workers.kv_pipeline`). They are copied immediately, on the engine's thread. Rows that this rank computed stay
-valid as long as a memoryview of them exists. They are copied after the first token was committed. Only then are the
-blocks sealed, that is, completed and made readable for others. A job that fails or is cancelled stores no blocks. In
-chains of several ranks, the cost before the first token is the allocation of the blocks and one copy of the earlier
-ranks' rows. Finally, the blocks are copied to disk, if the node keeps blocks on disk.
+KV that earlier ranks computed is freed layer by layer (`prefill_workers.kv_pipeline`), so it is copied immediately, on
+the engine's thread. KV that this rank computed stays valid as long as a memoryview of it exists. It is copied later,
+after the first token was committed. Then the blocks are sealed, that is, completed and made readable for others. A job
+that fails or is cancelled stores no blocks. In chains of several ranks, only two costs occur before the first token:
+the allocation of the blocks, and one copy of the earlier ranks' KV. Finally, the blocks are copied to disk, if the node
+keeps blocks on disk.
 
-Called by `prefill_workers.servicer`; writes to `baton.modeling.prefix_store.store`. Threads: the engine's thread calls
-`write` and `hold`. Any thread may call `drop`, and any thread that may block calls `take`, `finish` and `sink`.
+Called by `prefill_workers.servicer`; writes to `baton.modeling.prefix_store.store`. The engine's thread calls `write`
+and `hold`. `drop` may be called on any thread. `take`, `finish` and `sink` may block, so they must be called on threads
+that are allowed to block (`prefill_workers.block_threads`).
 """
 
 import logging
@@ -49,19 +50,19 @@ class PrefixFilling:
         room.drop()
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy the KV rows of `tokens` in `layer` into the blocks. `data` may be reused after the call."""
+        """Copy `data`, the KV of `tokens` in `layer`, into the blocks. `data` may be reused after the call."""
         with self._lock:
             room = self._room
         if room is not None:
             self._copy(room, layer, tokens, data)
 
     def hold(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Keep a view of the KV rows of `tokens` in `layer`, which `finish` will copy. The memory of `data` must not
-        change until then."""
+        """Keep `data`, a view of the KV of `tokens` in `layer`, which `finish` will copy. The memory of `data` must not
+        change before this copy."""
         self._held.append((layer, tokens, data))
 
     def finish(self) -> Filled:
-        """Copy the rows that were passed to `hold`, make the blocks readable for others, and return the names of stored
+        """Copy the KV that was passed to `hold`, make the blocks readable for others, and return the names of stored
         and evicted blocks. Call it when all layers of all tokens have arrived. Blocks until the copies are complete.
 
         Returns an empty Filled if `drop` was called, if no block fits into the store, or if the store fails.
@@ -85,9 +86,9 @@ class PrefixFilling:
             room.drop()
 
     def sink(self, stored: Sequence[str]) -> list[str]:
-        """Copy blocks to disk, and return the names of the blocks that were evicted to make room. `stored` are the
-        names of the blocks that `finish` has stored. Does nothing if the node keeps no blocks on disk. Blocks until the
-        copies are complete."""
+        """Copy blocks from memory to the store on disk. Return the names of the blocks that the store on disk evicted
+        to make room and that are not in memory. `stored` are the names of the blocks that `finish` has stored. Does
+        nothing if the node keeps no blocks on disk. Waits until the copies are complete."""
         try:
             return self._store.sink(stored, self._tokens(len(stored)), self._block_tokens)
         except (BatonError, OSError) as error:

@@ -60,8 +60,8 @@ class PushSender:
         self._session, self._filling = session, filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Push the KV rows of `tokens` in `layer` to the slots, except rows that the slots already have. If this rank
-        stores the prompt's KV in the prefix store, also keep all of these rows for it."""
+        """Push `data`, the KV of `tokens` in `layer`, to the slots, except for tokens whose KV the slots already have.
+        If this rank stores the prompt's KV in the prefix store, also keep `data`, so that it can be stored later."""
         missing = TokenRange(min(max(tokens.start, self.num_present), tokens.end), tokens.end)
         if len(missing):
             self._session.offer(layer, missing, data[(len(tokens) - len(missing)) * (data.nbytes // len(tokens)) :])
@@ -69,8 +69,8 @@ class PushSender:
             self._filling.hold(layer, tokens, data)
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Write KV rows that earlier ranks computed to the prefix store. Does nothing if this rank does not store the
-        prompt's KV."""
+        """Write `data`, the KV that earlier ranks computed for `tokens` in `layer`, to the prefix store. Does nothing
+        if this rank does not store the prompt's KV."""
         if self._filling is not None:
             self._filling.write(layer, tokens, data)
 

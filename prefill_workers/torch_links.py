@@ -4,20 +4,20 @@ Implements the interfaces of `prefill_workers.links`; connected by `prefill_work
 Headers are sent over gloo. Payloads follow them over gloo too, unless the ranks have communicators between their
 devices (`prefill_workers.communicators`).
 
-gloo uses a rendezvous protocol: a send reads its memory and completes only when the peer has posted the receive.
+gloo uses a rendezvous protocol: a send reads its memory and completes only when the peer has called receive.
 Between any two ranks there are two links, each with a sending thread on one side and a receiving thread on the other.
-The receiving thread always has a receive posted. So every rank notices a dead peer immediately, even when no job runs.
-A wait that times out would close gloo's connection for good, so waits have no timeout; `prefill_workers.watchdog`
-limits how long a peer may be silent.
+The receiving thread waits in a receive call even when no job runs, so every rank notices a dead peer immediately. A
+wait that times out would close gloo's connection for good, so waits have no timeout; `prefill_workers.watchdog` limits
+how long a peer may be silent.
 
 A rank that closes its links sends CLOSE on every link. It continues to receive, into scratch memory, until its peers
 have closed as well. So no send to a closed rank hangs, and all threads end. Only a stopped peer can block a thread. The
-blocked thread, a daemon, stays until the supervisor kills the peer; then it ends, and its error is dropped.
+blocked thread is a daemon. It ends when the supervisor kills the peer, and its error is dropped.
 
 For each communicator with a peer, a separate thread receives the payloads that the headers announce. So the thread that
-receives headers never waits for a missing payload, and detects the peer's end immediately. When the links are closed, a
-thread aborts the communicators, because this may block. Before that, a flag is set so that later payloads are dropped.
-A rank whose communicator broke still sends CLOSE.
+receives headers never waits for a missing payload, and detects the peer's end immediately. When the links are closed,
+the communicators are aborted. A further thread per communicator does this, because the abort may block. A flag is set
+before the abort, so that later payloads are dropped. A rank whose communicator broke still sends CLOSE.
 
 Each epoch has its own process group, which is not torch's default group. The ranks connect through a TCPStore in the
 supervisor, which exists until all ranks are connected. The network interface is set explicitly.

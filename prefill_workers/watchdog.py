@@ -1,14 +1,13 @@
-"""Detects peers that have stopped. Tracks the peers from which this rank expects a sign of life, and for how long it
-has expected one.
+"""Detects peers that have stopped. Tracks from which peers this rank expects a sign of life, and since when.
 
 A dead peer breaks its links immediately; a stopped peer is only silent. A sign of life is a message from the peer, or a
 message that the peer received. A sign of life is expected while a message to the peer waits to be sent, or while a job
-waits for the peer's KV. A peer is overdue if it has shown no sign of life for longer than a limit.
+waits for the peer's KV. A peer is overdue if it has shown no sign of life for longer than a limit. The limit is
+computed from the expected duration of a turn, which is the work of a rank on about one layer of a job.
 
 While a rank computes a layer for a long time, it sends ALIVE to the ranks that wait for it, as long as it makes
 progress (`baton.process.turn_watch`). While it prepares a job, it sends ALIVE to all ranks (`prefill_workers.epoch`).
-So silence means a fault. This holds even if the limit was computed from a wrong prediction, or if the peer is computing
-another job.
+So silence means a fault, even if the expected duration was wrong, or if the peer is computing another job.
 
 Used by `prefill_workers.epoch`. Does no I/O; the clock is passed in. The engine's lock guards it.
 """
@@ -33,8 +32,8 @@ class Due:
 
 
 class Watchdog:
-    """Tracks signs of life from all peers of one epoch. A peer that shows no sign of life for longer than a limit is
-    overdue. `floor_s` is the minimum of this limit, in seconds."""
+    """Tracks signs of life from all peers of one epoch. A peer is overdue if it is expected to show a sign of life and
+    has shown none for longer than a limit. `floor_s` is the minimum of this limit, in seconds."""
 
     def __init__(self, clock: Clock, floor_s: float) -> None:
         self.clock, self.floor_s = clock, floor_s
@@ -66,8 +65,8 @@ class Watchdog:
 
         A sign of life is expected from peers to which a message waits to be sent, and from the peers in `waits`. Each
         entry of `waits` is a peer and the time, as a value of the clock's `now_s`, at which a job began to wait for the
-        peer's KV. The limit is a multiple of `turn_s`, but at least `floor_s`. `turn_s` is the longest expected turn
-        in seconds. A turn is the work of a rank on about one layer of a job.
+        peer's KV. The sign of life must come within a multiple of `turn_s`, but at least `floor_s` seconds are allowed.
+        `turn_s` is the longest expected turn in seconds. A turn is the work of a rank on about one layer of a job.
         """
         most_s = limit_s(self.floor_s, turn_s)
         owing = [(peer, 0.0) for peer, count in self._unsent.items() if count]

@@ -76,7 +76,7 @@ def oldest_first(files: Iterable[str], runs: Iterable[Run]) -> list[str]:
 def stale_files(runs: Iterable[Run], ages: Mapping[str, int]) -> list[str]:
     """Return one warning for each stale test file of the ledger, sorted by file. A file is stale if it has never
     passed, or if its last passing run is more than `STALE_COMMITS` commits old. Files that no longer exist are ignored.
-    `ages` is the number of commits made after each commit, by commit."""
+    `ages` has, for each commit, the number of commits that were made after it."""
     passed: dict[str, int | None] = {}
     for run in runs:
         passed.setdefault(run.file, None)

@@ -32,8 +32,8 @@ class GroupState:
     is_ready: bool
     """True if new requests may be sent to the group."""
     num_leaked: int
-    """Number of slots and of prefill jobs that have been in use for more than 2 s although no request that the
-    orchestrator knows uses them."""
+    """Number of leaked slots or prefill jobs of the group. A slot or job is leaked if it has been in use for more than
+    2 s without belonging to a request that the orchestrator knows."""
     num_requests: int
     """Number of requests that the group serves for this orchestrator."""
     is_drained: bool = False

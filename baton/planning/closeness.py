@@ -1,5 +1,5 @@
-"""Check that a new calibration, or new step times, make similar predictions to the ones that they replace. All
-functions are pure."""
+"""Compares the predictions of a new calibration, or of new step times, with the predictions of those that are in use.
+Predictions that differ too much are rejected. All functions are pure."""
 
 from collections.abc import Iterable
 

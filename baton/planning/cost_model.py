@@ -49,8 +49,8 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of one model on one kind of rank and link. Times are in seconds. All of them except `head_s` and those of
-    `link` and `push` are times of one layer."""
+    """Costs of one model on one kind of rank and link. Times are in seconds. `linear_s`, `pair_s`, `fixed_s`, `issue_s`
+    and `copy_s` are times of one layer. `head_s` is a time of a whole request."""
 
     num_layers: int
     linear_s: float
@@ -65,8 +65,8 @@ class CostModel:
     """Seconds in which the last token's logits are computed. If measured while serving requests, this includes all time
     of a request outside its chain."""
     copy_s: float = 0.0
-    """Seconds to copy the KV of one token in one layer. Only protocols that need contiguous KV copy it; Baton's does
-    not."""
+    """Seconds to copy the KV of one token in one layer. Only protocols that need contiguous KV copy it. Baton's
+    protocol does not copy KV."""
     link: LinkModel = field(default_factory=LinkModel)
     push: LinkModel | None = None
     """Link from each rank to the generation group, over which KV is pushed. None: the time of pushing KV is not

@@ -28,7 +28,7 @@ class RankRow:
     before: int
     """Number of keys before the chunk, from cached tokens and from earlier ranks."""
     is_last: bool
-    """True for the last rank of a chain. All other ranks end as soon as the KV of the last layer can be sent."""
+    """True for the last rank of a chain. Other ranks end as soon as their KV of the last layer can be sent."""
     seconds: float
     """Compute time of the rank in seconds, without waits."""
 
@@ -46,8 +46,8 @@ class PrefillFit:
 
 
 def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
-    """Fit prefill costs to measurements of ranks, each made while all ranks of its chain computed. From `known`, only
-    `num_layers` and `project_share` are used. Raises InvalidArgumentError if there are too few rows."""
+    """Fit prefill costs to `rows`, which were measured while all ranks of a chain computed. Only the fields
+    `num_layers` and `project_share` of `known` are used. Raises InvalidArgumentError if there are too few rows."""
     check_points(
         "rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows]
     )

@@ -11,9 +11,9 @@ from baton.planning.model_shape import ModelShape
 from baton.planning.work_cost import WorkCost
 
 _MIXED_TOKENS = 16
-"""Number of tokens over which the cost of reading experts is averaged, in a mixture of experts. A further token of a
-step adds experts to read, but the more tokens the step has, the fewer experts are added. A cost model has only one cost
-per token, so the mean over this many tokens is used."""
+"""Number of tokens over which the cost of reading experts is averaged, in a mixture of experts. On average,
+each further token of a step adds fewer experts to read than the token before it. A cost model has only one cost per
+token, so the mean over this many tokens is used."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Hardware:
     """FLOP/s of the attention kernel."""
     link: LinkModel
     scores_per_s: float = math.inf
-    """Number of attention scores per second, where one score is computed for each query, key and head. It applies to
-    kernels that store all scores, and whose speed is limited by this. Infinity: no such limit."""
+    """Maximum number of attention scores per second, where each query, key and head has one score. It limits the speed
+    of kernels that store all scores in memory. Infinity: no such limit."""
     memory_bandwidth: float = math.inf
     """Bytes per second of memory copies. Infinity: copies take no time."""
     fixed_s: float = 0.0
@@ -59,8 +59,8 @@ def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -
     """Return the cost of a generation step, derived from the model's FLOPs and bytes and the rates of the hardware.
 
     `weight_bytes` is the size of all weights that a step with one token reads. In a mixture of experts, each further
-    token of a step makes the step read additional experts. The returned cost of a token includes the time of these
-    reads. It is the mean over the further tokens of a step with `_MIXED_TOKENS` tokens.
+    token of a step makes the step read additional experts. The returned cost of a token includes the time of reading
+    them: the mean time for each token after the first, in a step with `_MIXED_TOKENS` tokens.
     """
     further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
     further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)

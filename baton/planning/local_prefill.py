@@ -1,4 +1,4 @@
-"""Predicted time of a local prefill, in which a generation group computes a prompt itself instead of a prefill chain.
+"""Predicted time of a local prefill, in which no prefill chain is used: a generation group computes the prompt itself.
 The prompt is computed in chunks, and each chunk is added to a decode step.
 
 A step with prefill may take at most `max_step_stretch` times as long as the same step without prefill, or
@@ -29,8 +29,8 @@ class LocalPrefill:
     max_step_tokens: int
     """Maximum number of prefill tokens in one step."""
     mixed_step_s: float = 0.0
-    """Minimum time limit in seconds of a step with prefill. It applies if the limit of `max_step_stretch` is
-    shorter."""
+    """Duration in seconds that a step with prefill may always reach, even if `max_step_stretch` allows only a shorter
+    step."""
 
     def __post_init__(self) -> None:
         for name, least in (("speed", 0.0), ("max_step_stretch", 1.0), ("max_step_tokens", 1), ("mixed_step_s", 0.0)):

@@ -4,14 +4,14 @@ and for other durations that are only estimates before the first observation.
 Nominal costs may be wrong by a factor, which is nearly the same for all prompts of a model. They also do not include a
 job's fixed time, for messages and for waking threads. Therefore two values correct a prediction:
 
-    factor      observed seconds divided by nominal seconds: the median over the longer recent jobs, weighted by
-                nominal seconds
-    fixed part  the shortest time by which one of the shorter jobs exceeded its nominal seconds times the factor
+    factor      observed seconds / nominal seconds: the median over the longer recent jobs, weighted by nominal seconds,
+                or the same median over all recent observed jobs if that is smaller
+    fixed part  observed seconds - factor x nominal seconds: the minimum over the shorter recent jobs, at least 0
 
 The calculation starts with one assumed job, which took exactly its nominal time. A short first prompt that was slower
-than predicted therefore does not change the prediction for long prompts: the reason is mostly its fixed time. A short
-prompt that was faster than predicted does change the prediction for long prompts, because fixed time only adds to a
-duration.
+than predicted therefore does not change the factor, which applies to long prompts too. It was probably slower because
+of its fixed time. A short prompt that was faster than predicted does change the factor, because a fixed time cannot
+make a job faster.
 
 Jobs are always compared with nominal costs, so corrections do not accumulate. A job is counted only on ranks that did
 not compute a later job at the same time, because the measured time would otherwise include work for the other job. All
@@ -27,8 +27,8 @@ from baton.types import TokenRange
 _NUM_RECENT = 16
 """Maximum number of recent jobs from which the median is computed."""
 _PASSED_OVER = 64
-"""Number of consecutive decisions against an option after which the oldest observation of its duration is dropped. An
-option is for example local prefill, or fetching cached KV. Each Pace object predicts the duration of one option."""
+"""Number of consecutive calls of `pass_over` after which a Pace object drops its oldest observation. Each call records
+that an option was not chosen because of its predicted duration. An option is for example to fetch cached KV."""
 _MOST = 32.0
 """Maximum factor by which one job may count as slower or faster than its prediction."""
 
@@ -44,13 +44,13 @@ def computed_s(rank: RankTiming) -> float:
 
 
 class Pace:
-    """Estimate of how much slower jobs are than their nominal prediction, from finished jobs. Deterministic: the
-    estimate depends only on the observations."""
+    """Estimate of how much slower jobs are than their nominal prediction. It is derived from finished jobs, and depends
+    only on these observations."""
 
     def __init__(self, believed_s: float = 0.0) -> None:
-        """Create an estimate without observations. `believed_s` is the nominal duration in seconds of an assumed job
-        that took exactly as long as predicted. It is used until `_NUM_RECENT` jobs have been observed. 0: no job is
-        assumed."""
+        """Create an estimate without observations. It starts with one assumed job, which took exactly its nominal
+        duration of `believed_s` seconds. The assumed job counts until `_NUM_RECENT` jobs have been observed. If
+        `believed_s` is 0, no job is assumed."""
         self._supposed = believed_s, believed_s
         self._recent: deque[tuple[float, float]] = deque([self._supposed] if believed_s else [], maxlen=_NUM_RECENT)
         """Recent jobs, each as (observed seconds, predicted seconds). If a job is assumed (`believed_s`), it is the
@@ -78,7 +78,7 @@ class Pace:
 
     @property
     def factor(self) -> float:
-        """Factor by which jobs take longer than predicted. 1 if nothing was observed."""
+        """Factor by which jobs take longer than their nominal prediction. 1 if nothing was observed."""
         long_s = self._long_s
         found = _median_ratio([job for job in self._recent if job[1] >= long_s])
         return min(found, _median_ratio([job for job in self._recent if job != self._supposed], nothing=found))

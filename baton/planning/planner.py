@@ -35,13 +35,13 @@ _SEARCHED_RANKS = 8
 """Maximum number of ranks for which knots (best partitions for some context lengths) are searched; a search for this
 many ranks takes a second. For longer chains, a few partitions are compared by their predicted times."""
 _CLOSE_RANKS = 4
-"""Maximum number of ranks of a chain whose knots (searched partitions) are close together: the context length doubles
-from one knot to the next. Interpolation between such knots costs 1 or 2 % of speed. In chains with more ranks, the
-context length grows by a factor of four."""
+"""Maximum number of ranks for which knots (best partitions for some context lengths) are close together: each knot has
+twice the context length of the previous knot. Interpolation between such knots costs 1 or 2 % of speed. For more ranks,
+each knot has four times the context length of the previous knot."""
 _LEAST_KNOT = 16
 _BELIEVED_S = 0.5
-"""Nominal duration in seconds of an assumed job, with which the correction of predictions starts (see `Pace`). The
-assumed job took exactly as long as predicted. A real job with a longer prediction has more weight."""
+"""Nominal duration in seconds of the assumed job in a new Pace object, which corrects predictions by observed jobs. The
+assumed job took exactly as long as predicted. An observed job with a longer prediction has more weight."""
 _FETCH_S = 0.004
 """Nominal fixed time in seconds of fetching cached KV: two calls, a connection, and opening files. Latency of the link
 and transfer of bytes are not included."""
@@ -119,10 +119,11 @@ class ChainPlanner:
         self.steps = steps
 
     def search(self, calibration: Calibration) -> PredictionBasis:
-        """Search the knots (best partitions for some context lengths) for a calibration, and return a basis that can be
-        passed to `adopt`. The planner is not changed. Blocks until the search has ended.
+        """Search the knots (best partitions for some context lengths) for a calibration. Return them as a
+        PredictionBasis, which can be passed to `adopt`. The planner is not changed. Blocks until the search has ended.
 
-        The lengths of knots range from few tokens to `max_tokens`, with a constant factor between neighbouring knots.
+        The context lengths of knots range from a few tokens to `max_tokens`. Each is a constant factor longer than the
+        previous one.
         """
         contexts = {}
         for width in range(2, self._num_searched + 1):
@@ -133,8 +134,8 @@ class ChainPlanner:
         return PredictionBasis(calibration, calibration.cost, build_table(calibration.cost, BATON, contexts))
 
     def adopt(self, basis: PredictionBasis) -> None:
-        """Use `basis`, a result of `search`, for all later predictions, and drop all observations. Calls that are
-        already running keep using the previous basis."""
+        """Use `basis`, a result of `search`, for all later predictions. Drop all observed durations. Predictions that
+        are already being computed use the previous basis."""
         self._basis = basis
         self._forget()
 
@@ -162,10 +163,12 @@ class ChainPlanner:
         """Partition `tokens` into consecutive, non-empty ranges, one for each rank in rank order. Tokens before
         `tokens.start` are cached. If there are fewer tokens than ranks, return one range for each token.
 
-        If a prefix is cached, or if the knots (searched partitions) are for context lengths that are far apart, two
-        candidates are compared by their predicted times: the proportions interpolated from the knots, and chunks with
-        equal compute times. This is necessary because knots are searched without a cached prefix, and after a cached
-        prefix the best chunks are more equal.
+        For few ranks and without cached tokens, the partition is interpolated between knots (best partitions for some
+        context lengths). Otherwise this interpolated partition is compared with chunks of equal compute times, and the
+        one with the shorter predicted time is returned. The comparison is necessary for two reasons: knots for many
+        ranks are far apart, and knots are searched without cached tokens, after which the best chunks are more equal.
+        If `num_ranks` exceeds the limit up to which knots are searched, a few partitions for slow links are compared
+        instead of the interpolated one.
 
         Raises InvalidArgumentError if there are no tokens, or if `num_ranks` is not in 1 to `max_ranks`.
         """
@@ -201,12 +204,13 @@ class ChainPlanner:
         return self.steps.step_s(batch, context)
 
     def push_s(self, num_tokens: int, prefill_s: float) -> float:
-        """Return the time in seconds from the end of a chain until all KV of its `num_tokens` tokens has arrived at the
-        generation group. `prefill_s` is the chain's compute time, during which most KV is already sent.
+        """Return the predicted time in seconds from the end of a chain's computation until all KV of its `num_tokens`
+        tokens has arrived at the generation group. `prefill_s` is the chain's compute time, during which most KV is
+        already sent.
 
-        The KV of the last layer is always sent after the chain's end. If the link is slow, other KV is too. The time is
-        computed from the link's nominal bandwidth, and scaled by the durations of earlier pushes. Returns 0 if `ttft_s`
-        already includes the push.
+        The KV of the last layer is always sent after the computation. On a slow link, so is some KV of earlier layers.
+        The time is computed from the link's nominal bandwidth, and scaled by the durations of earlier pushes. Returns 0
+        if the costs contain a link for pushing KV (`cost.push`), because `ttft_s` then includes the push.
         """
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
@@ -244,13 +248,13 @@ class ChainPlanner:
 
     @property
     def local_factor(self) -> float:
-        """Factor by which the results of `local_s` are scaled. It is computed from the durations recorded by
-        `observe_local`. Until the first such record, the factor of prefill ranks is used."""
+        """Factor by which the results of `local_s` are scaled. It is computed from the durations that `observe_local`
+        has recorded. Until the first record, it is the factor by which prefill ranks are slower than predicted."""
         return self._known_local_pace.factor
 
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
-        """Record that a generation group computed a prompt itself in `observed_s` seconds. `predicted_s` is the sum of
-        the two durations of `local_s`, but without the corrections that are derived from observed durations."""
+        """Record that a generation group computed a prompt itself in `observed_s` seconds. `predicted_s` is the nominal
+        prediction for this time: the prediction before it is corrected by observed durations."""
         self._local_pace.note(observed_s, predicted_s)
 
     def pass_over_local(self) -> None:

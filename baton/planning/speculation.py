@@ -38,15 +38,15 @@ class Prospect:
 
 @dataclass(frozen=True)
 class Round:
-    """Planned round of speculative decoding: the number of drafts of each sequence, and the expected tokens and
-    seconds."""
+    """Plan for a round of speculative decoding (draft steps, and one step that verifies the drafts): the number of
+    drafts of each sequence, and the expected tokens and seconds."""
 
     num_drafts: tuple[int, ...]
     """Number of drafts of each sequence, in the order of the sequences. If all numbers are 0, the round is a normal
     decode step."""
     offers: tuple[int, ...]
-    """Index of the chosen prospect (option for making drafts) in each sequence's list. 0 for a sequence without
-    drafts."""
+    """Index of the prospect (option for making drafts) that is chosen for each sequence. It is an index into the list
+    of this sequence that was passed to `plan_round`. 0 for a sequence without drafts."""
     num_tokens: float
     """Expected number of tokens from the round, summed over all sequences."""
     draft_s: float
@@ -56,7 +56,7 @@ class Round:
 
     @property
     def rate(self) -> float:
-        """Return the expected number of tokens per second in this round."""
+        """Return the expected number of tokens per second: `num_tokens` divided by the seconds of all steps."""
         return self.num_tokens / (self.draft_s + self.verify_s)
 
 
@@ -74,10 +74,13 @@ def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: W
     the same `context`, and one of them is chosen. `cost` is the cost of steps of the model. `draft_cost` is the cost of
     draft steps if another model executes them; None: the same as `cost`.
 
-    Each further draft of a sequence adds a fixed time, and fewer expected tokens than the draft before it. At a rate of
-    r tokens per second, a draft is worthwhile if it adds more tokens than r times its seconds. For each sequence, the
-    prospect with the largest surplus is chosen. This is repeated with the rate of the resulting round until the rate
-    does not increase (Dinkelbach, 1967), for each possible number of draft steps.
+    Each further draft of a sequence adds a fixed time, and at most as many expected tokens as the draft before it. At a
+    rate of r tokens per second, a draft is worthwhile if it adds more tokens than r times its seconds. The surplus of a
+    prospect is the number of tokens that its worthwhile drafts add, minus r times their seconds.
+
+    For each possible number of draft steps, two operations are repeated until the rate does not increase (Dinkelbach,
+    1967): the prospect with the largest surplus is chosen for each sequence, and r is set to the rate of the resulting
+    round.
     """
     drafting = draft_cost or cost
     num_keys = sum(offers[0].context for offers in rows)

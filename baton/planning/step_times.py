@@ -128,9 +128,9 @@ def tabulate(
     `origin` specifies the model and hardware. `seconds` has one entry for each of `batches`, and each entry has one
     time for each of `contexts`. `rounds` contains measured rounds with drafts, as (work, seconds).
 
-    If `rounds` is empty, the fitted cost takes its coefficient `pair_s` from `origin`. In this case, the fitted cost
-    depends on the number of sequences only if several batch sizes were measured, and on the number of tokens only if
-    several contexts were measured. Raises ConfigError for invalid axes or times.
+    If `rounds` is empty, the fitted cost takes its coefficient `pair_s` from `origin`. In this case, `token_s` is 0 if
+    only one batch size was measured, and `key_s` is 0 if only one context was measured. Raises ConfigError for invalid
+    axes or times.
     """
     table = tuple(map(tuple, seconds))
     made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)

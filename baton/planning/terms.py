@@ -23,8 +23,8 @@ def chain_terms(
     *,
     is_elsewhere: bool,
 ) -> PlacementTerms:
-    """Return the predicted times of a prefill by an idle chain, which pushes the KV to a generation group that decodes
-    the sequences `batch` meanwhile.
+    """Return the predicted times of a prefill by an idle chain, which pushes the KV to a generation group. `batch`
+    describes the sequences that the group decodes meanwhile.
 
     `prefill_s` is the compute time of the chain in seconds, and `num_pushed` the number of tokens whose KV is pushed.
     `is_elsewhere` is True if no rank of the chain is on the group's node.
@@ -51,8 +51,8 @@ def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_e
 def local_terms(
     planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, alone_s: float | None = None
 ) -> PlacementTerms | None:
-    """Return the predicted times of a local prefill of `tokens`, computed by a generation group that decodes the
-    sequences `batch` meanwhile and has no waiting prompts.
+    """Return the predicted times of a local prefill, in which a generation group computes `tokens` itself. `batch`
+    describes the sequences that the group decodes meanwhile. It is assumed that no other prompt waits.
 
     `alone_s` is the result of `planner.alone_s` for these tokens, if the caller already has it; None: it is computed.
     Returns None if the planner has no configuration of local prefill or no step times.

@@ -46,8 +46,9 @@ class StepWork:
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
-        """Return the four quantities of this work: steps, tokens, keys, and pairs beyond one per key. Multiplied by the
-        fields of a WorkCost, which have the same order, they give the predicted duration."""
+        """Return the four quantities of this work: steps, tokens, keys, and additional pairs (pairs of a query and a
+        key, minus one pair for each key). The fields of a WorkCost are the costs of these quantities, in the same
+        order. The sum of the products is the predicted duration."""
         return self.num_steps, self.num_tokens, self.num_keys, self.num_pairs - self.num_keys
 
 
@@ -56,7 +57,8 @@ NO_WORK = StepWork(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class RowDrafts:
-    """Number of drafts of one sequence in a round of speculative decoding, and the keys that are read for them."""
+    """Number of drafts of one sequence in a round of speculative decoding (draft steps, and one step that verifies the
+    drafts), with the numbers of keys that these steps read."""
 
     context: int
     """Number of keys that the last token of the sequence attends to."""

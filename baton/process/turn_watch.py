@@ -140,7 +140,7 @@ class TurnWatch:
     def _count(self, what: str, turn_s: float, *, is_new: bool) -> str:
         """Add the time since the last call of `look` to the measured times. Return the reason why the engine is
         considered hung, or an empty string. `what` describes the current work, and `turn_s` is its expected duration in
-        seconds. With `is_new`, this work has just begun, and the measured times restart at 0."""
+        seconds. If `is_new` is set, this work has just begun, and the measured times restart at 0."""
         now_s, used_s = self._clock.now_s(), self._cpu_s()
         if not is_new and now_s - self._looked_s < _LEAST_PERIOD * self.period_s:
             return self.stall

@@ -95,8 +95,9 @@ class WidthChoice:
 
 @dataclass(frozen=True)
 class PlacementTerms:
-    """Predicted times, in seconds, for one option to prefill a request: by a chain, or by the generation group itself.
-    Their sum, without `others_s`, is the time from the request's placement to its first token."""
+    """Predicted times, in seconds, for one option to prefill a request. The request is prefilled either by a chain of
+    prefill ranks, or by the generation group itself. The time from the request's placement to its first token is the
+    sum of all fields except `others_s`, which is the delay of other requests."""
 
     queue_s: float
     """Seconds that the request waits for earlier requests."""
@@ -138,10 +139,10 @@ class Placement:
     reason: str
     """Reason for the decision, as one word.
 
-    A chain prefills the request: chain_faster, always (configured), or not_predicted (no prediction exists for the
-    group). The generation group itself prefills the request: local_faster, never (configured), prompt_scores (the
-    request asks for prompt logprobs, which chains do not compute), no_prefill_groups, or none_ready (no prefill group
-    is ready).
+    If a chain prefills the request, the reason is chain_faster, always (set in the configuration), or not_predicted (no
+    prediction exists for the group). If the generation group itself prefills the request, the reason is local_faster,
+    never (set in the configuration), prompt_scores (the request asks for prompt logprobs, which chains do not compute),
+    no_prefill_groups, or none_ready (no prefill group is ready).
     """
     chain: PlacementTerms | None = None
     """Predicted times if a chain prefills the request. None if they were not predicted."""

@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import AddedToken
 
 MARK = "\ufdd0"
-"""Mark that splits control tokens in texts: a noncharacter of Unicode, which is not meant for interchange. It is
-removed from texts that contain it."""
+"""Character that `ControlTokens.mark` inserts into control tokens in the texts of a chat. It is a noncharacter of
+Unicode, which is not meant for interchange. If a text already contains it, `ControlTokens.mark` removes it first."""
 _CONTENT_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens that begin and end sections of a message, such as reasoning. The model writes them in its outputs, and clients
 send these outputs back as earlier messages. Therefore such a token may occur in the texts of a chat, unless it is a
@@ -42,8 +42,8 @@ class ControlTokens:
         return value
 
     def is_part(self, role: str) -> bool:
-        """Return True if `role` is part of a control token and is not one of the usual roles, such as "user". A chat
-        template may write the rest of the control token around such a role."""
+        """Return True if the text of `role` occurs in a control token. A chat template could complete the control token
+        around such a role. Returns False for the usual roles, such as "user"."""
         return role not in _USUAL_ROLES and any(role in text for text in self._texts)
 
     def _marked(self, text: str) -> str:

@@ -19,9 +19,9 @@ from itertools import islice
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Maximum number of tokens of one character. If too many tokens are pending, all except this number of last tokens are
-cut off (`_cut`). The cut can therefore split only invalid UTF-8. The last character of a prompt is always within this
-number of last tokens."""
+"""Maximum number of tokens that form one character. If too many tokens are pending, `_cut` keeps this number of last
+tokens, and returns the text of the tokens before them. The cut can therefore split only invalid UTF-8. The last
+character of a prompt is always within this number of last tokens."""
 
 
 def text_after(
@@ -35,14 +35,14 @@ def text_after(
 
 
 class Detokenizer:
-    """Incremental decoder of one stream. The texts returned by all calls of `push`, followed by the text returned by
-    `flush`, are the text that the pushed tokens have after the prompt. Without a prompt, this text equals
-    `decode(ids)`.
+    """Incremental decoder of one stream. The texts that `push` and `flush` return, in order, form the output text: the
+    text that the pushed tokens add to the prompt. Without a prompt, the output text equals `decode(ids)` for the ids of
+    the pushed tokens.
 
-    Tokenizers that write unknown characters as sequences of byte tokens are an exception. If such a sequence is not
-    valid UTF-8 as a whole, `decode` converts all of it to U+FFFD, including its valid characters. Valid characters that
-    `push` has already returned stay in the text. If `decode` returns more than ten successive U+FFFD, the returned
-    texts may contain more U+FFFD than that.
+    There is an exception for tokenizers that write unknown characters as sequences of byte tokens. If such a sequence
+    is not valid UTF-8 as a whole, `decode` converts all of it to U+FFFD, including its valid characters. The output
+    text keeps the valid characters that `push` has already returned. If `decode` returns more than ten successive
+    U+FFFD, the output text may contain more U+FFFD than the result of `decode`.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Child process that checks forms of structured outputs by compiling them. A form is a JSON schema, a regular
-expression, a grammar or a list of texts. `baton.text.form_prover` starts the process, and keeps running if it crashes.
+expression, a grammar or a list of texts. `baton.text.form_prover` starts the process. A crash of the process does not
+affect the prover.
 
 The time, memory and stack that a form needs cannot be predicted from its size. The child process has limits on all
 three. If a form exceeds a limit, only the child process ends.

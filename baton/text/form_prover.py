@@ -31,8 +31,8 @@ MAX_KEPT_BYTES = 32 * 2**20
 recently used results are dropped first."""
 _RETRY_S = 1.0
 _PATIENCE_S = 60.0
-"""Timeout in seconds for an answer of a child process. After it, the child process is killed. The limit on processor
-time normally ends the process earlier, unless the process is stopped."""
+"""Time in seconds after which a child process that does not answer is killed. Normally the limit on processor time ends
+the process earlier. That limit does not end a process that is suspended, for example by SIGSTOP."""
 _MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
 """Signals that show that a form (JSON schema, regular expression, grammar or list of texts) crashed the child process
 or exceeded its limits. If a child process ends by one of them, the form is rejected. Other signals have other

@@ -1,9 +1,10 @@
 """Compiles the descriptions of structured outputs (forms) to grammars, and keeps grammars in a cache of limited size. A
-form is, for example, a JSON schema or a regular expression in a request. A matcher follows a grammar along an output.
+form is, for example, a JSON schema or a regular expression in a request. A Matcher keeps the state of a grammar while
+an output is generated.
 
 The orchestrator has already checked in a child process that a request's form can be compiled
 (`baton.text.form_prover`). The child process uses this module too. Workers compile the form again, and `prepare` the
-token masks of each choice (`baton.text.token_masks`). Prefill ranks need them for the first token, and generation
+token masks of each choice (`baton.text.token_masks`). Prefill ranks need the masks for the first token, and generation
 engines for all tokens.
 
 The compiler is the library llguidance, whose stack use grows with the depth of a form. Nothing is loaded before the
@@ -28,8 +29,8 @@ from baton.text.json_schemas import schema_grammar
 from baton.text.token_masks import ChoiceMasks, Matcher
 
 _LEAST_BYTES = 64 * 2**10
-"""Minimum size in bytes that the cache's limit counts for one grammar. A grammar whose size was not measured is counted
-with this size."""
+"""Minimum size in bytes with which a grammar counts towards the limit of the cache. It is also used for a grammar whose
+size was not measured."""
 _STACKS = Lock()
 """Lock that is held while the stack size of new threads is changed. The stack size is a setting of the whole
 process."""
@@ -49,7 +50,7 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        """Size in bytes that the cache's limit counts for this grammar."""
+        """Size in bytes with which this grammar counts towards the limit of the cache."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids

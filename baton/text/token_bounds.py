@@ -1,11 +1,11 @@
 """Computes a lower bound on the number of tokens of a text without tokenizing it. Prompts that are too long can be
-rejected early with it.
+rejected early with this bound.
 
 Used by `baton.text.tokenizer` for `orchestrator.api.checks`. Each byte of a text belongs to a token, unless the
 tokenizer drops or replaces some of the text. Each token has at most as many bytes as the longest token of the
 vocabulary. The number of tokens is therefore at least the number of bytes of the text divided by the number of bytes of
-the longest token. For a tokenizer that may drop any bytes, the bound is 0, and no prompt is rejected. Pure and
-thread-safe.
+the longest token. Byte values that the tokenizer may drop are not counted. If it is not known which bytes the tokenizer
+may drop, the bound is 0, and no prompt is rejected. Pure and thread-safe.
 """
 
 import json
@@ -29,8 +29,8 @@ separators."""
 
 @dataclass(frozen=True)
 class TokenBound:
-    """Lower bound on the number of tokens of a text, for one tokenizer. The tokenizer may drop only the bytes in
-    `silent`."""
+    """Computes a lower bound on the number of tokens of a text, for one tokenizer. The tokenizer never drops bytes
+    other than those in `silent`."""
 
     longest_bytes: int
     """Maximum number of bytes of text in one token."""
@@ -53,7 +53,7 @@ class TokenBound:
 
 def token_bound(core: Core) -> TokenBound | None:
     """Return an object that computes a lower bound on the number of tokens of a text, for one tokenizer. Return None if
-    the tokenizer may drop bytes of a text."""
+    it is not known which bytes of a text the tokenizer may drop."""
     model, shrinks = core.model, _shrinks(_parts(core.normalizer, "normalizers"))
     cuts = list(_parts(core.pre_tokenizer, "pretokenizers"))
     if not isinstance(model, models.BPE) or shrinks is None or not all(map(_keeps_all, cuts)):

@@ -1,13 +1,13 @@
-"""Token masks for one choice with a structured output. A mask contains the tokens that are allowed next. A separate
-thread computes masks before they are needed.
+"""Token masks for one choice (one output of a request) that must follow a grammar. A mask contains the tokens that are
+allowed next. A separate thread computes masks before they are needed.
 
 `baton.text.grammars` creates a ChoiceMasks object for each choice of a request. The engine's thread owns the object,
 appends the tokens of the choice, and requests a mask when it samples the next token. Appending a token starts the
 computation of the mask for the next token. The mask is computed during the step's forward pass, and the engine's thread
-waits only if it is not ready afterwards.
+waits only if the mask is not ready afterwards.
 
-Draft tokens are appended too. Dropping them only moves a pointer back. If they are appended again, their masks are
-already computed.
+Draft tokens are appended too. Dropping drafts only moves a pointer back. If the same drafts are appended again, their
+masks are already computed.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ class Matcher:
         self._end: int | None = None
         """Number of tokens before the end-of-sequence token. None if the output has no end-of-sequence token.
 
-        The end-of-sequence token and later tokens are not passed to the library's matcher, because the library may not
-        count an end-of-sequence token and could then not undo it.
+        The library's matcher gets neither the end-of-sequence token nor later tokens. It sometimes does not count an
+        end-of-sequence token, and a rollback would then remove the wrong number of tokens.
         """
 
     def go_to(self, num_tokens: int) -> None:
@@ -100,8 +100,9 @@ class Matcher:
 
 
 class ChoiceMasks:
-    """Masks of one choice: for its next token, and, if drafts were passed to `foresee`, for the positions that follow
-    the drafts. Owned by the thread that appends tokens."""
+    """Token masks of one choice (one output of a request). The first mask contains the tokens that are allowed next.
+    Further masks belong to the positions after the draft tokens that were passed to `foresee`. Owned by the thread that
+    appends tokens."""
 
     def __init__(self, matcher: Matcher, num_tokens: int, mask: Mask, thread: Executor) -> None:
         """Create the masks of a choice that has `num_tokens` tokens. `matcher` has already consumed these tokens, and
@@ -114,13 +115,13 @@ class ChoiceMasks:
         self._start = num_tokens
         """Number of the choice's tokens before those in `_token_ids`."""
         self._token_ids: list[int] = []
-        """Tokens for which masks are stored. The first `_place` tokens belong to the choice. The tokens after them were
-        dropped, or are drafts that were passed to `foresee`."""
+        """Tokens for which masks are stored. The first `_place` tokens are part of the choice's output. All further
+        tokens were dropped, or are drafts that were passed to `foresee`."""
         self._masks = [ready]
         """Stored masks, as futures. Mask 0 is the mask of the position of the first token in `_token_ids`. Mask i + 1
         is the mask of the position after token i of `_token_ids`."""
         self._place = 0
-        """Number of tokens in `_token_ids` that currently belong to the choice."""
+        """Number of tokens in `_token_ids`, counted from the first, that are part of the choice's output."""
 
     def allowed(self) -> Mask:
         """Return the mask of the next token, and wait until it is computed. Raises InvalidArgumentError if the grammar
@@ -163,11 +164,11 @@ class ChoiceMasks:
         return num_known + num_new
 
     def settle(self, num_drafts: int) -> None:
-        """Wait until `num_drafts` + 1 masks are computed: the mask of the next token, and that of the position after
-        each of the next `num_drafts` drafts. Raises the errors of `allowed`.
+        """Wait until `num_drafts` + 1 masks are computed: the mask of the next token, and one mask for the position
+        after each of the next `num_drafts` draft tokens. Raises the errors of `allowed`.
 
-        The drafts must have been passed to `foresee`, or appended and dropped. Tokens that were appended before this
-        call can no longer be dropped.
+        Before this call, the drafts must have been passed to `foresee`, or must have been appended and then dropped.
+        After this call, `drop` can only remove tokens that are appended later.
         """
         del self._token_ids[: self._place], self._masks[: self._place]
         self._start += self._place

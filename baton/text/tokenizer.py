@@ -134,7 +134,7 @@ class Tokenizer:
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`. Takes milliseconds for megabytes of text. The bound
-        is 0 if the tokenizer may drop bytes of a text (`baton.text.token_bounds`)."""
+        is 0 if it is not known which bytes the tokenizer may drop (`baton.text.token_bounds`)."""
         return max(self._bound.min_tokens(text), min_parts(text)) if self._bound is not None else 0
 
     def encode(self, text: str) -> list[int]:

@@ -37,9 +37,9 @@ SERVICE = "baton.v1.KvReceiver"
 MAX_TTL_S = 3600.0
 """Maximum TTL of a lease in seconds. It limits the time for which a lost lease occupies its slot."""
 MAX_REPLY_S = 0.5
-"""Maximum time in seconds that is reserved for sending the answer of a Commit to the caller. If a Commit arrives
-so late that a quarter of the time until the caller's deadline is less, only that quarter is reserved. The Commit stops
-waiting for missing KV when only the reserved time is left."""
+"""Maximum time in seconds that a Commit reserves for sending its answer. The Commit stops waiting for missing KV when
+only the reserved time is left until the caller's deadline. The reserved time is this maximum, or a quarter of the time
+that the Commit had when it arrived, if that is shorter."""
 
 
 class KvReceiverServicer:
@@ -47,9 +47,9 @@ class KvReceiverServicer:
     `baton.transport.channel`, which converts the raised errors to gRPC statuses.
 
     The servicer remembers the latest Reserve calls by their numbers, so that a caller that did not receive the answer
-    can repeat or undo its call. Apart from running calls, it has no other state. If `prefixes` is given, it grants the
-    leases for prompts with cached blocks, and fills their slots from the node's prefix cache. None: the node has no
-    prefix cache.
+    can repeat or undo its call. It keeps no other state between calls. If the argument `prefixes` is given, this object
+    grants the leases for prompts with cached blocks, and fills their slots from the node's prefix cache. If `prefixes`
+    is None, the node has no prefix cache.
     """
 
     def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None, *, clock: Clock | None = None) -> None:

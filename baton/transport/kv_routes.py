@@ -133,8 +133,8 @@ class SharedRoute:
 
     A cell is a unit of shared memory that holds several pieces. A cell is reused when the receiver has acknowledged all
     of its pieces. If all cells are in use, the sender waits for the receiver. A cell in use is in one of three states:
-    being filled (`_cell`), full (`_full`), or waiting for an acknowledgement that was requested (`_asked`). If no cell
-    is free, an acknowledgement has always been requested.
+    being filled (`_cell`), full (`_full`), or waiting for an acknowledgement that the sender has requested (`_asked`).
+    If all cells are in use, at least one requested acknowledgement has not arrived yet.
     """
 
     is_shared = True

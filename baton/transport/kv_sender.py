@@ -1,9 +1,10 @@
-"""Sends KV to a slot of a generation group. A push is the transfer of all its pieces. Another thread offers the pieces,
-which are sent one at a time on a route (`baton.transport.kv_routes`).
+"""Sends KV to a slot of a generation group. A push is the transfer of all pieces of KV to one slot. The engine's thread
+offers the pieces. The event loop sends them one at a time on a route, which is a gRPC stream or shared memory
+(`baton.transport.kv_routes`).
 
-Used by `prefill_workers.servicer`. The receiver is `baton.transport.kv_receiver` in a generation group. Everything runs
-on the process's asyncio loop, except methods of PushSession that are marked as thread-safe, which the engine's thread
-calls.
+Used by `prefill_workers.servicer`. The receiver is `baton.transport.kv_receiver` in a generation group. The engine's
+thread calls only the methods of PushSession that are marked as thread-safe. All other code runs on the process's
+asyncio loop.
 """
 
 import asyncio
@@ -74,9 +75,9 @@ class PushSession:
     """Push of KV pieces to the slot of one lease.
 
     The memory of an offered piece is read when the piece is sent, and must not change until the session has ended.
-    Pieces are sent on a route (a gRPC stream or shared memory). The route limits the amount of data that has been
-    copied and that the receiver has not received yet. The asyncio loop owns all state, except that other threads append
-    to `_offers` and set `_finished` and `_wake_due`. Each of these operations is atomic.
+    Pieces are sent on a route (a gRPC stream or shared memory). Sending waits if the route holds too much copied data
+    that the receiver has not taken yet. The asyncio loop owns all state except `_offers`, `_finished`, `_wake_due` and
+    `_first_unix_ns`, which other threads change too. Each of these changes is atomic.
     """
 
     def __init__(self, open_route: OpenRoute, ref: LeaseRef, layout: KvLayout, clock: Clock) -> None:

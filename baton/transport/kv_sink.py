@@ -31,13 +31,13 @@ class ReserveSpec:
     """Number of slots to reserve, one for each choice of the request. KV is pushed into the first slot and copied from
     there into the others."""
     prefix_blocks: tuple[str, ...] = ()
-    """Names of the prompt's leading blocks, in order. Each is a hash of the tokens up to the end of the block. Used by
-    KvPrefixes to find cached blocks; a plain KvSink ignores them."""
+    """Names of the prompt's leading blocks, in order. Each is a hash of the tokens up to the end of the block. Sinks
+    with a prefix cache (KvPrefixes) use the names to find cached blocks; other sinks ignore them."""
     block_tokens: int = 0
     """Number of tokens of each block in `prefix_blocks`."""
     prefills_locally: bool = False
-    """True if the generation group itself computes the prompt's KV that is not cached. No prefill rank then pushes KV.
-    Used by KvPrefixes."""
+    """True if the generation group itself computes the KV of the prompt's uncached tokens, so that no prefill rank
+    pushes KV. Supported only by sinks with a prefix cache (KvPrefixes)."""
     number: ReserveNumber | None = None
     """Number that identifies this Reserve call. A caller that does not receive the answer uses it to undo the call. A
     sink ignores it."""
@@ -74,7 +74,7 @@ class PushTarget(Protocol):
 
 class KvPrefixes(Protocol):
     """Interface of a KV sink that also has a prefix cache. It grants leases on slots and fills the slots with the
-    cached KV of a prompt's leading blocks, taken from the sink's own node."""
+    cached KV of a prompt's leading blocks, which is cached on the sink's own node."""
 
     async def reserve(self, request: ReserveSpec) -> Lease:
         """Reserve slots as `KvSink.reserve` does, and fill them with the KV of the leading blocks that this node has

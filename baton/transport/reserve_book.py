@@ -1,9 +1,9 @@
-"""Record of the latest Reserve calls by their numbers. A Reserve call grants a lease, which reserves a slot for KV for
-a limited time. A caller that did not receive the answer to its Reserve call can undo the call by its number.
+"""Record of the latest Reserve calls. A Reserve call grants a lease, which reserves a slot for KV for a limited time.
+Each Reserve call has a number. A caller that did not receive the answer can abort its Reserve call by this number.
 
-After an abort, the aborted Reserve call has no lease, even if it was still running during the abort or arrives later. A
-Reserve call that arrives twice gets one lease. Used by `baton.transport.kv_receiver`. Calls are undone by
-`orchestrator.dispatch.lease_reaper`. Runs on the event loop.
+If an aborted call was granted a lease, this lease is ended. If the call was still running or arrives after the abort,
+it fails and keeps no lease. A Reserve call that arrives twice gets one lease. Used by `baton.transport.kv_receiver`.
+Calls are aborted by `orchestrator.dispatch.lease_reaper`. Runs on the event loop.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ MAX_REMEMBERED = 16_384
 
 @dataclass
 class _Reserve:
-    """State of one Reserve call, remembered under its number."""
+    """State of one Reserve call, which is stored by the call's number."""
 
     until_s: float
     lease: Lease | None = None
@@ -31,8 +31,8 @@ class _Reserve:
 
 
 class ReserveBook:
-    """Record of the latest Reserve calls of one KV receiver, by their numbers. Owned by the receiver's servicer and
-    used on its event loop."""
+    """Record of the latest Reserve calls of one KV receiver. Each call is identified by its number. Owned by the
+    receiver's servicer and used on its event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -140,8 +140,8 @@ class Turns:
         """Number of bytes copied since the last yield."""
 
     async def take(self, num_bytes: int) -> None:
-        """Add `num_bytes` to the number of copied bytes. Yields to other tasks each time TURN_BYTES bytes have been
-        copied."""
+        """Record that the call has copied `num_bytes` more bytes. If it has copied at least TURN_BYTES bytes since the
+        last yield, yield to other tasks of the event loop."""
         self._num_bytes += num_bytes
         if self._num_bytes >= TURN_BYTES:
             self._num_bytes = 0

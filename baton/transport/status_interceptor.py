@@ -41,12 +41,12 @@ FAILED_WRITE = "Internal error from Core"
 
 
 class SentStatus:
-    """Status that the server sent to a call with a request stream. Create this object before the first write of the
-    call.
+    """Status that the server sent for a call with a stream of requests. Create this object before the first write of
+    the call.
 
-    When a write fails because the call is ending, grpc.aio sets the status INTERNAL, before or after it sets the
-    server's status. It then raises the status that was set last (grpc issue 36066). This object keeps the status that
-    was set first.
+    When a write fails because the call is ending, grpc.aio sets two statuses, in either order: INTERNAL for the failed
+    write, and the server's status. It then raises the status that was set last (grpc issue 36066). This object keeps
+    the status that was set first, so that `of` can return the server's status in both cases.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:

@@ -14,11 +14,12 @@ NOVEL = Path(__file__).with_name("novel.txt.gz")
 TOKENS_PER_WORD = 1.33
 """Mean number of tokens per English word with common tokenizers. Used if the server does not report token counts."""
 _BEGINNING = 8
-"""Number of words at the start of a passage by which any two passages differ. A block of cached KV has more words, so
-passages do not share cached blocks."""
+"""Number of words that form the beginning of a passage. No two passages have the same beginning. A block of cached KV
+has more words, so passages do not share cached blocks."""
 _LOAD_STRIDE = 7919
-"""Number of entries by which each block of a trace moves on, from one load to the next, in the random list of passages.
-The same block therefore gets different texts in consecutive loads, and loads do not share cached blocks."""
+"""Number of entries in the random list of passages between the text of a block in one load and its text in the next
+load. The same block of a trace therefore gets different texts in consecutive loads, and loads do not share cached
+blocks."""
 _GZIP = b"\x1f\x8b"
 
 

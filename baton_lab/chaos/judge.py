@@ -2,8 +2,8 @@
 
 Forward passes with different batch shapes round differently. A token may therefore differ if the two candidates had
 almost the same score in the undisturbed run. The sampler's scores of both tokens are computed from their logprobs and
-the seed's noise, and must differ by less than MARGIN. Such a difference counts as an exception. After it, the two
-streams have different histories, so their later tokens are not compared. Does no I/O.
+the seed's noise, and must differ by less than MARGIN. Such a difference is tolerated and counted (`num_exceptions`).
+After it, the two streams have different histories, so their later tokens are not compared. Does no I/O.
 """
 
 from collections.abc import Sequence

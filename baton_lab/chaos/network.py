@@ -2,12 +2,13 @@
 each worker.
 
 The proxy is a gRPC server that forwards every call, unchanged or with a fault that a plan selects. It forwards messages
-as bytes with the caller's metadata. It does not add the cluster's secret; the server gets it only if the caller has
-sent it. The proxy parses one message, the lease, and replaces the lease's endpoint by its own, so that KV pushes also
-pass through the proxy.
+as bytes with the caller's metadata. It does not add the cluster's secret; the server gets the secret only if the caller
+has sent it. The proxy parses only the answer of a Reserve call, which is a lease. It replaces the lease's endpoint by
+its own, so that KV pushes also pass through the proxy.
 
-A frozen proxy forwards nothing in either direction, as if the worker's process were stopped. Connections stay open, so
-a dropped call fails after `DEAD_S` seconds, which stands for the keepalive timeout. Runs on the event loop.
+A frozen proxy forwards nothing in either direction, as if the worker's process were stopped. Connections through the
+proxy stay open, so no keepalive timeout ends a dropped call. Instead, the proxy fails it after `DEAD_S` seconds. Runs
+on the event loop.
 """
 
 import asyncio
@@ -37,8 +38,8 @@ _MOST_REPLIES = 8
 
 _ALWAYS = frozenset((Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP))
 _REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"))
-"""Methods whose calls the proxy may deliver twice. Other methods are not repeated, because a client that retries them
-sends a new call with a new number. A Push call is repeated as a whole."""
+"""Methods whose calls the proxy may deliver twice. Calls of other methods are delivered once, because their clients
+never send the same call twice: a retry is a new call with a new number. A Push call is repeated as a whole."""
 _STREAMS = frozenset(("Streams", "Generate", "PushShared"))
 """Streaming methods that the proxy may cut between two replies."""
 _OF_CONNECTION = ("grpc-", "user-agent")

@@ -66,7 +66,7 @@ class Report:
     complaints: list[str] = field(default_factory=list)
     """Descriptions of the violated conditions; empty if all conditions were met."""
     settled_s: float = 0.0
-    """Seconds from the end of the last request until the cluster had released all slots, bytes and jobs."""
+    """Seconds from the end of the last request until the cluster had released all slots, KV memory and jobs."""
     took_s: float = 0.0
 
     @property

@@ -1,7 +1,7 @@
 """Runs a chaos schedule against a cluster through the client library, and reports violated conditions.
 
 Every request must end exactly once, within its time limit, and with the same tokens as in a run without faults. After
-the last request, the cluster may hold no slot, byte or job. Runs on the cluster's event loop.
+the last request, the cluster must have released all slots, KV memory and jobs. Runs on the cluster's event loop.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _RECONNECT = Reconnect(num_connects=120, num_resumes=120, max_delay_s=0.5)
 """Reconnection settings of the clients. They retry for 45 s in total. This is longer than an orchestrator takes to
 start on a busy machine, and shorter than `Bounds.request_s`."""
 _LOOK_S = 0.05
-"""Seconds between two checks for slots, bytes and jobs that the cluster still holds."""
+"""Seconds between two checks for slots, KV memory and jobs that the cluster still holds."""
 _STATE_S = 2.0
 """Timeout in seconds for a query of the cluster's state."""
 _WATCH_S = 0.25
@@ -49,8 +49,8 @@ class Bounds:
     """Maximum time in seconds from a request's deadline to its end. It is above 0 to allow for delays on a busy
     machine."""
     settle_s: float = 10.0
-    """Maximum time in seconds from the end of the last request until all workers serve and the cluster holds no slot,
-    byte or job."""
+    """Maximum time in seconds from the end of the last request until all workers serve and the cluster has released all
+    slots, KV memory and jobs."""
 
 
 class ChaosRun:
@@ -243,8 +243,8 @@ class Watch:
 
 
 def holdings(state: ClusterState) -> str:
-    """Return a text that lists the requests, slots and bytes that the cluster still holds, the engines that do not
-    answer, and the counts that do not add up. Empty if there is nothing to list."""
+    """Return a text that lists the requests, slots and bytes of KV that the cluster still holds, the engines that do
+    not answer, and inconsistent counts of slots or bytes. Empty if there is nothing to list."""
     counts = {"queued": state.num_queued, "running": state.num_running}
     for group in state.groups:
         held = group.generation or GenerationStatus()

@@ -16,8 +16,8 @@ from deploy.groups.spawner import WorkerHandle
 _TICK_S = 0.005
 """Seconds between two checks of the CPU time that the process has used."""
 _PERIOD_S = 0.1
-"""Limit on the CPU time that the process may save for later when it does not use all of its share. It may save at most
-the CPU time that its share grants it in this number of seconds."""
+"""Limit in seconds on unused CPU time. If the process uses less CPU time than its share, it can use the difference
+later. The difference never exceeds the CPU time that the share grants in this many seconds."""
 _MOST_S = 0.5
 """Maximum time in seconds for which the process is stopped without interruption, even if a check was late."""
 

@@ -1,5 +1,6 @@
-"""Factory of speculators for benchmarks. It knows Baton's own speculators, and speculators that use the draft views of
-`quest` and `topk`, which serve only for comparison (comparators)."""
+"""Factory of speculators for benchmarks. In addition to Baton's own speculators, it creates speculators that use the
+draft views of `quest` and `topk`. A draft view determines which keys draft steps attend to. These two draft views are
+comparators: they serve only for comparison."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -18,13 +19,14 @@ _VIEWS: Mapping[str, MakeChoosing] = {
     "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),
 }
 CHOOSING: Mapping[str, MakeChoosing] = {**making.CHOOSING, **_VIEWS}
-"""Factories of draft views that select keys, by the name of the speculator."""
+"""Factories of the draft views that select keys, by the name of the speculator. A draft view determines which keys
+draft steps attend to."""
 
 
 def configured(name: str) -> SpeculationName:
-    """Return the value for the field `speculation` of the engine's configuration, if the speculator `name` is to run.
-    The engine reserves memory according to this field. Comparators are not valid values; for them, return the name of a
-    similar speculator."""
+    """Return the value that the field `speculation` of the engine's configuration must have to run the speculator
+    `name`. The engine reserves memory according to this field. The field does not accept the names of comparators; for
+    them, return the name of a similar speculator."""
     return "snapkv" if name in _VIEWS else cast(SpeculationName, name)
 
 

@@ -1,19 +1,19 @@
 """Residency `h2o` on a device with separate memory. The device holds only the kept keys (and their values).
 
-This is a Residency for `engine.model_runner` that weighs and drops keys as `h2o` does. To weigh keys means to add the
-attention weights that queries give to each key to the key's sum. The keys with the smallest sums are dropped. In each
-selective layer (all except the first two), a sequence has P entries of device memory. An entry holds one key and value
-of each kv head. There is one entry for each kept key, and one for the new token of a step. After the layer's attention,
-the new token's key and value move to the entry of the key that was dropped.
+This is a Residency for `engine.model_runner` that weighs and drops keys as `h2o` does. To weigh a key means to add the
+attention weights that it gets from queries to the key's sum. The keys with the smallest sums are dropped. In each layer
+that selects keys (all except the first two), a sequence has P entries of device memory. An entry holds one key and
+value of each kv head. There is one entry for each kept key, and one for the new token of a step. After the layer's
+attention, the new token's key and value move to the entry of the key that was dropped.
 
 The keys of a prompt are weighed layer by layer, in device memory that can hold one layer of the longest sequence. All
-sequences share this memory. Then the kept keys of the prompt are copied to the entries. A long span is several new
-tokens of one sequence in one step.
+sequences share this memory. Then the kept keys of the prompt are copied to the entries.
 
-    host    KV of all layers except the first two, including dropped keys, which sequences with the same prefix need
-    device  KV of the first two layers, the entries, positions and sums of the kept keys, memory for one layer of
-            one sequence, and one piece of tokens for long spans
-    link    KV of new tokens. For prompts: all KV that they attend to, and once more the KV of the keys to weigh
+The host stores the KV of all layers except the first two. It stores dropped keys too, because sequences with the same
+prefix need them. The device stores the KV of the first two layers, the entries, and the positions and sums of the kept
+keys. It also has memory for one layer of one sequence, and memory for one piece of KV, through which sequences with
+several new tokens in one step read KV. The link carries the KV of new tokens to the host. For a prompt, it carries to
+the device all KV that the prompt attends to, and once more the KV of the keys to weigh.
 
 B sequences with one new token, T tokens, N heads, G kv heads, H head dim, K kept keys, S tokens of a sequence, P
 entries of device memory (`places`).
@@ -136,8 +136,8 @@ class KeptKeys:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the memory of the current sequence as a KvBuffer. Its token index is the index of an entry (one key
-        and value of each kv head)."""
+        """Return the memory of the current sequence as a KvBuffer. Indexes of tokens in this KvBuffer are the indexes
+        of entries (one key and value of each kv head)."""
         return self._kv.buffer
 
     def num_places(self, num_prompt: int) -> int:

@@ -1,22 +1,23 @@
 """Residency `infinigen_int4` on a device with its own memory. KV is stored in host memory in 4 bits (packed), and the
 selected keys and their values are fetched in packed form.
 
-A Residency for `engine.model_runner`. Keys are selected one layer early, as by
-`generate_workers.residency.fetched.infinigen`, and are fetched in packed form while the previous layer computes. The
-device unpacks them into the slot's area, a buffer that holds the KV of one layer, as
-`generate_workers.residency.int4.int4_infinigen` does. The device also packs the KV of new tokens before it is stored.
-Selected keys do not stay on the device between steps, because fetching them again needs only about a quarter of the
-bytes. Keys are selected by partial keys, which are projections of the keys to fewer dimensions.
+This is a Residency for `engine.model_runner`. The keys of a layer are selected and fetched while the previous layer
+computes. They are selected by approximate scores, which are computed from partial keys: projections of the keys to
+fewer dimensions. Selection is the same as in `generate_workers.residency.fetched.infinigen`. The device unpacks the
+fetched keys and values into the slot's area, a buffer that holds the KV of one layer. Packing and unpacking are the
+same as in `generate_workers.residency.int4.int4_infinigen`. The device also packs the KV of new tokens before it is
+stored. Selected keys do not stay on the device between steps, because fetching them again needs only about a quarter of
+the bytes.
 
     engine:  begin l: select for l + 1, fetch | layer l | end l: pack, store | begin l + 1 ... wait, unpack
     link in:                         fetch l + 1 ------->|
     link out:                                                         store l ---->
 
-    host    all layers except the first two, packed
-    device  the first two layers, partial keys, an area for one layer, a double buffer for the packed KV of two layers,
-            and memory for one piece of pushed keys
-    link    packed KV. To the device: selected tokens from before the step; for a sequence with several new tokens, all
-            tokens before them. To the host: the step's new tokens
+The host stores all layers except the first two, packed. The device stores the first two layers and the partial keys. It
+also has an area for one layer, a double buffer for the packed KV of two layers, and memory for one piece of pushed
+keys. The link carries packed KV. For a sequence with one new token, it carries the selected keys and values of earlier
+tokens to the device. For a sequence with several new tokens, it carries all tokens before them to the device. In both
+cases it carries the step's new tokens to the host.
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, G kv heads, H head dim, K selected keys at most.
 """
@@ -51,13 +52,13 @@ _NUM_AREAS = 2
 
 class FetchedInt4Row(ScoredInt4Row):
     """Memory of one slot: packed KV (4 bits) in host memory, and partial keys on the device. Partial keys are
-    projections of the keys to fewer dimensions, by which keys are selected. A step fetches packed KV into a buffer on
-    the device (`codes`), and unpacks it from there."""
+    projections of the keys to fewer dimensions. The scores that select keys are computed from them. A step fetches
+    packed KV into a buffer on the device (`codes`), and unpacks it from there."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pieces: Pieces) -> None:
-        """Create the memory of one slot. `basis`: projection from keys to partial keys, by which keys are selected.
-        `pieces`: shared device memory through which pushed keys are fetched to compute their partial keys. Raises
-        OSError or an error in OUT_OF_MEMORY if the slot's address space cannot be reserved."""
+        """Create the memory of one slot. `basis`: matrices that project keys to partial keys (fewer dimensions).
+        `pieces`: shared device memory into which pushed KV is fetched to compute its partial keys. Raises OSError or an
+        error in OUT_OF_MEMORY if the slot's address space cannot be reserved."""
         codes = Int4Format(shape.layout).packed(_NUM_AREAS)
         self._fetched = Area(codes, device.row_memory, shape.max_slot_tokens)
         self._pushed = pieces
@@ -77,13 +78,14 @@ class FetchedInt4Row(ScoredInt4Row):
         self._fetched.commit(tokens)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Compute and store the partial keys of `tokens` on the device. Partial keys are projections of the keys, by
-        which keys are selected. `kv_T2GH` is the tokens' KV in host memory."""
+        """Compute the partial keys of `tokens` and store them on the device. Partial keys are projections of the keys
+        to fewer dimensions, from which the scores that select keys are computed. `kv_T2GH` is the tokens' KV in host
+        memory."""
         bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 
 
 class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
-    """Step that, while one layer runs, fetches the packed keys and values that the next layer selects."""
+    """Step that, while one layer runs, fetches the packed keys and values that are selected for the next layer."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
         self._link = link_of(decoder.device)
         self._stores = HomeStores(self._link)
         self._coming: dict[int, Transfer] = {}
-        """Running fetches of selected keys, by the layer that selects the keys."""
+        """Running fetches of packed keys and values, by the layer for which they are fetched."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Select the keys of layer `layer` + 1, and start to fetch them. For sequences with several new tokens in this
@@ -166,15 +168,15 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
 
 
 class FetchedInt4Residency(RowResidency[FetchedInt4Row]):
-    """Residency that stores KV in host memory in 4 bits, selects keys by partial scores, and fetches the selected keys
-    and values."""
+    """Residency that stores KV in host memory in 4 bits, and fetches only selected keys and values. Keys are selected
+    by scores that are computed from partial keys (projections of the keys to fewer dimensions)."""
 
     traits = POLICIES["infinigen_int4"]
 
     def __init__(self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """Create the residency for all slots. `prepared` must be for `decoder`, and the packing kernel must be loaded.
-        Raises ConfigError if KV of this layout cannot be packed. Raises OSError or an error in OUT_OF_MEMORY if the
-        slots' address space cannot be reserved."""
+        """Create the residency for all slots. `prepared`: results of `baton prepare` for the model of `decoder`. The
+        packing kernel must be loaded. Raises ConfigError if KV of this layout cannot be packed. Raises OSError or an
+        error in OUT_OF_MEMORY if the slots' address space cannot be reserved."""
         assert has_int4_kernel() and native.load()  # the latter copies heads
         form = Int4Format(shape.layout)
         ahead, pieces = replace(prepared, lookahead=1), Pieces(shape.layout, decoder.device)

@@ -3,15 +3,14 @@ values).
 
 This is a Residency for `engine.model_runner` that selects the same keys as `window`. A key that has left the window is
 never selected again, so a step with one new token fetches nothing. It writes its new token behind the latest keys and
-stores the token in host memory. Host memory holds all KV. It is needed by long spans (several new tokens in one step,
-as in local prefill) and by sequences that share a prefix. After a long span or a copied prefix, the next step fetches
-the window once.
+stores the token in host memory.
 
-    host    KV of all layers except the first two
-    device  KV of the first two layers. For the other layers: the first keys, the latest keys, and spare entries for
-            later new tokens. Memory for one piece of tokens, through which long spans read KV
-    link    KV of new tokens. For a long span: KV of all tokens before it. In the first step after a long span: the
-            window
+The host stores the KV of all layers except the first two, for all tokens. A long span (several new tokens of one
+sequence in one step, as in local prefill) and sequences that share a prefix need this KV. The device stores the KV of
+the first two layers. For the other layers, it stores the first keys and the latest keys, and has spare entries for
+later new tokens. It also has memory for one piece of KV, through which long spans read KV. The link carries the KV of
+new tokens to the host. To the device, it carries the KV of all tokens before a long span. In the first step after a
+long span or a copied prefix, it also carries the window, once.
 
 B sequences with one new token, T tokens, G kv heads, H head dim, K maximum number of selected keys. An entry (`place`)
 is the device memory for the KV of one token.
@@ -75,7 +74,8 @@ class WindowKeys:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the memory of the current sequence as a KvBuffer. Its token index is the one that `place` returns."""
+        """Return the memory of the current sequence as a KvBuffer. The index of a token in this KvBuffer is the result
+        of `place`, not the token's position."""
         return self._kv.buffer
 
     def num_places(self, num_tokens: int) -> int:
@@ -89,7 +89,7 @@ class WindowKeys:
         return self._kv.bytes_for(self.num_places(num_tokens))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Start to use the slot for a new sequence. The device holds no keys of it yet."""
+        """Start to use the slot for a new sequence. The device does not hold any keys of this sequence yet."""
         self._kv.open(self.num_places(num_tokens), self._most_places)
         self.start, self._end = self._selection.num_first, 0
 
@@ -98,7 +98,7 @@ class WindowKeys:
         self._kv.memory.commit(TokenRange(0, self.num_places(num_tokens)))
 
     def copy_from(self, other: "WindowKeys", num_tokens: int) -> None:
-        """Do nothing. The window is fetched from host memory when a step needs it."""
+        """Do nothing, because the window is fetched from host memory when a step needs it."""
 
     def release(self) -> None:
         """Release the slot's memory, if the slot is in use."""

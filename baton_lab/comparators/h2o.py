@@ -1,20 +1,22 @@
 """Residency `h2o`: attends to the keys that received the most attention so far and to the latest keys (H2O; Zhang et
 al., 2023).
 
-This is a Residency for `engine.model_runner`, made to compare InfiniGen with. A key that H2O drops is never used again,
-even if a later query would need it. Layers 0 and 1 attend to all keys, as in InfiniGen's comparisons.
+This is a Residency for `engine.model_runner` that serves as a comparison for InfiniGen. A key that H2O drops is never
+used again, even if a later query would need it. Layers 0 and 1 attend to all keys, as in InfiniGen's comparisons.
 
-As in the paper, a key's sum of attention weights includes all queries. For a prompt that is prefilled by this process,
-the queries are projected again from each layer's input. A prompt that was pushed, or that came from a prefix store, is
-rerun to get its queries (`pushed_prompts`). The rerun costs as much as a prefill.
+Each key has a sum of the attention weights that it received. As in the paper, the sum includes all queries. For a
+prompt that is prefilled by this process, the queries are projected again from each layer's input. A prompt that was
+pushed, or that came from a prefix store, is rerun to get its queries (`pushed_prompts`). The rerun costs as much as a
+prefill.
 
-The tokens of a prompt attend to all its keys. At the end of the prompt, the keys are reduced to the budget. A step
-attends to the kept keys, including the key of its new token. Then the kept key with the smallest sum is dropped, but
-never one of the latest keys. The softmax of a step covers the kept keys only.
+During prefill, no key is dropped. At the end of the prompt, keys are dropped until the number of kept keys is within
+the budget (`HeavyBudget`). A step attends to the kept keys, including the key of its new token. Then the kept key with
+the smallest sum is dropped, but never one of the latest keys. The softmax of a step covers the kept keys only.
 
 Unlike in the paper, a dropped key stays in host memory until its sequence ends, because it shares pages with keys of
-other kv heads. The dropped key is not read, and a device with separate memory does not hold it (`fetched_h2o`). A long
-span (several new tokens in one step) after the prompt would attend to all keys; this does not occur in normal serving.
+other kv heads. The dropped key is not read, and a device with separate memory does not hold it (`fetched_h2o`). If a
+sequence had several new tokens in one step after its prompt, they would attend to all keys; this does not occur in
+normal serving.
 
 B sequences with one new token, T tokens of all sequences, N heads, G kv heads, H head dim, K kept keys.
 """
@@ -139,24 +141,23 @@ class H2oRow(SelectiveRow, WeighedRow):
 
 class H2oStep(SelectiveStep[W]):
     """Step in which queries weigh keys, which means that each key's sum of attention weights is increased. A sequence
-    with one new token weighs its kept keys when it selects them. For a sequence with several new tokens (a longer
-    span), the queries are projected again, and weigh the keys at the end of each layer."""
+    with one new token weighs its kept keys when it selects them. For a sequence with several new tokens, the queries
+    are projected again, and weigh the keys at the end of each layer."""
 
     def __init__(self, rows: Sequence[tuple[W, TokenRange]], decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
         self._decoder = decoder
         ranges = [torch.arange(span.tokens.start, span.tokens.end) for *_, span in self.longer]
         self._steps = [Step(decoder.weights.positions.lookup(each), spans=()) for each in ranges]
-        """Positions of the new tokens of each sequence that has several (a longer span). `begin` needs them to project
-        the tokens' queries."""
+        """Positions of the new tokens of each sequence that has several new tokens. `begin` needs the positions to
+        project the tokens' queries."""
         self._queries: list[Tensor] = []
         """Queries of sequences with several new tokens, in the current layer. Empty in the first two layers, whose keys
         are not weighed."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Compute the queries of sequences with several new tokens (longer spans) from the layer's input, and keep them
-        for `end`. They cannot be used earlier, because the keys of these tokens are stored only at the end of the
-        layer."""
+        """Compute the queries of sequences with several new tokens from the layer's input, and keep them for `end`. The
+        queries are not used before `end`, because the keys of these tokens are stored only at the end of the layer."""
         self._queries = [
             self._decoder.project(layer, hidden_TD[at : at + len(span.tokens)], step)
             for (at, _, span), step in zip(self.longer, self._steps, strict=True)
@@ -176,8 +177,8 @@ class H2oStep(SelectiveStep[W]):
         return Picks(keys_BKG.transpose(1, 2).contiguous(), num_BG)
 
     def end(self, layer: int) -> None:
-        """For each sequence with several new tokens (a longer span), add the attention weights of their queries to the
-        sums of the sequence's keys. Called at the end of a layer."""
+        """For each sequence with several new tokens, add the attention weights of these tokens' queries to the sums of
+        the sequence's keys. Called at the end of a layer."""
         for (_, row, span), q_TNH in zip(self.longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
             row.weigh(layer, q_TNH, span.tokens)
 
@@ -205,14 +206,15 @@ class WeighingResidency(RowResidency[W]):
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens, and the keys' sums of attention weights, from one slot to
-        another. If the prompt's KV was pushed to the source and its sums do not exist yet, compute them first. Raises
-        ModelError if the pushed KV does not belong to tokens of the model."""
+        another. If the prompt's KV was pushed to the source slot and the sums do not exist yet, compute the sums first.
+        Raises ModelError if the prompt's token ids, which are needed for this, cannot be recovered from the pushed
+        KV."""
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 
     def _begin(self, rows: Sequence[tuple[W, TokenRange]]) -> H2oStep[W]:
         """Compute the keys' sums of attention weights for pushed prompts that lack them, then create a step. Raises
-        RowError for a sequence whose pushed KV does not belong to tokens of the model."""
+        RowError for a sequence whose token ids cannot be recovered from its pushed KV."""
         for row, tokens in rows:
             try:
                 self._weigh_pushed(row, tokens.start)

@@ -2,10 +2,11 @@
 attention so far.
 
 Used by residency `h2o`, on the engine's thread. Each kept key has a sum: the softmax weights that it got from all
-queries of the prompt and of every step. Each kv head of each sequence has its own sums, which include the query heads
-that share the kv head. (The published code sums over the batch, and does not support shared kv heads.) A sequence keeps
-the keys with the largest sums and the latest keys. All other keys are dropped permanently. Early keys have larger sums
-because more queries weighed them. This bias of H2O is known and is not corrected here.
+queries of the prompt and of every step. Each kv head of each sequence has its own sums. A kv head's sum adds the
+weights of all query heads that share the kv head. (The published code sums over the batch, and does not support shared
+kv heads.) A sequence keeps the keys with the largest sums and the latest keys. All other keys are dropped permanently.
+Early keys have larger sums because they got weights from more queries. This bias of H2O is known and is not corrected
+here.
 
 G kv heads, J query heads per kv head, H head dim, K kept keys, T tokens.
 """

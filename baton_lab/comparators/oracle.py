@@ -1,8 +1,8 @@
-"""Residency `oracle`: scores all keys of a sequence, and attends only to the keys with the largest true scores.
+"""Residency `oracle`: scores all keys of a sequence, and attends only to the keys with the best scores.
 
-This is a Residency for `engine.model_runner`, made to compare InfiniGen with. It saves no time, because it reads all
-keys. It shows the best quality that a selection of the same size could reach with perfect predictions. Scores are
-computed in fp32 from the attention's own queries and the stored keys.
+This is a Residency for `engine.model_runner` that serves as a comparison for InfiniGen, which predicts scores. It saves
+no time, because it reads all keys. It shows the best quality that a selection of the same size could reach with perfect
+predictions. Scores are computed in fp32 from the attention's own queries and the stored keys.
 
 B sequences with one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a sequence, K maximum number of
 selected keys.
@@ -45,14 +45,14 @@ class OracleStep(SelectiveStep[SelectiveRow]):
         return Picks(keys_BGK, num_BG)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Return the number of bytes of host memory that the step reads in a layer: all keys and values of the
-        sequences that select keys, because all of them are scored. 0 if attention does not read host memory."""
+        """Return the number of bytes of host memory that the step reads in a layer. It includes all keys and values of
+        the sequences that select keys, because all keys are scored. Return 0 if attention does not read host memory."""
         num_all = sum(tokens.end for _, tokens in self.choosing) * self.layout.row_bytes
         return super().fetch(layer, picks, num_all)
 
 
 class OracleResidency(RowResidency[SelectiveRow]):
-    """Residency that scores all keys and attends to those with the largest true scores."""
+    """Residency that scores all keys of a sequence and attends to those with the best scores."""
 
     traits = ORACLE
 
@@ -60,16 +60,16 @@ class OracleResidency(RowResidency[SelectiveRow]):
         self, shape: KvShape, make_memory: MakeMemory, selection: Selection, *, reads_home: bool = True
     ) -> None:
         """Create the residency for all slots. `reads_home`: True if attention reads KV directly from host memory. False
-        if `make_memory` allocates separate device memory; it then holds all KV, because all keys are scored. Raises an
-        error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
+        if `make_memory` allocates separate device memory, which then holds all KV, because all keys are scored. Raises
+        an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
         rows = [SelectiveRow(shape, make_memory, reads_home=reads_home) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: OracleStep(shape.layout, rows, selection))
 
 
 def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
-    """Return how far each key's score is below the best key's score: the difference, which is at most 0, `[G, S]`. Each
-    query head has its own scores. For each key, a kv head gets the largest difference among the query heads that share
-    the kv head."""
+    """Return each key's score minus the best key's score, `[G, S]`; all values are at most 0. The difference is first
+    computed for each query head. The value for a kv head is the one closest to 0 among the query heads that share the
+    kv head."""
     num_kv_heads, head_dim = k_SGH.shape[1:]
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     scores_GJS = q_GJH @ k_SGH.float().permute(1, 2, 0)

@@ -51,8 +51,8 @@ class PushedPrompts:
 
     def run(self, read: ReadKv, tokens: TokenRange, use: UseQueries) -> None:
         """Compute the queries of `tokens` and pass them to `use`, chunk by chunk, and layer by layer within a chunk.
-        `read` returns the stored KV of `tokens` and all tokens before them. Raises ModelError if the KV does not belong
-        to tokens of this model."""
+        `read` must return the stored KV of `tokens` and of all tokens before them. Raises ModelError if the token ids
+        cannot be recovered from the KV."""
         decoder = self._decoder
         for part in tokens.split(_CHUNK_TOKENS):
             token_ids = self.token_ids(read, part)

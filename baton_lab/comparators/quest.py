@@ -1,9 +1,9 @@
-"""Draft view that attends to the pages of keys with the highest possible scores, selected in each step (Quest; Tang et
-al., 2024).
+"""Draft view that attends to pages of keys, which are selected in each step by an upper bound on their keys' scores
+(Quest; Tang et al., 2024). A draft view determines which keys the draft steps of speculative decoding attend to.
 
-This is a comparator, written in plain torch. A page is 16 consecutive keys. For each channel c of a page, the view
-stores the smallest value least[c] and the largest value largest[c] of the page's keys. With a query q, the score of
-every key of the page is at most this bound:
+This draft view serves only for comparison and is written in plain torch. A page is 16 consecutive keys. For each
+channel c of a page, the view stores the smallest value least[c] and the largest value largest[c] of the page's keys.
+With a query q, the score of every key of the page is at most this bound:
 
     sum over c of max(q[c] * least[c], q[c] * largest[c])
 
@@ -69,21 +69,21 @@ class Pages:
 
 
 class QuestView:
-    """Draft view of the pages with the highest possible scores. It reads the KV that the sequences already have.
-    Implements DraftView."""
+    """Draft view (keys that draft steps attend to) that selects the pages with the largest upper bounds on their keys'
+    scores. It reads the KV that the sequences already have. Implements DraftView."""
 
     def __init__(self, residency: DeviceResidency, layout: KvLayout, num_keys: int) -> None:
-        """Create a view. `num_keys`: number of keys that each kv head attends to, including the latest keys."""
+        """Create the draft view. `num_keys`: number of keys that each kv head attends to, including the latest keys."""
         self._residency = residency
         self._layout = layout
         self._num_keys = num_keys
         self._pages: dict[Row, Pages] = {}
         self._pages_of: dict[SlotId, Pages] = {}
-        """Stored smallest and largest key values of each sequence in the current round, by slot."""
+        """Stored smallest and largest key values, by slot, of the sequences passed to the latest call of `begin`."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Begin a round of drafts for the sequences `rows`. Store the smallest and largest key values of each page (16
-        keys) that was filled since the sequence's last round. `num_keys` is not used."""
+        """Prepare draft steps for the sequences `rows`. Store the smallest and largest key values of each page (16
+        keys) that a sequence has filled since the previous call with this sequence. `num_keys` is not used."""
         for row in rows:
             if row not in self._pages:
                 self._pages[row] = Pages(self._layout, row.capacity_tokens)
@@ -92,7 +92,8 @@ class QuestView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward pass over `rows` that selects keys in each layer except the first two."""
+        """Prepare a draft step: a forward pass over the sequences `rows` that selects keys in each layer except the
+        first two."""
 
         def choose(layer: int, q_BNH: Tensor) -> Picks | None:
             if layer < NUM_WHOLE_LAYERS:
@@ -117,12 +118,12 @@ class QuestView:
 
 
 def page_scores(q_NH: Tensor, pages_P2GH: Tensor) -> Tensor:
-    """Return the upper bound of the scores of each page's keys, summed over the query heads of each kv head, fp32 `[G,
+    """Return the upper bound on the scores of each page's keys, summed over the query heads of each kv head, fp32 `[G,
     P]`.
 
-    In each channel, the largest product is that of a positive query with the channel's largest value, or of a negative
-    query with the smallest value. Therefore the positive and the negative parts of the queries are first summed over
-    the heads separately, and these sums are then multiplied by the largest and the smallest values.
+    In each channel, the bound uses the largest value if the query is positive, and the smallest value if the query is
+    negative. Therefore the positive and the negative parts of the queries are first summed over the heads separately.
+    These sums are then multiplied by the largest and the smallest values.
     """
     least_GHP, largest_GHP = pages_P2GH.float().permute(1, 2, 3, 0)
     q_GJH = by_kv_head(q_NH.unsqueeze(0), len(least_GHP)).squeeze(2)

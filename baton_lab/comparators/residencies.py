@@ -1,4 +1,5 @@
-"""Factory of residency policies by name, for studies. It knows Baton's own policies and the comparators.
+"""Factory of residency policies by name, for studies. It creates Baton's own policies and the comparators, which serve
+only for comparison.
 
 `baton_lab.quality` and the benchmarks create their policies here.
 """
@@ -21,12 +22,12 @@ from generate_workers.residency.port import KvShape, Residency
 
 @dataclass(frozen=True)
 class BudgetSource(SelectionSource):
-    """SelectionSource with an optional fraction of keys to attend to, `budget`. If it is set, policy `h2o` does not
-    need the selection file prepared for the model."""
+    """Inputs of policies that select keys (SelectionSource), with the additional field `budget`. If `budget` is set,
+    policy `h2o` does not read the selection file that `baton prepare` wrote for the model."""
 
     budget: float | None = None
-    """Fraction of a sequence's keys to attend to. None: the maximum fraction in the selection prepared for the
-    model."""
+    """Fraction of a sequence's keys to attend to. None: `Selection.most_share`, the maximum fraction in the model's
+    selection file."""
 
 
 def _window(shape: KvShape, source: SelectionSource) -> Residency:

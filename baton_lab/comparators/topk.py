@@ -1,10 +1,11 @@
-"""Draft view that attends to the keys with the largest true attention, selected in each step. It is a comparator that
-saves no time.
+"""Draft view that attends to the keys with the largest attention weights, selected in each step. A draft view
+determines which keys the draft steps of speculative decoding attend to. This one serves only for comparison and saves
+no time.
 
-It shows the fraction of accepted drafts that other views could reach if they predicted attention perfectly. Each draft
-step scores all keys of its sequences. It therefore reads all keys (half of the KV), in addition to the KV that it
-attends to. A kv head selects the keys with the largest softmax weights, summed over the query heads that share the kv
-head. The new token's own key is always selected.
+It shows the fraction of accepted drafts that other draft views could reach if they predicted the attention weights
+perfectly. Each draft step scores all keys of its sequences. It therefore reads all keys, which are half of the KV, in
+addition to the KV that it attends to. A kv head selects the keys with the largest softmax weights, summed over the
+query heads that share the kv head. The new token's own key is always selected.
 
 Used on the engine's thread. B sequences with one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a
 sequence.
@@ -27,11 +28,12 @@ from generate_workers.speculation.self_drafts import DraftStep
 
 
 class TopKeysView:
-    """Draft view of the keys with the largest true attention. It reads the KV that the sequences already have.
-    Implements DraftView."""
+    """Draft view (keys that draft steps attend to) that selects the keys with the largest attention weights. It reads
+    the KV that the sequences already have. Implements DraftView."""
 
     def __init__(self, residency: DeviceResidency, num_keys: int) -> None:
-        """Create a view. `num_keys`: number of keys that each kv head attends to, including the new token's own key."""
+        """Create the draft view. `num_keys`: number of keys that each kv head attends to, including the new token's own
+        key."""
         self._residency = residency
         self._num_keys = num_keys
 
@@ -40,7 +42,7 @@ class TopKeysView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward pass over `rows` that selects keys in each layer."""
+        """Prepare a draft step: a forward pass over the sequences `rows` that selects keys in each layer."""
 
         def choose(layer: int, q_BNH: Tensor) -> Picks:
             return picks_of([self._best(layer, q_NH, *row) for q_NH, row in zip(q_BNH, rows, strict=True)])
@@ -49,7 +51,7 @@ class TopKeysView:
             yield DraftStep(step.spans, ChoosingTurns(choose))
 
     def forget(self, row: Row) -> None:
-        """Do nothing, because the view stores no data about sequences."""
+        """Do nothing, because this draft view stores no data about sequences."""
 
     def _best(self, layer: int, q_NH: Tensor, slot: SlotId, tokens: TokenRange) -> Tensor:
         """Return the keys that a sequence selects in a layer, int32 `[G, K]`."""

@@ -1,4 +1,5 @@
-"""Traits of all residency policies that a study can name: Baton's own and the comparators.
+"""Properties (traits) of all residency policies that studies such as `baton evaluate` can name: Baton's own policies,
+and the comparators, which serve only for comparison.
 
 Does not import torch, like `generate_workers.residency.traits`. `baton_lab.comparators.residencies` creates the
 policies.

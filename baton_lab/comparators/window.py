@@ -1,9 +1,10 @@
 """Residency `window`: attends to the first and the latest keys (StreamingLLM; Xiao et al., 2024).
 
-This is a Residency for `engine.model_runner`, made to compare InfiniGen with. It never reads keys outside its window.
-The prepared selection sets the size of the window: the number of latest keys equals the number of keys that other
-policies select by score, and the first keys are added. Keys keep their positions in the text, because all keys are
-still stored. (The paper's cache renumbers them.)
+This is a Residency for `engine.model_runner` that serves as a comparison for InfiniGen. It never reads keys outside its
+window. The parameters that `baton prepare` wrote for the model (`Selection`) set the size of the window: the number of
+latest keys is the maximum number of keys that other policies select by score, but at least `num_last`. The first keys
+are added. Keys keep their positions in the text, because all keys are still stored. In the paper, keys get new
+positions within the window.
 
 B sequences with one new token, N heads, G kv heads, H head dim, K maximum number of selected keys.
 """

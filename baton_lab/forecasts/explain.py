@@ -36,8 +36,8 @@ _EXPLAINED = {
     "only together": "only together (apart is full)",
     "neither": "neither (both are full)",
 }
-"""Texts shown for three values of `Span.better`. They say which kind of prefill is full, which means that it cannot
-sustain the rate: disaggregated ("apart"), colocated ("together"), or both."""
+"""Texts that are shown instead of three values of `Span.better`. They name the kind of prefill that is full, that is,
+cannot sustain the rate: disaggregated ("apart"), colocated ("together"), or both."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class RoundCell:
     kv_share: float
     """Fraction of the time of a plain step (without speculation) that is spent on reading KV."""
     num_drafts: int
-    """Best number of drafts per sequence and round; 0 if plain steps are fastest."""
+    """Best number of drafts per sequence in one round (the draft steps and the step that verifies the drafts); 0 if
+    plain steps are fastest."""
     draft_keys: int
     num_tokens: float
     """Mean number of output tokens that one round yields for each sequence. A round consists of the draft steps and the

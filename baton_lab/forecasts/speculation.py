@@ -1,7 +1,7 @@
 """`baton plan --speculation`: predicts the speedup by speculative decoding for each batch size and context length, and
-the shortest context at which it is faster.
+the shortest context from which speculative decoding is faster.
 
-Predicts the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4, for any model and chip
+The predicted curves correspond to figures 2 to 4 of MagicDec (Sadhukhan et al., 2025), for any model and chip
 (`baton_lab.study.speculation`).
 """
 

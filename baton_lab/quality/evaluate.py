@@ -155,9 +155,11 @@ def find_rate(args: argparse.Namespace) -> float:
 def find_settings(args: argparse.Namespace) -> list[Setting]:
     """Return the settings (residency policies with parameters) to compare, according to the options.
 
-    A policy that is named with a budget (`NAME:BUDGET`) is run once, with this budget. Any other policy is run once for
-    each value of `--budget` and of `--alpha`, if it has this parameter, and otherwise once with its defaults. Raises
-    InvalidArgumentError for invalid options, and ConfigError for an unknown policy.
+    A policy that is named with a budget (`NAME:BUDGET`) gets only this budget. Any other policy gets each value of
+    `--budget` if the policy has a budget, and each value of `--alpha` if it has this parameter. If no value applies,
+    the policy gets its default parameters. A policy that needs a basis gets these settings for each file of
+    `--selection`. A policy with a pool gets them without a pool, and also with each size of `--pool` and each eviction
+    policy. Raises InvalidArgumentError for invalid options, and ConfigError for an unknown policy.
     """
     from generate_workers.config import EvictionName  # imports pydantic
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """Residency policy to evaluate, with the parameters that differ from the model's prepared selection."""
+    """Residency policy to evaluate, with its parameters. Parameters that are not None replace those in the file that
+    `baton prepare` wrote for the model."""
 
     policy: str
     budget: float | None = None
-    """Fraction of a sequence's tokens to select. Scores then decide which keys are selected, not how many. None: the
-    prepared selection decides how many."""
+    """Fraction of a sequence's tokens to select. The number of selected keys then does not depend on their scores.
+    None: the parameters in the selection file determine the number."""
     alpha: float | None = None
-    """Maximum amount by which a selected key's score may be below the best score. None: as in the prepared
-    selection."""
+    """Maximum distance of a key's score from the best score. The keys within this distance are counted to determine how
+    many keys are selected. None: the value in the selection file."""
     selection: Path | None = None
     """Path of a selection file that `baton prepare` wrote. None: the file stored for the model."""
     pool: float | None = None
@@ -70,7 +71,8 @@ class Cell:
     same_choice: float
     """Fraction of steps in which the most likely token is the same as with full attention."""
     picked_share: float | None
-    """Fraction of a sequence's tokens to which layers that select keys attend; None if no layer selects keys."""
+    """Fraction of a sequence's tokens that are attended to in layers that select keys; None if no layer selects
+    keys."""
     kv_share: float
     """KV bytes that attention reads, as a fraction of those that full attention reads."""
     link_share: float

@@ -5,7 +5,7 @@ The rows show, from top to bottom:
 - the loss of quality over the amount of KV read (the paper's figures 11 and 19),
 - the fraction of steps with the same most likely token as full attention,
 - the perplexity along the text (figure 12), with each policy at a similar amount of KV read,
-- if true attention was measured, the fraction of it on the keys that are read.
+- if it was measured, the fraction of full attention's weights that belongs to the keys that are read.
 """
 
 import textwrap

@@ -1,4 +1,5 @@
-"""Runs all settings of `baton evaluate` on the same passages, in this process. Blocks for minutes."""
+"""Runs all settings (residency policies with parameters) of `baton evaluate` on the same passages, in this process.
+Blocks for minutes."""
 
 import argparse
 import dataclasses
@@ -41,15 +42,16 @@ _NEEDLE_TOKENS = 64
 
 @dataclass(frozen=True)
 class VariedSource(BudgetSource):
-    """Selection source that loads the selection prepared for the model, and changes how many keys are selected.
-    `budget` fixes the fraction of keys to select. `alpha` replaces the maximum distance from the best score within
-    which keys are counted to find how many to select. None: as in the prepared selection."""
+    """Inputs of policies that select keys, with parameters that replace those in the model's selection file. `budget`
+    fixes the fraction of keys to select, regardless of their scores. `alpha` replaces the maximum distance of a key's
+    score from the best score; the keys within this distance are counted to determine how many keys are selected. None:
+    the value in the file."""
 
     alpha: float | None = None
 
     def load(self) -> PreparedSelection:
-        """Load the prepared selection, and apply `budget` and `alpha` to it. Raises ModelError if no selection was
-        prepared."""
+        """Load the selection file that `baton prepare` wrote, and apply `budget` and `alpha` to its parameters. Raises
+        ModelError if the file does not exist or is not valid for the model."""
         prepared = super().load()
         selection = prepared.selection
         if self.budget is not None:
@@ -82,8 +84,8 @@ class Readings:
 def evaluate(
     args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console, bytes_per_s: float = math.inf
 ) -> Evaluation:
-    """Run all settings on all texts, and return the results. `bytes_per_s`: bandwidth of an emulated device's link.
-    Raises InvalidArgumentError, ConfigError or ModelError."""
+    """Run all settings (residency policies with parameters) on all texts, and return the results. `bytes_per_s`:
+    bandwidth of an emulated device's link. Raises InvalidArgumentError, ConfigError or ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     num_threads = use_threads(args.threads)
@@ -124,8 +126,8 @@ def gather(decoder: Decoder, texts: NeedleTexts, context: int, size: Size, conso
 
 
 def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size, console: Console) -> Readings:
-    """Run a setting on the material: first the plain passages as one batch, then the passages with needles as another
-    batch."""
+    """Run a setting (residency policy with parameters) on the texts `material`, and return its results. The plain
+    passages are one batch, and the passages with needles (hidden facts) are another batch."""
     plain, is_exact = _read(decoder, setting, material.plain, size.mass_every, console)
     if not material.facts:
         return Readings(plain, is_exact, None)

@@ -6,9 +6,9 @@ arrive at a constant rate:
 
     apart     disaggregated: several prefill ranks prefill a prompt together (a chain), the KV is pushed, and engines
               decode without prefills. A prompt is prefilled on the number of ranks that is fastest for it.
-    together  colocated: every worker is an engine (scaled by the speed of a rank relative to an engine). It prefills
-              its own prompts in chunks between decode steps. Each engine has fewer sequences than on the other side,
-              because there are more engines.
+    together  colocated: every worker is an engine, which prefills its own prompts in chunks between decode steps. A
+              prefill rank becomes a fraction or a multiple of an engine, depending on its speed. Each engine has fewer
+              sequences than on the other side, because there are more engines.
 
 The predictions use the formulas of the serving code: `baton.planning.terms` for the time to first token, and the
 planner's step times for all later tokens. The mean number of sequences in an engine follows from Little's law:
@@ -17,7 +17,8 @@ planner's step times for all later tokens. The mean number of sequences in an en
 
 An engine that spends a fraction p of its time on prefill has the fraction 1 - p left for decode steps. Waiting for
 other requests is not modeled. A pool is full if it gets more work than it can do, or more requests than it has slots. A
-side can sustain a rate if none of its pools is full. Above this rate, it has no prediction. Does no I/O.
+side can sustain a rate if none of its pools is full. For a rate that a side cannot sustain, nothing is predicted. Does
+no I/O.
 """
 
 import math
@@ -142,8 +143,8 @@ class BreakEven:
         rank may be slower or faster than an engine."""
         self._sides: dict[Demand, Sides] = {}
         self._chains: dict[int, tuple[int, float, float]] = {}
-        """Fastest number of prefill ranks for a prompt (a chain of ranks), by the number of prompt tokens. Each value
-        is (number of ranks, seconds to the first token, seconds that the busiest rank computes)."""
+        """Fastest chain of prefill ranks for a prompt, by the number of prompt tokens. Each value is (number of ranks,
+        seconds to the first token, seconds that the busiest rank computes)."""
 
     def sides(self, demand: Demand) -> Sides:
         """Return the predictions for disaggregated and for colocated prefill. The results are cached."""

@@ -2,9 +2,9 @@
 no I/O.
 
     step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
-           attention: reads                     matrices: read, or compute from the critical batch on
+           attention: time to read KV           matrices: time to compute or to read weights, whichever is longer
 
-A step may have several tokens per sequence, for example to verify drafts. With q tokens per sequence it computes q
+A step may have several tokens per sequence, for example to verify drafts. With q tokens per sequence a step computes q
 times as much and reads the same bytes. Its attention takes the longer of the time to read KV and the time to compare
 queries with keys. With one token per sequence, reading takes longer on every known chip.
 

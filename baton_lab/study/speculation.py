@@ -28,7 +28,9 @@ from baton_lab.study.roofline import ServedModel, step_time
 
 @dataclass(frozen=True)
 class Drafting:
-    """Draft method, with the numbers of drafts and keys from which the best round is chosen."""
+    """Draft method, and the rounds from which the best is chosen. A round consists of draft steps and one step that
+    verifies the drafts. Rounds differ in the number of drafts, and in the number of keys that a draft step attends
+    to."""
 
     acceptances: Mapping[int, float]
     """Probability that a draft is accepted, given that all drafts before it were accepted. The dictionary key is the
@@ -74,15 +76,16 @@ class DraftRound:
 
     @property
     def speedup(self) -> float:
-        """Tokens per second of the round, divided by the tokens per second of plain steps."""
+        """Tokens per second of generation in rounds like this one, divided by the tokens per second of plain steps."""
         return self.num_tokens * self.plain_s / self.round_s
 
 
 def best_round(
     model: ServedModel, chip: Chip, drafting: Drafting, *, batch: int, context: int, num_chips: int = 1
 ) -> DraftRound:
-    """Return the round with the largest speedup for `batch` sequences of `context` tokens each. If several rounds have
-    the same speedup, return the one with the fewest drafts, and among these the one with the fewest keys."""
+    """Return the round (draft steps and one verification step) with the largest speedup for `batch` sequences of
+    `context` tokens each. If several rounds have the same speedup, return the one with the fewest drafts. If several of
+    these have equally few drafts, return the one whose draft steps attend to the fewest keys."""
     target = partial(step_time, model, chip, batch=batch, context=context, num_chips=num_chips)
     plain_s = target().total_s
     verify_s = {num: target(num_queries=num + 1).total_s for num in sorted(drafting.numbers)}

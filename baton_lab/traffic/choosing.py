@@ -1,6 +1,6 @@
-"""Assigns simulated requests to groups with the complete production code (`orchestrator.placement.chooser`).
+"""Assigns simulated requests to groups with the orchestrator's complete code (`orchestrator.placement.chooser`).
 
-The production chooser examines every group, which takes milliseconds for hundreds of groups. The simulator normally
+The orchestrator's Chooser examines every group, which takes milliseconds for hundreds of groups. The simulator normally
 uses `baton_lab.traffic.placing`, which is faster, because it compares only a few candidate groups. Tests compare its
 results with those of this module. Does no I/O.
 """
@@ -26,12 +26,12 @@ from orchestrator.requests.states import RequestMove
 
 
 class ImmediateChooser(Chooser):
-    """Production chooser that never waits for a group."""
+    """Chooser of the orchestrator that never waits for a group. A chooser selects the groups that serve a request."""
 
     def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
-        """Return the groups that serve the request. Add the slots of the request to the generation group's load, until
-        `held` is closed. Return None, instead of waiting as `plan` does, if no generation group or no prefill group is
-        available."""
+        """Return the groups that serve the request. Return None at once if no generation group or no prefill group is
+        available; `plan` would wait. The request's slots count as load of the generation group until `held` is
+        closed."""
         prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
         generation = self._choose_generation(record, prospects, record.avoid)
         if generation is None:
@@ -57,8 +57,8 @@ class _Placed:
 
 
 class WholeChooser:
-    """Placer that runs the production chooser over all groups of a fleet. Implements
-    `baton_lab.traffic.placing.Placer`."""
+    """Assigns simulated requests to groups. For each request, the orchestrator's code compares all groups of the fleet.
+    Implements `baton_lab.traffic.placing.Placer`."""
 
     def __init__(self, fleet: Fleet, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self._fleet = fleet
@@ -67,7 +67,7 @@ class WholeChooser:
         self._chooser = ImmediateChooser(self._members, planner, clock, config)
         self._placed: dict[int, _Placed] = {}
         self.prefill_queues = self._members.prefill_queues
-        """Job queues of the prefill groups, of the same class as in production."""
+        """Job queues of the prefill groups, of the same class as in the orchestrator."""
         self.num_cached_tokens = 0
         """Number of prompt tokens so far whose KV was found in a cache, so that it was not computed."""
 
@@ -109,8 +109,8 @@ class WholeChooser:
 
 
 def _request(asked: Asked) -> Request:
-    """Return a production request whose prompt repeats one token id for each block, so that equal blocks get equal
-    names."""
+    """Return a Request of the orchestrator whose prompt repeats one token id for each block, so that equal blocks get
+    equal names."""
     ids = (block + 1 for block in asked.blocks for _ in range(asked.block_tokens))
     known = tuple(islice(ids, asked.num_tokens))
     prompt_ids = known + (0,) * (asked.num_tokens - len(known))

@@ -1,6 +1,6 @@
 """`baton simulate-traffic`: replays a trace against a simulated cluster, and compares scaling policies.
 
-It needs no cluster, no model and no torch. The production policies run with the simulator's clock
+It needs no cluster, no model and no torch. The orchestrator's policies run with the simulator's clock
 (`baton_lab.traffic.simulation`), and the cost model predicts all durations.
 """
 

@@ -27,7 +27,7 @@ scaling policies. `best-static`: the fixed numbers of groups that serve the trac
 
 @dataclass(frozen=True)
 class Setting:
-    """Simulated cluster and limits with which policies are compared."""
+    """Simulated cluster on which policies are compared, with its latency targets and maximum number of groups."""
 
     planner: RecallingPlanner
     sizes: GroupSizes

@@ -1,4 +1,4 @@
-"""Simulated time: a queue of actions ordered by time, and the clock that production policies read. Does no I/O."""
+"""Simulated time: a queue of actions ordered by time, and the clock that scaling policies read. Does no I/O."""
 
 import heapq
 from collections.abc import Callable

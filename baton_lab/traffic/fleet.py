@@ -53,13 +53,13 @@ class Member:
     since_s: float
     """Time from which the group's cost counts, in seconds of simulated time."""
     flips: bool = False
-    """True: when the group is drained, it changes to the other role. False: it leaves."""
+    """True: when the group is drained, it changes to the other role. False: it then leaves the cluster."""
     num_held: int = 0
     """Number of requests that the group serves: jobs of a prefill group, or used slots of a generation group."""
     free_at_s: float = 0.0
     """Estimated time at which a prefill group finishes all its jobs, in seconds of simulated time."""
     num_flips: int = 0
-    """Number of times that the group has changed its role. In production, each change starts a new worker
+    """Number of times that the group has changed its role. In a real cluster, each change starts a new worker
     incarnation."""
     version: int = 0
     """Number of the event that was scheduled last for the group. Events that were scheduled earlier are outdated and
@@ -69,9 +69,9 @@ class Member:
     batch: Batch = field(init=False)
     """Sequences that the group decodes while it is a generation group (simulated)."""
     prefill_view: PrefillGroup = field(init=False)
-    """Description of the group that production policies receive while it is a prefill group."""
+    """Description of the group for the orchestrator's code. Used while the group has the prefill role."""
     generation_view: GenerationGroup = field(init=False)
-    """Description of the group that production policies receive while it is a generation group."""
+    """Description of the group for the orchestrator's code. Used while the group has the generation role."""
 
 
 class Fleet:
@@ -128,8 +128,8 @@ class Fleet:
             self._ready(member)
 
     def drain(self, member: Member, *, flips: bool = False) -> None:
-        """Drain a group: give it no new work. When it is idle, it changes its role if `flips` is True, otherwise it
-        leaves. A group that is still starting leaves immediately."""
+        """Drain a group: give it no new work. When the group is idle, it changes its role if `flips` is True; otherwise
+        it leaves the cluster. A group that is still starting leaves immediately."""
         if member.state is State.STARTING:
             self._leave(member)
             return

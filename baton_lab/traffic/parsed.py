@@ -47,7 +47,7 @@ def setting(args: argparse.Namespace) -> Setting:
 
 
 def planner(args: argparse.Namespace, num_ranks: int) -> RecallingPlanner:
-    """Return the production planner for the model and machine that the options name."""
+    """Return the orchestrator's planner for the model and machine that the options name."""
     if (args.calibration is None) != (args.step_times is None):
         raise InvalidArgumentError("--calibration and --step-times go together: give both files, or neither")
     if args.calibration is not None:

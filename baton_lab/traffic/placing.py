@@ -1,10 +1,10 @@
-"""Fast assignment of simulated requests to groups. It compares groups as production does, but considers only a few
-candidates.
+"""Fast assignment of simulated requests to groups. It compares groups as the orchestrator does, but considers only a
+few candidates.
 
-The production code (the chooser) examines every group. This takes milliseconds for hundreds of groups, and a simulation
-assigns millions of requests. In the simulator, all groups of a role have the same hardware. Therefore the cheapest
-prefill group is one of those that finish their work first, or the group that has cached the longest prefix of the
-prompt. The cheapest generation group is one of those with the most free slots. Only these candidates are planned
+The orchestrator's own code (Chooser) examines every group. This takes milliseconds for hundreds of groups, and a
+simulation assigns millions of requests. In the simulator, all groups of a role have the same hardware. Therefore the
+cheapest prefill group is one of those that finish their work first, or the group that has cached the longest prefix of
+the prompt. The cheapest generation group is one of those with the most free slots. Only these candidates are planned
 (`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Does no I/O.
 """
 
@@ -73,8 +73,8 @@ class Placer(Protocol):
 
 
 class Placing:
-    """Placer that compares only a few candidate groups for each request. Implements `Placer`. Its methods `sent` and
-    `ended` do nothing."""
+    """Assigns requests to groups, and compares only a few candidate groups for each request. Implements `Placer`. Its
+    methods `sent` and `ended` do nothing."""
 
     def __init__(
         self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, clock: Clock, *, max_blocks: int = 0
@@ -90,7 +90,7 @@ class Placing:
         self._computed_by: dict[int, int] = {}
         """For each block id, the number (id) of the prefill group that last computed this block."""
         self.prefill_queues = PrefillQueues()
-        """Job queues of the prefill groups, of the same class as in production."""
+        """Job queues of the prefill groups, of the same class as in the orchestrator."""
         self.num_cached_tokens = 0
         """Number of prompt tokens so far whose KV was found in a cache, so that it was not computed."""
 

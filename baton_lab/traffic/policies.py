@@ -1,4 +1,4 @@
-"""Scaling policies for the simulator: the production autoscaler, and two simpler policies for comparison.
+"""Scaling policies for the simulator: the orchestrator's autoscaler, and two simpler policies for comparison.
 
     autoscale     `orchestrator.autoscaling`: forecasts, cost model and queueing
     queue         a threshold on queue lengths: adds a group to the role with the longer queue per group
@@ -42,9 +42,10 @@ def target_of(fleet: Fleet) -> Allocation:
 
 
 def carry_out(fleet: Fleet, actions: Iterable[Action]) -> None:
-    """Start groups, drain groups, or change their roles, as `actions` say. Draining groups are kept where possible
-    instead of starting new ones. Groups to drain are those that are still starting, and then those with the fewest
-    requests."""
+    """Start groups, drain groups, or change their roles, as `actions` say. To start a group, cancel the drain of a
+    group of the same role that would leave, or start a new one if there is none. To drain a group, choose one that is
+    still starting, or else the ready group with the fewest requests. To change a role, cancel a pending change in the
+    opposite direction, or else change the ready group with the fewest requests."""
     for action in actions:
         for _ in range(action.num_groups):
             if action.move in _STARTS:
@@ -83,8 +84,8 @@ def between(before: Allocation, after: Allocation) -> tuple[Action, ...]:
 
 
 class AutoscalePolicy:
-    """Adapter that runs the production autoscaler in the simulator. It reports the simulated requests and groups to the
-    autoscaler."""
+    """Adapter that runs the orchestrator's autoscaler in the simulator. It reports the simulated requests and groups to
+    the autoscaler."""
 
     def __init__(self, config: AutoscalingConfig, service: ServiceModel, times: LeadTimes) -> None:
         self.interval_s = config.interval_s
@@ -138,7 +139,7 @@ class AutoscalePolicy:
 
 
 class QueuePolicy:
-    """Scaling policy with a threshold on queue lengths, as it is common for autoscalers of stateless services."""
+    """Scaling policy with a threshold on queue lengths, as is common in autoscalers of stateless services."""
 
     def __init__(self, config: AutoscalingConfig) -> None:
         self.interval_s = config.interval_s
@@ -190,8 +191,9 @@ class QueuePolicy:
 
 
 class LoadPolicy:
-    """Scaling policy that divides the mean load of each role (prefill, generation) by the throughput of one group. This
-    throughput is the highest one at which the group meets its latency targets. Queueing is ignored."""
+    """Scaling policy that computes the number of groups of a role (prefill, generation) as the role's mean load,
+    divided by the throughput of one group. A generation group's throughput is that of the largest batch whose step time
+    meets the latency target. Queueing is ignored."""
 
     def __init__(self, config: AutoscalingConfig, service: ServiceModel) -> None:
         self.interval_s = config.interval_s

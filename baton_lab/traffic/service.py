@@ -1,7 +1,7 @@
 """Cost model and group sizes of the simulated cluster.
 
-`RecallingPlanner` is the production planner with a cache, because a simulation asks for the same prompt lengths many
-times. Does no I/O.
+`RecallingPlanner` is the orchestrator's planner (`ChainPlanner`) with a cache, because a simulation asks for the same
+prompt lengths many times. Does no I/O.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ Chunks = tuple[TokenRange, ...]
 
 
 class RecallingPlanner(ChainPlanner):
-    """Production planner that computes each prediction once and caches it. This is possible because its costs never
-    change."""
+    """Planner of the orchestrator (`ChainPlanner`) that computes each prediction once and caches it. This is possible
+    because its costs never change."""
 
     def __init__(self, calibration: Calibration, *, max_ranks: int, max_tokens: int, steps: StepTimes) -> None:
-        """Create a planner whose costs are fixed. It predicts no prefill by generation groups. See ChainPlanner for the
-        parameters."""
+        """Create a planner whose costs are fixed. Its `local` is None: times of prefill by generation groups are not
+        predicted. See ChainPlanner for the parameters."""
         super().__init__(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps)
         self._known_chunks: dict[tuple[int, int, int], Chunks] = {}
         self._known_ttft_s: dict[Chunks, float] = {}

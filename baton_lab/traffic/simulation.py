@@ -1,14 +1,15 @@
 """Replays a trace against a simulated cluster, from the arrival of each request to its last token.
 
-    arrival      the production code for admission with its fair queue (`orchestrator.admission`), with the simulator's
-                 clock
-    placement    `baton_lab.traffic.placing`: chooses groups with the production comparison
-    prefill      `baton_lab.traffic.work.chain_queue`, `chain_turns`: ranks that run their jobs in production's order
+    arrival      the orchestrator's code for admission with its fair queue (`orchestrator.admission`), with the
+                 simulator's clock
+    placement    `baton_lab.traffic.placing`: compares groups with the orchestrator's code, and chooses the best
+    prefill      `baton_lab.traffic.work.chain_queue`, `chain_turns`: ranks that run their jobs in the same order as the
+                 prefill groups of a real cluster
     transfer     the seconds that the planner predicts until the generation group has the KV
     generation   `baton_lab.traffic.work.batch`: a batch of sequences, with step times from the planner. A sequence
                  joins between two steps, and its first token is sent at that time
 
-A request occupies its slot from the placement to its last token, as in production. A scaling policy is called at
+A request occupies its slot from the placement to its last token, as in a real cluster. A scaling policy is called at
 regular intervals and changes the groups. Not simulated: failures, speculation, prefill by generation groups, and
 several transfers that share one link. Deterministic. Does no I/O.
 """

@@ -22,8 +22,8 @@ class MessageSizes:
 
 
 class LinkProbe:
-    """Measures messages between ranks 0 and 1, which send to each other alternately. Each rank has one LinkProbe;
-    nothing else uses its links. Implements LinkHandler."""
+    """Measures messages between ranks 0 and 1, which send to each other alternately. Each rank has one LinkProbe, whose
+    links are used only for these messages. Implements LinkHandler."""
 
     def __init__(self, rank: int, epoch: Epoch, connect: ConnectLinks) -> None:
         """Connect this rank to the others with `connect`. `epoch` is the identifier of this set of connections. Blocks

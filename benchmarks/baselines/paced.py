@@ -2,8 +2,9 @@
 of the other schemes.
 
 Both wrappers delay each message until a link with the given speed would have delivered it (`pacing`). Then they pass it
-to the underlying link, in order. All schemes therefore use equal links. A collective operation of a paced group is
-executed as the equivalent ring: n - 1 steps of paced messages on n ranks. At full speed, messages pass without delay.
+to the underlying link, in order. All schemes therefore use equal links. An all-gather on n ranks is executed as n - 1
+steps, in each of which every rank sends one delayed message to the next rank. At full speed, messages pass without
+delay, and an all-gather is one operation of the underlying process group.
 """
 
 import threading

@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Ranks:
-    """All ranks of a comparison, as the parent process sees them. It sends commands to their processes through
+    """Connections of the parent process to all ranks of a comparison. Commands are sent to the ranks' processes through
     pipes."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:

@@ -3,8 +3,9 @@ in the KV-Runahead paper, TSP with a causal kernel, and zigzag ring attention, t
 the decoder and the attention kernel of the chain.
 
 Every rank calls the scheme's function with the same prompt and its own process group. The function returns when the
-rank has finished its work. The rank that has the last token's hidden state returns its logits. In the last layer, no
-rank computes more than the last token needs, as in the chain.
+rank has finished its work. The rank that has the last token's hidden state returns its logits. In the last layer,
+attention and MLP are computed only for the prompt's last token, as in the chain. The other ranks then only project and
+send KV.
 
 - `tsp_dense`, `tsp_causal`: all ranks have chunks of equal length. In each layer, all ranks gather all KV and wait for
   it. The dense kernel scores a chunk's queries against the whole prompt and masks half of the scores (Cho, Rastegari,

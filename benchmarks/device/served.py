@@ -1,5 +1,5 @@
-"""Runs a generation engine in this process under closed loops of users. Measures the time of every step and the host's
-fraction of it.
+"""Runs a generation engine in this process under closed loops of users. Measures the duration of every step, and the
+seconds of it that are spent on scheduling, on speculation and on the device.
 
 The engine is configured like a worker in a cluster without prefill groups, with the same scheduling policy, speculation
 and CUDA graphs. Its streams are read on the process's asyncio loop. It runs without Ray and gRPC, so the costs of Ray
@@ -76,8 +76,8 @@ class Step:
     num_bytes: int
     """Number of bytes of weights and KV that the step read."""
     device_s: float
-    """Time of a step that runs on the device as a whole (on a GPU: a replayed CUDA graph), in seconds from copying the
-    step's inputs to the device until its output tokens are read. 0 for other steps."""
+    """Seconds from copying the step's inputs to the device until its output tokens are read. Measured for steps whose
+    forward pass and sampling run without the host (on a GPU: a replayed CUDA graph). 0 for other steps."""
     draft_s: float
     """Seconds spent on speculation: planning drafts, generating them, and updating the drafter with the results."""
     batch_s: float
@@ -120,7 +120,7 @@ class Timed:
         return call
 
     def take(self) -> float:
-        """Return the total seconds of the calls since the previous `take`, and reset the total to 0."""
+        """Return the total seconds of all calls to the wrapped object since the previous `take`, and reset them."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

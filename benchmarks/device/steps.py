@@ -27,8 +27,8 @@ class StepTimes:
     """Measured times of one combination of batch size and context length, in milliseconds."""
 
     graphs_ms: list[float]
-    """Milliseconds of steps that are run as a whole. On a GPU such a step is replayed from a CUDA graph; on a CPU its
-    kernels are launched one by one."""
+    """Milliseconds of steps that StepGraphs runs. On a GPU, StepGraphs replays a CUDA graph of the forward pass and of
+    sampling. On a CPU, it launches the same kernels one by one."""
     launched_ms: list[float]
     """Milliseconds of steps without CUDA graphs, as in an engine without graphs: a forward pass, then sampling."""
     num_bytes: int
@@ -53,8 +53,8 @@ class PagedRows:
     @torch.inference_mode()
     def step(self, *, graphs: bool) -> None:
         """Run one decode step, which yields one new token per sequence, and copy the tokens to the host. If `graphs` is
-        true, the step runs as a whole; on a GPU, it is replayed from a CUDA graph. If `graphs` is false, its kernels
-        are launched one by one."""
+        true, StepGraphs runs the step; on a GPU, it replays a CUDA graph of the forward pass and of sampling. If
+        `graphs` is false, the kernels of the step are launched one by one."""
         rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
         with self._residency.step(rows) as step:
             if graphs:

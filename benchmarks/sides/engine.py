@@ -50,7 +50,8 @@ class EngineSpec:
 
 
 class EngineSide:
-    """Side of a comparison (`benchmarks.support.streams`) that runs loads on a bare engine in a separate process."""
+    """Connection to a bare engine (a GenerationEngine without gRPC and Ray) in a separate process. The engine is one
+    side of a comparison: one of the systems that a benchmark compares (`benchmarks.support.streams`)."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -64,8 +65,8 @@ class EngineSide:
 
 @contextlib.asynccontextmanager
 async def engine_alone(spec: EngineSpec) -> AsyncIterator[EngineSide]:
-    """Context manager. Start a bare engine in a separate process, and yield its side when it is ready. The process ends
-    with the block."""
+    """Context manager. Start a bare engine (a GenerationEngine without gRPC and Ray) in a separate process, and yield
+    the connection to it when it is ready. The process ends with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, spec), daemon=True)
@@ -81,7 +82,7 @@ async def engine_alone(spec: EngineSpec) -> AsyncIterator[EngineSide]:
 
 
 class _Collector:
-    """Collects the tokens of one stream on the engine's thread."""
+    """Collects the times of one stream's tokens. The engine's thread calls `take` for each token."""
 
     def __init__(self) -> None:
         self.asked_ns = time_ns()

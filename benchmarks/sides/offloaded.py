@@ -1,5 +1,5 @@
-"""Sequences of one residency policy on its own emulated device, for `benchmarks.offload`. Each step feeds the next
-tokens of a text."""
+"""Sequences whose KV is managed by one residency policy, on an emulated device that no other policy uses. Used by
+`benchmarks.offload`. Each step feeds the next tokens of a text."""
 
 import contextlib
 import statistics
@@ -27,16 +27,17 @@ class LoadedSelection(SelectionSource):
     prepared: PreparedSelection
 
     def load(self) -> PreparedSelection:
-        """Return the selection that was loaded earlier."""
+        """Return `prepared`, the key selection that was loaded or fitted earlier."""
         return self.prepared
 
     def load_early(self) -> PreparedSelection:
-        """Return the selection that was loaded earlier."""
+        """Return `prepared`. The same key selection is used if keys are selected one layer early."""
         return self.prepared
 
 
 class Side:
-    """Sequences of one residency policy on an emulated device of their own."""
+    """One system in the comparison of residency policies: sequences whose KV is managed by one policy, on an emulated
+    device that no other policy uses."""
 
     def __init__(self, rows: PassageRows, device: MeasuredDevice, clock: PartClock | None = None) -> None:
         """Wrap sequences that run on `device`. `clock` measures the parts of their steps; None: parts are not
@@ -49,8 +50,8 @@ class Side:
         """Fraction of the fetch time during which no step waited for the fetch, because it overlapped with
         computation."""
         self.parts_ms: Mapping[Part, float] = {}
-        """Mean milliseconds of each part of a step. Empty without a clock. The sum of the parts may be less than the
-        duration of the step."""
+        """Mean milliseconds of each part of a step. Empty if no `clock` was given, because parts are then not measured.
+        The sum of the parts may be less than the duration of the step."""
 
     def step_ms(self) -> float:
         """Return the mean milliseconds of COUNTED_STEPS steps, after one warm-up step."""

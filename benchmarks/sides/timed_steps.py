@@ -1,8 +1,8 @@
 """Wrappers that measure the parts of steps on an emulated device (`benchmarks.support.step_parts`).
 
-The wrappers enclose the parts of a step: a policy's residency and its hooks between layers, the link, and the decoder's
-linear layers and attention. The measured code does not depend on the wrappers. All wrappers are used by the thread that
-runs the steps.
+The wrappers enclose the parts of a step: the residency policy and its hooks (callbacks for each layer), the link, and
+the decoder's linear layers and attention. The measured code does not depend on the wrappers. All wrappers are used by
+the thread that runs the steps.
 
 The wrapped decoder runs each layer in several calls. Without the wrappers, policy `device` runs all layers in one
 native call, which cannot be split into parts. A timed step of `device` therefore takes longer than an untimed one.
@@ -33,7 +33,8 @@ from generate_workers.residency.traits import PolicyTraits
 
 
 class TimedDecoder(Decoder):
-    """Decoder that measures the time of linear layers, of attention, and of a policy's hooks between layers."""
+    """Decoder that measures the time of linear layers, of attention, and of a residency policy's hooks (callbacks for
+    each layer)."""
 
     def __init__(self, decoder: Decoder, device: EmulatedDevice, clock: PartClock) -> None:
         """Create a decoder with the model of `decoder` on `device`. `clock` measures the parts of its steps."""
@@ -65,7 +66,8 @@ class TimedDecoder(Decoder):
         most_queries: int = 1,
         picks: StepPicks | None = None,
     ) -> Tensor:
-        """Run all layers, and measure the time of the policy's hooks between them. Return the hidden states."""
+        """Run all layers, and measure the time of `turns`, the residency policy's callbacks for each layer. Return the
+        hidden states."""
         timed = None if turns is None else TimedTurns(turns, self._clock)
         return super().forward(token_ids, spans, timed, most_queries=most_queries, picks=picks)
 
@@ -82,7 +84,8 @@ class TimedDecoder(Decoder):
 
 
 class TimedTurns:
-    """Wrapper of LayerTurns (a policy's hooks before and after each layer) that measures the time of the hooks."""
+    """Wrapper of LayerTurns (a residency policy's hooks: callbacks for each layer) that measures the time of the
+    hooks."""
 
     def __init__(self, turns: LayerTurns, clock: PartClock) -> None:
         self._turns, self._clock = turns, clock
@@ -171,7 +174,8 @@ class TimedTransfer:
             self._transfer.result()
 
     def join(self) -> None:
-        """Wait until the copied data may be used, as the wrapped transfer does, and measure the time."""
+        """Call `join` of the wrapped transfer, after which this thread may use the copied data, and measure the
+        time."""
         with self._clock.part(Part.TRANSFER):
             self._transfer.join()
 
@@ -252,7 +256,7 @@ class TimedLink(MeasuredLink):
         return TimedTransfer(super().store(copies), self._clock)
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Start copying one row of bytes for each sequence to host memory. Return the transfer."""
+        """Start copying one contiguous range of bytes of each sequence to host memory. Return the transfer."""
         return TimedTransfer(super().store_rows(rows), self._clock)
 
 

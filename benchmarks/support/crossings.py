@@ -35,14 +35,14 @@ def value_at(points: Sequence[float], values: Sequence[float], at: float) -> flo
 
 
 def disagreement(points: Sequence[float], measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Return how much prediction and measurement disagree on which of two curves is lower, as a relative difference; 0
-    if they agree everywhere.
+    """Return the error of a prediction of which of two curves is lower, as a relative difference. 0: the prediction is
+    right everywhere.
 
-    `measured` and `predicted` are the ratios of one curve to the other at `points`, as measured and as predicted. The
-    curves cross where a ratio is 1. At the first crossing of the predicted curves, the error is the relative distance
-    of the measured ratio from 1. At the first crossing of the measured curves, the error is the relative distance of
-    the predicted ratio from 1. The larger error is returned. If neither ratio crosses 1, but the predicted lower curve
-    is not the measured one, the result is the smallest relative difference between the measured curves.
+    `measured` and `predicted` are the measured and the predicted ratio of the first curve to the second, one value for
+    each of `points`. The first curve is lower where the ratio is below 1. Two distances are computed: that of the
+    measured ratio from 1, at the first point where the predicted ratio is 1; and that of the predicted ratio from 1, at
+    the first point where the measured ratio is 1. The larger one is returned. If neither ratio crosses 1, but one is
+    below 1 and the other is above 1, the smallest distance of the measured ratio from 1 is returned.
     """
     gaps = []
     for ours, theirs in ((predicted, measured), (measured, predicted)):

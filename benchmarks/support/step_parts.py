@@ -15,7 +15,7 @@ class Part(StrEnum):
     """Part of a generation step to which time is attributed."""
 
     TRANSFER = "transfer"
-    """Waiting for copies over the link, in both directions."""
+    """Waiting for copies between host and device, in both directions."""
     POLICY = "policy"
     """Work of the residency policy: predicting, selecting and weighing keys, tracking frequently used keys, unpacking
     KV, starting transfers, and entering and leaving the step."""
@@ -28,9 +28,9 @@ class Part(StrEnum):
 class PartClock:
     """Clock that adds up the seconds spent in each part of the steps of one thread.
 
-    Time is added to the part that was entered last, with two exceptions. Everything that a residency policy calls from
-    its hooks between layers (for example the projection of predicted queries) counts as work of the policy. Waiting for
-    a transfer always counts as transfer. Entering and leaving a part takes about a microsecond.
+    Time is added to the part that was entered last, with two exceptions. Everything that a residency policy does in its
+    hooks before and after each layer (for example the projection of predicted queries) counts as work of the policy.
+    Waiting for copies always counts as transfer. Entering and leaving a part takes about a microsecond.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -47,9 +47,9 @@ class PartClock:
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Context manager. Add the time of the `with` block to `part`. There is one exception: if the block runs while
-        `Part.POLICY` (work of the residency policy) is measured, its time also counts as `Part.POLICY`. Only
-        `Part.TRANSFER` (waiting for copies) is always counted separately."""
+        """Context manager. Add the time of the `with` block to `part`. There is one exception: if the block runs inside
+        a block of `Part.POLICY` (work of the residency policy), its time is added to `Part.POLICY` instead. The time of
+        `Part.TRANSFER` (waiting for copies) is always added to `Part.TRANSFER`."""
         outer = self._running
         self._turn_to(outer if outer is Part.POLICY and part is not Part.TRANSFER else part)
         try:

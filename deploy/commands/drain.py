@@ -1,5 +1,5 @@
 """Implements `baton drain`: sends no new work to a group of a running cluster, waits until the group has finished its
-work, and then ends its workers. With --undo, starts the group again."""
+work, and then ends its workers. If --undo is given, starts the group again."""
 
 import argparse
 
@@ -33,8 +33,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `baton drain`. Return the exit status 0 when the group is drained and its workers have ended. With --keep its
-    workers continue to run; with --undo the group is available for new work again."""
+    """Run `baton drain`. Return the exit status 0 when the group is drained and its workers have ended. If --keep is
+    given, its workers continue to run. If --undo is given, the group is available for new work again."""
     # Imported here, so that --help and mistyped options are answered without grpc.
     from deploy.commands.group_admin import group_admin
 

@@ -1,5 +1,5 @@
 """Implements `baton flip`: changes the role of a worker of a running cluster, from prefill to generation or the
-reverse. The model stays loaded. With --undo the worker returns to its former role."""
+reverse. The model stays loaded. If --undo is given, the worker returns to its former role."""
 
 import argparse
 

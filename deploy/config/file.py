@@ -37,8 +37,8 @@ class WrittenConfig:
     @property
     def local(self) -> "WrittenConfig":
         """Copy of this configuration for a cluster in one process tree (`baton local`). The name of the cluster
-        contains this process's id. Unless the user has set orchestrator.disaggregation, the chain prefills every
-        prompt, so that users see the chain work."""
+        contains this process's id. Unless the user has set orchestrator.disaggregation, it is set to "always": the
+        prefill chain computes every prompt, so that the user can watch the chain."""
         given = self.sections.get("orchestrator", {})
         section = {"disaggregation": "always"} | given if isinstance(given, dict) else given
         return WrittenConfig({**self.sections, "orchestrator": section, "name": f"local-{os.getpid()}"})

@@ -27,8 +27,8 @@ class WorkerConfig:
     section: Section
     """Settings of the role."""
     lent: str = ""
-    """Name of a worker of another group whose node, cores and process this worker uses. The other group has the other
-    role, and has lent that worker to this worker's group. Empty: this worker uses its own node, cores and process."""
+    """Name of the lent worker in whose process, and on whose node and cores, this worker runs. The lent worker belongs
+    to a group of the other role, which has lent it to this worker's group. Empty: this worker has its own process."""
 
     @property
     def group_name(self) -> str:
@@ -42,8 +42,8 @@ class WorkerConfig:
         return self.lent or self.name
 
     def in_place_of(self, home: "WorkerConfig") -> "WorkerConfig":
-        """Return a copy of this configuration that uses the process and the cores of the worker `home`. A group of the
-        other role has lent `home` to this worker's group."""
+        """Return a copy of this configuration for running in the process and on the cores of another worker. `home` is
+        the configuration of that worker, which a group of the other role has lent to this worker's group."""
         cores, num_threads = home.place.cores, self.place.num_threads
         if cores:
             num_threads = min(num_threads or len(cores), len(cores))

@@ -1,7 +1,7 @@
 """List of the workers of a cluster that ended recently, with the requests that they were computing when they crashed.
 
-Groups, which watch the workers' processes, add to the list. The cluster's view reads it. The list is limited in length,
-and entries expire.
+Groups watch the workers' processes and add entries to the list. `Cluster.view` copies the list into the state that the
+orchestrator receives. The list is limited in length, and entries expire.
 """
 
 from baton.limits import CRASHES_KEPT_S, MAX_ENDED_WORKERS

@@ -18,7 +18,7 @@ class FailureDetector:
         return self._seconds > 0
 
     def end(self) -> None:
-        """Record that a heartbeat was answered. The silence of the process ends."""
+        """Record that a heartbeat was answered. The measured time without an answer is set to 0."""
         self._seconds = 0.0
 
     def go_on(self, asked_s: float, now_s: float, interval_s: float) -> float:

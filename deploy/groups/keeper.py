@@ -1,10 +1,10 @@
 """Supervises the orchestrator: sends it the state of the cluster, and replaces its process if it ends or does not
 answer.
 
-The state is sent as a ClusterView. Each view is also a heartbeat, and its answer contains the operators' orders. A
-replacement listens on the same ports, and continues with the same orders. An unexpected exception is logged and
-reported; it ends neither the supervision nor the cluster. Works with any Spawner. The orchestrator's side is in
-`orchestrator.api.host`. Runs on the supervisor's asyncio loop, in one task.
+The state is sent as a ClusterView. Each view is also a heartbeat. The answer to it contains the operators' orders, for
+example to drain or to add a group. A replacement of the orchestrator listens on the same ports, and starts with the
+same orders. An unexpected exception is logged and reported; it ends neither the supervision nor the cluster. Works with
+any Spawner. The orchestrator's side is in `orchestrator.api.host`. Runs on the supervisor's asyncio loop, in one task.
 """
 
 import asyncio
@@ -60,7 +60,8 @@ class OrchestratorPlan:
     host: str
     """Address of the interface on which the orchestrator serves clients."""
     ports: tuple[int, int | None] = (0, None)
-    """(port for clients, port for metrics). 0: any free port. None: no metrics."""
+    """Pair of the port for clients and the port for metrics. 0: any free port. The second is None if metrics are not
+    served."""
     calibration_path: Path | None = None
     """File in which calibrations are stored that the orchestrator receives while it runs. None: they are not stored."""
     start_timeout_s: float = 60.0
@@ -94,11 +95,11 @@ class OrchestratorKeeper:
         """Create a keeper without starting the orchestrator. `view` is called at each heartbeat, and returns the state
         of the cluster to send."""
         self.ports = plan.ports
-        """(port for clients, port for metrics). Before the start these are the planned ports, and afterwards the ports
-        on which the orchestrator listens. None: no metrics."""
+        """Pair of the port for clients and the port for metrics. Before the start these are the planned ports, and
+        afterwards the ports on which the orchestrator listens. The second is None if metrics are not served."""
         self.orders = Orders()
         """Operators' orders, as the orchestrator last reported them. A replacement of the orchestrator starts with
-        them. The supervisor sets the initial orders, and makes every later change persistent."""
+        these orders. The supervisor sets the initial orders, and makes every later change persistent."""
         self.follow: Callable[[Orders], Orders] = _keep
         """Function that stores and carries out the orders that a heartbeat's answer contains. Returns the orders that
         are now stored. Set once, by the supervisor."""

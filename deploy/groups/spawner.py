@@ -81,8 +81,8 @@ class Room(Protocol):
 
     async def reserve(self, group: str, num_workers: int) -> None:
         """Reserve resources for `num_workers` workers of the group `group`. Returns when the resources are reserved.
-        May be called again for the same group. Raises ConfigError if no node has enough resources, or does not have
-        them in time; then nothing stays reserved."""
+        May be called again for the same group. Raises ConfigError if the nodes do not have enough resources, or if the
+        resources do not become free in time. After an error, nothing stays reserved."""
         ...
 
     async def release(self, group: str) -> None:

@@ -2,8 +2,8 @@
 
 `baton serve` and `baton doctor` call `arrange` before anything is started. Settings of the user are never changed. If
 the user has set any of the fields in `_POOLS`, such as the number of ranks, the module chooses no ranks, threads or
-cores. It then chooses only the limits of the steps of an engine that also prefills. Blocks for some milliseconds, and
-longer if torch has not been imported yet.
+cores. It then chooses only the settings in `_TOGETHER_STEPS`, which limit the size and the duration of a step, and only
+if the engines also prefill. Blocks for some milliseconds, and longer if torch has not been imported yet.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Finds the files from which a cluster predicts durations: the calibration (costs of prefill) and the step times of
+"""Finds the data with which a cluster predicts durations: the calibration (costs of prefill) and the step times of
 generation.
 
-The first of these that exists is used:
+The data come from the first of these sources that exists:
 
 1. the configured file
 2. the file that is stored for this model and hardware
@@ -9,7 +9,7 @@ The first of these that exists is used:
 
 Nominal rates are the rates of one core that were measured on this machine (`core_rates`), or else assumed rates. Step
 times are stored next to the calibration. The hardware is that of the machine that runs this code; all ranks are assumed
-to run on equal machines. Blocks on the disk.
+to run on equal machines. Functions block while they read files.
 """
 
 import logging

@@ -3,10 +3,10 @@ ranks with a separate generation engine.
 
 For each plan, the cost model predicts two numbers: the number of requests per second that it can serve, and the time to
 first token on an idle machine. Both are for requests of one size: `PROMPT_TOKENS` prompt tokens and `OUTPUT_TOKENS`
-output tokens. Both alternatives have an advantage. Cores of one engine, which alternate between prefill and generation,
-are never idle. Separate cores keep long prompts from delaying running streams. If the duration of a step is bound by
-memory bandwidth, which all cores share, separate cores do not reduce the request rate. The functions have no side
-effects.
+output tokens. The advantage of one engine is that its cores are never idle, because they alternate between prefill and
+generation. The advantage of a chain is that long prompts do not delay running streams, because generation has its own
+cores. All cores share the memory bandwidth. If it limits the speed of generation steps, a generation engine with fewer
+cores is not slower, and a chain does not reduce the request rate. The functions have no side effects.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,14 +61,15 @@ class Costs:
     """Number of sequences in the generation engine's batch."""
 
     def together(self, num_cores: int) -> CorePlan:
-        """Return a plan with one engine that has all cores and also prefills, including its predictions."""
+        """Return the plan with one engine that has all cores and also prefills. The plan's request rate and time to
+        first token are predicted."""
         prefill_s = float(chain_ttft([PROMPT_TOKENS], self.prefill(num_cores).cost, BATON))
         request_s = prefill_s + self._generation_s(num_cores)
         return CorePlan(0, num_cores, 1 / request_s, prefill_s)
 
     def apart(self, num_cores: int, num_ranks: int) -> CorePlan:
-        """Return a plan with separate workers, including its predictions. The chain has `num_ranks` prefill ranks with
-        one core each. The generation engine has the remaining cores."""
+        """Return the plan with a chain of `num_ranks` prefill ranks, which have one core each, and a generation engine,
+        which has the remaining cores. The plan's request rate and time to first token are predicted."""
         cost, num_threads = self.prefill(1).cost, num_cores - num_ranks
         chunks = np.array([analytic_seed(PROMPT_TOKENS, num_ranks, cost, BATON.kernel)], dtype=np.float64)
         is_last = np.arange(num_ranks) == num_ranks - 1

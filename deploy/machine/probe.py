@@ -122,10 +122,13 @@ def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
     measured memory bandwidth in bytes per second.
 
     FLOP/s follow from the time that one further sequence adds to a large step. If the large step is bound by reading
-    memory, the FLOP/s are only a lower bound. The overhead of the layers is the time of a step of one sequence minus
-    the times to read the weights and to compute. The overlap is a fraction from 0 to 1 of reading or computing,
-    whichever is shorter. To find it, the overhead and the time to compute are subtracted from the time of a large step.
-    The remaining time is reading that did not overlap with computing.
+    memory, the FLOP/s are only a lower bound. The overhead of the layers is the time of a step of one sequence, minus
+    the time to read the weights and the time to compute.
+
+    The overlap is the degree to which reading the weights and computing happen at the same time. It is a fraction of
+    the shorter of the two times: 0 if they do not overlap, 1 if the shorter one overlaps completely. It is computed
+    from the second-largest step. The overhead and the time to compute are subtracted from the time of this step. The
+    remaining time is reading that did not overlap with computing.
     """
     one, *_, some, many = sorted(steps.by_rows)
     row_s = steps.by_rows[many] / many

@@ -1,9 +1,10 @@
-"""Model in a folder that was found, with properties that are read from its files: configuration, shape, and bytes of
-the weights.
+"""Model in a local folder, and the properties that are read from the model's files: configuration, shape, and number of
+bytes of the weights.
 
 A model's config.json is read by the code of its family (`baton.modeling.checkpoints.weights`). This code imports torch,
 which takes seconds. Therefore the result is cached on the disk. The name of the cache file is a hash of the files that
-were read and of the code that read them, so a change of either one is always noticed. Blocks on the disk.
+were read and of the code that read them, so a change of either one is always noticed. Functions block while they read
+files.
 """
 
 import hashlib
@@ -122,7 +123,7 @@ def model_config(folder: Path) -> ModelConfig:
 
 
 def _kept_path(folder: Path) -> Path:
-    """Return the path of the kept configuration of the model in `folder`; the file may not exist."""
+    """Return the path of the cache file with the configuration of the model in `folder`. The file may not exist."""
     root = Path(baton.modeling.__path__[0])
     code = sorted(path for pattern in _READERS for path in root.glob(pattern))
     parts = [path.read_bytes() if path.is_file() else b"" for path in (*(folder / name for name in _READ_FILES), *code)]

@@ -2,9 +2,9 @@
 address, and settings with which the workers were started. The state is stored in Ray's key-value store, and exists as
 long as that Ray runs.
 
-An operator's order is written before it is carried out. A restarted supervisor therefore does not start a group that an
-operator has ordered to leave. A new orchestrator gets the orders from the supervisor. Gateways read the orchestrator's
-address from the store (`deploy.ray_cluster.finding`).
+An operator's order is written before it is carried out. A restarted supervisor therefore does not start a group whose
+workers an operator has ordered to stop. A new orchestrator gets the orders from the supervisor. Gateways read the
+orchestrator's address from the store (`deploy.ray_cluster.finding`).
 """
 
 import json
@@ -46,8 +46,8 @@ class Memory:
     """Fingerprint of the KV layout that the groups of workers had when this state was saved."""
     step_times: Mapping[str, str] = field(default_factory=dict)
     """Paths of the files with the engines' step times, by the folder of the engine's model. A path is part of a
-    worker's configuration, and a restarted supervisor reuses a running worker only if its configuration is equal. The
-    paths are stored because a supervisor on another node would choose other paths."""
+    worker's configuration. A restarted supervisor reuses a running worker only if the worker's configuration has not
+    changed. The paths are stored because a supervisor on another node would choose other paths."""
     worker_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of memory that a worker of each role reserves on its node. Empty if Baton itself started the Ray."""
 

@@ -102,11 +102,11 @@ class RayRoom:
         across_nodes: bool = False,
         report: Callable[[str], None] = logger.info,
     ) -> None:
-        """Create an object that has reserved nothing yet. If no node has enough free resources for a group, its
-        reservation waits for at most `timeout_s` or `node_wait_s` seconds, whichever is longer. `node_wait_s` is the
-        time for nodes that have not joined Ray yet. If it is 0, groups that do not fit even on empty nodes are refused
-        at once. If `across_nodes` is true, a group that does not fit on one node may use several nodes. `report` is
-        called with one line of text for each group that waits."""
+        """Create an object that has reserved nothing yet. `node_wait_s` is the time in seconds in which further nodes
+        may join Ray. If no node has enough free resources for a group, the group waits for at most `timeout_s` or
+        `node_wait_s` seconds, whichever is longer. If `node_wait_s` is 0, a group is refused at once if it would not
+        fit even if no workers ran on the nodes. If `across_nodes` is true, a group that does not fit on one node may
+        use several nodes. `report` is called with one line of text for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
         """Ray's placement group of each group of workers, by the name of the group of workers."""
         self.needs = needs
@@ -171,8 +171,8 @@ class RayRoom:
 
     def _make(self, group: str, num_workers: int) -> PlacementGroup:
         """Make and return a placement group. It is on the group's target node, or on any node if the target is gone or
-        full. If the group has no target, the placement group waits for a node that can hold it, or with `across_nodes`
-        spans as few nodes as possible."""
+        full. If the group has no target, the placement group waits for a node that can hold it. If `across_nodes` is
+        true, it then spans as few nodes as possible."""
         target, needs = self._targets[group], self._of(group)
         made: PlacementGroup = ray.util.placement_group(
             [dict(needs.resources)] * num_workers,

@@ -31,8 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `baton top` and return the exit status. With the option --once, the status is 1 if the cluster does not
-    serve."""
+    """Run `baton top` and return the exit status. If --once is given, the status is 1 if the cluster does not serve."""
     interval_s, api_key = positive("--interval", args.interval), given_key(args)
     # Imported here, so that --help and mistyped options are answered without grpc.
     from rich.console import Console

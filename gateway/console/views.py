@@ -1,6 +1,7 @@
 """Makes the console's view of a cluster as JSON: groups of workers with their KV by storage tier, and requests with
-their stages. Also makes the events of the playground's stream: the origin of tokens is sent when it changes, and a
-step's last event reports which of its tokens were drafts. The functions have no side effects.
+their stages. Also makes the events of the playground's stream. A token's event names the groups that computed the token
+(its origin) only if they differ from the previous token's. A step's last event reports which of its tokens were drafts.
+The functions have no side effects.
 
 All times are in milliseconds. The stages of a request have times since the request's arrival. All other points in time
 are times since 1970 (UTC).

@@ -27,9 +27,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Number of bytes that were received of the current request's head (request line and headers). It is counted
         only until the head is complete."""
         self._num_parsed_bytes = 0
-        """Number of bytes of the current request's URL and complete headers, as counted by the parser. The limit also
-        applies to this number. `_num_head_bytes` alone does not suffice, because it does not count the bytes of the
-        call of `data_received` in which the head is completed."""
+        """Number of bytes of the current request's URL and complete headers, as counted by the parser. This number has
+        the same limit as `_num_head_bytes`. Both are checked, because `_num_head_bytes` omits the data that arrives
+        together with the end of the head, in one call of `data_received`."""
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 

@@ -6,9 +6,9 @@ waits. It resumes before any new sequence joins. It then prefills all its tokens
 stream continues. In fp32 it gets the same tokens as without preemption. In bf16 the tokens may differ, because a
 chunked prefill rounds differently from decode steps.
 
-A request that does not fit into memory alone is refused at the start. The oldest sequence can therefore always run,
-although it may have to wait for memory that is leased. Leases end at their deadlines, and new leases do not get the
-memory that this sequence needs.
+A request that does not fit into memory even if it is the only request is refused at the start. The oldest sequence can
+therefore always run, although it may have to wait for memory that is leased. Leases end at their deadlines, and new
+leases do not get the memory that the oldest sequence needs.
 
 Owned by the engine's thread.
 """
@@ -52,7 +52,7 @@ class RunningRows:
     is_stalled: bool = False
     """True if the last plan was empty because the only sequence in the batch waits for memory that leases hold."""
     _growth: KvBytes = field(default=KvBytes(), init=False)
-    """Bytes that the oldest sequence without enough memory needs in addition to the memory that is already promised to
+    """Bytes that the oldest sequence without enough memory needs in addition to the memory that is already reserved for
     it. New leases do not get these bytes. 0 if no sequence lacks memory."""
 
     def add(self, rows: list[Row]) -> None:
@@ -76,7 +76,7 @@ class RunningRows:
 
     def fork(self, leader: Row) -> None:
         """Copy the leader's KV to its followers (the other choices of the request), and add the followers to the batch.
-        The KV of all tokens of the leader that are known must be complete."""
+        The KV of all known tokens of the leader must be complete."""
         followers, leader.followers = leader.followers, []
         for row in followers:
             self.slots.memory.residency.copy(leader.slot, row.slot, leader.num_known)

@@ -113,9 +113,10 @@ class RequestQueue:
     def take(self) -> tuple[list[EngineStream], list[EngineStream]]:
         """Return a pair (new streams, streams to cancel) with the changes since the last call.
 
-        A new stream is held back until its token masks are ready, unless it is cancelled or the queue is closed. A
-        stream whose lease was aborted is cancelled if it already has sequences, running or preempted. Otherwise the
-        engine notices that the lease has ended when the stream would join the batch.
+        A new stream is held back until its token masks are ready. If it is cancelled or the queue is closed, it is
+        returned at once. A stream whose lease was aborted is cancelled here only if it already has sequences, running
+        or preempted. If it has none yet, the engine notices later that the lease has ended: when it tries to add the
+        stream to the batch.
         """
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []

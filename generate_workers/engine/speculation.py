@@ -1,10 +1,10 @@
-"""Interface of speculative decoding: makes drafts of the next tokens of sequences. One step verifies the drafts of all
-sequences.
+"""Interface of speculative decoding. A Speculation makes drafts of the next tokens of sequences. One step then verifies
+the drafts of all sequences.
 
-`preemption` calls `plan` after it has reserved memory for the plan's sequences. `core` calls `draft`, verifies the
-drafts (`verified`), and calls `observe`. `generate_workers.speculation` is the implementation. Under the coupled rule,
-a draft is accepted only if the model samples the same token (`verified`). Drafts then never change the text in fp32. In
-bf16 they may change it, because a step with more tokens rounds differently.
+`preemption` calls `plan` after it has reserved memory for the plan's sequences. `core` calls `draft`, runs the step
+that verifies the drafts, and calls `observe`. `generate_workers.speculation` is the implementation. With the setting
+`acceptance` = coupled, a draft is accepted only if the model samples the same token (`verified`). Drafts then never
+change the text in fp32. In bf16 they may change it, because a step with more tokens rounds differently.
 """
 
 from collections.abc import Mapping
@@ -37,22 +37,25 @@ class SpeculationStats:
     num_accepted: int = 0
     """Total number of drafts that were accepted so far."""
     num_drafts: int = 0
-    """Number of drafts of all sequences in the latest round."""
+    """Number of drafts of all sequences in the latest round. A round is the draft steps, and the step that verifies the
+    drafts."""
     expected_tokens: float = 0.0
-    """Predicted number of output tokens of the latest round. 0 if the round's step also prefilled."""
+    """Predicted number of output tokens of the latest round (draft steps, and the step that verifies the drafts). 0 if
+    this step also prefilled."""
     predicted_s: float = 0.0
-    """Predicted duration of the latest round in seconds. 0 if the round's step also prefilled."""
+    """Predicted duration in seconds of the latest round (draft steps, and the step that verifies the drafts). 0 if this
+    step also prefilled."""
     measured_s: float = 0.0
     """Measured duration of the latest round in seconds. It includes the draft steps and the step that verified the
     drafts."""
     num_draft_kv_bytes: int = 0
     """Estimated bytes of KV that the draft steps of the latest round read in all layers. A round is the draft steps,
     and the step that verifies the drafts. The estimate assumes `draft_keys` keys per sequence. The true number is
-    larger if a draft step also reads keys in order to select some of them, or attends to keys that were selected in an
-    earlier round. A draft model's prefill before its first draft of a sequence is not counted."""
+    larger in two cases: if a draft step also reads keys in order to select some of them, or if it attends to keys that
+    were selected in an earlier round. A draft model's prefill before its first draft of a sequence is not counted."""
     num_draft_weight_bytes: int = 0
-    """Bytes of weights that the draft steps of the latest round read. They are the weights of the model that makes the
-    drafts."""
+    """Bytes of weights that the draft steps of the latest round read. A round is the draft steps, and the step that
+    verifies the drafts. The weights are those of the model that makes the drafts."""
     sources: tuple[SourceStats, ...] = ()
     """Statistics of each draft source of the engine."""
 

@@ -30,8 +30,8 @@ class StepStats:
     num_draft_kv_bytes: int = 0
     """Bytes of KV that the draft steps read. They are included in `num_kv_bytes`."""
     predicted_s: float = 0.0
-    """Predicted duration in seconds of the draft steps and the step together. 0 if the step had no drafts, or if it
-    also prefilled."""
+    """Predicted duration in seconds of this step and of the draft steps before it, together. 0 if the step had no
+    drafts, or if it also prefilled."""
 
     @property
     def num_bytes(self) -> int:

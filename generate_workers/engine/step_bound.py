@@ -1,9 +1,10 @@
 """Limits prefill in steps that also decode (mixed steps), so that decoding sequences are delayed only a little.
 
 A mixed step may take a multiple of the time that decoding alone takes, or `mixed_step_s` seconds if that is more. Mixed
-steps may exceed this limit by `burst_step_s` seconds in total, if that ends all waiting prefills. Streams are then slow
-for a moment instead of in many steps. If `burst_step_s` is not 0 and no decoding sequence has more than one output
-token, only the number of tokens limits a step, because no client reads a continuous text yet.
+steps have an allowance, `burst_step_s` seconds in total, by which they may exceed this limit. A step may use the
+allowance only if all waiting prefills fit into it. Streams are then slow for a moment instead of in many steps. If
+`burst_step_s` is not 0 and no decoding sequence has more than one output token, only the number of tokens limits a
+step, because no client reads a continuous text yet.
 
 The predicted time of a mixed step, which decodes B sequences with C tokens in total, is
 
@@ -11,15 +12,15 @@ The predicted time of a mixed step, which decodes B sequences with C tokens in t
     + work * rate                 time of prefill; one unit of work is the linear FLOPs of one token, and query-key
                                   pairs are converted to this unit by their FLOPs
 
-With drafts, "decoding alone" means a round: the draft steps, and the step that verifies the drafts, which runs more
-tokens and query-key pairs (`baton.planning.work_cost`). If a separate draft model makes the drafts, its steps are
+If there are drafts, "decoding alone" means a round: the draft steps, and the step that verifies the drafts, which runs
+more tokens and query-key pairs (`baton.planning.work_cost`). If a separate draft model makes the drafts, its steps are
 predicted separately, and their seconds are added. The next round is expected to have as many drafts per sequence as the
 latest round.
 
 `step`, `token` and `key` are costs in seconds, fitted to the latest steps that only decoded. Some steps of each batch
-size are kept, so that the fit also holds for sizes that have not occurred for a while. `rate` (seconds per unit of
-work) is adjusted after each step that prefilled. The adjustment is a fraction of the relative difference between the
-step's measured and predicted time.
+size are kept, so that the fit also holds for sizes that have not occurred for a while. `rate` is the number of seconds
+per unit of work. It is adjusted after each step that prefilled: if the step took x times its predicted time, `rate` is
+multiplied by 1 + `_GAIN` * (x - 1).
 
 `chunked_prefill` uses this module and reports the duration of each step. Owned by the engine's thread. The module does
 not read a clock.
@@ -38,18 +39,19 @@ from generate_workers.engine.model_shape import model_shape
 _KEPT_STEPS = 8
 """Number of latest steps that are kept for the fit, for each batch size."""
 _GAIN = 0.2
-"""Fraction of the relative prediction error of a mixed step by which the rate of prefill is adjusted."""
+"""Weight of the latest step that prefilled, when the rate of prefill (seconds per unit of work) is adjusted. If the
+step took x times its predicted time, the rate is multiplied by 1 + `_GAIN` * (x - 1)."""
 _MOST_OVER = 2.0
 """Maximum ratio of a step's measured to its predicted seconds. Larger ratios count as this value, because something
 else may have delayed the step."""
 _LEAST_SHARE = 0.05
-"""Minimum fraction of a step's time that is attributed to a cost, if the cost is computed by deducting other costs from
-the step's time. Two costs are computed in this way: prefill, in the first step that prefills, and the served model, in
-a round with steps of a draft model. Without this minimum, a cost could become zero, and later adjustments, which
-multiply it, would have no effect."""
+"""Minimum fraction of a step's time for two costs that are computed as a remainder. The first is prefill, in the first
+step that prefills: the step's time minus decoding. The second is the served model, in a round with a draft model: the
+round's time minus the draft model's steps. The minimum prevents that a cost becomes zero. Later adjustments multiply
+the cost, and would have no effect on zero."""
 _REFILL = 0.05
-"""Seconds, per second of steps, by which the allowance grows again after use. The allowance (at most `burst_step_s`) is
-the time by which mixed steps may exceed their limit."""
+"""Fraction of each step's seconds that is added to the allowance, up to its maximum `burst_step_s`. The allowance is
+the time by which mixed steps (which decode and prefill) may exceed their limit."""
 _MOST_MIXED = 32
 """Number of successive mixed steps after which one step only decodes. This step measures the time of decoding alone,
 which cannot be measured in mixed steps."""
@@ -71,11 +73,12 @@ class Decoding:
 
     @property
     def work(self) -> StepWork:
-        """Total work of the served model in a round: its draft steps, and the step that verifies the drafts."""
+        """Total work of the served model for the step and for draft steps of the served model itself. Steps of a
+        separate draft model are not included."""
         return StepWork.plain(self.num_rows, self.num_tokens) + self.drafts
 
     def drafting_as(self, other: "Decoding") -> "Decoding":
-        """Return a copy for the same sequences that assumes as many drafts per sequence as `other` has. `other` must
+        """Return a copy of this object with estimated drafts: as many drafts per sequence as in `other`, which must
         have at least one sequence."""
         share, drafts = self.num_rows / other.num_rows, other.drafts
         tokens, keys, pairs = (round(share * part) for part in (drafts.num_tokens, drafts.num_keys, drafts.num_pairs))
@@ -119,9 +122,10 @@ class StepBound:
     """Predictor of step times, which limits prefill in steps that also decode (mixed steps).
 
     A mixed step takes at most `max_stretch` times as long as decoding alone would, or `mixed_step_s` seconds, whichever
-    is longer. Mixed steps may exceed this limit by `burst_step_s` seconds in total, if that ends all waiting prefills.
-    This allowance refills slowly after use. If `burst_step_s` is not 0, the limit does not apply while every sequence
-    has at most one output token.
+    is longer. Mixed steps have an allowance, `burst_step_s` seconds in total, by which they may exceed this limit. A
+    step may use the allowance only if the predicted time of all waiting prefills fits into it. The allowance refills
+    slowly after use. If `burst_step_s` is not 0, mixed steps have no time limit until a decoding sequence has more than
+    one output token.
     """
 
     def __init__(self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> None:
@@ -168,10 +172,10 @@ class StepBound:
         """Return the maximum prefill work of the next step, in units of PrefillWork. `waiting` is the work of all
         waiting prefills.
 
-        The result is infinity if there is no limit or no sequence decodes. With `burst_step_s`, it is also infinity if
-        no sequence has more than one output token, or if the remaining allowance suffices to end all waiting prefills.
-        The result is 0 while the cost of decoding or of prefill is not known. Drafts of the next step are not planned
-        yet and are estimated.
+        The result is infinity if there is no limit or no sequence decodes. If `burst_step_s` is set, the result is also
+        infinity in two more cases: if no sequence has more than one output token, or if the remaining allowance
+        suffices to end all waiting prefills. The result is 0 while the cost of decoding or of prefill is not known. The
+        drafts of the next step are not planned yet. As many drafts per sequence as in the latest step are assumed.
         """
         is_bounded = decoding.num_rows and self._max_stretch < math.inf
         if not is_bounded or self.may_burst(decoding):

@@ -3,14 +3,14 @@ can use it.
 
 `engine.core` passes each ended sequence to the saver through the stream's RowEndHook. The saver then holds the
 sequence's slot, and releases it after the copy. The saver's own thread copies the complete blocks of prompt and output
-that the store does not have. During the copy it has an open reader of the slot, so that the slot's memory is not given
-to another sequence. The last token of an output has no KV, because no step ran it. The KV of output tokens comes from
-decode steps, which round differently from a prefill. In bf16, the output for a later prompt may therefore differ from
-the output without cached KV, as after a preemption.
+that the store does not have. During the copy, the saver has an open reader of the slot (SlotReader), so that the slot's
+memory is not given to another sequence. The last token of an output has no KV, because no step ran it. The KV of output
+tokens comes from decode steps, which round differently from a prefill. In bf16, the output for a later prompt may
+therefore differ from the output without cached KV.
 
 An answer is dropped at once when its stream is cancelled, when the engine needs the memory or closes, when the store is
-full, or when too many other answers wait. If its copy is running, the copied blocks are dropped as well. Another thread
-copies stored answers from memory to the disk. It holds no slot.
+full, or when too many other answers wait. If the answer is being copied at this time, the copied blocks are dropped as
+well. Another thread, which holds no slot, copies stored answers from memory to the disk.
 """
 
 import logging

@@ -1,13 +1,14 @@
 """Leases slots for prompts whose first blocks are in the node's prefix store. These blocks are copied from the store to
 the slot, instead of being received from a prefill worker.
 
-The loader implements `baton.transport.kv_sink.KvPrefixes`. `baton.transport.kv_receiver` calls it, and it leases slots
-from `slots.table`. Blocks are opened, and thereby locked, before the lease reports them as present. They are copied
-while the prefill runs. The copy is a writer of the slot. Like any other writer, it must end before the commit.
+The loader implements `baton.transport.kv_sink.KvPrefixes`. `baton.transport.kv_receiver` calls the loader, which leases
+slots from `slots.table`. Blocks are opened, and thereby locked, before the lease reports them as present. They are
+copied while the prefill runs. The copy writes to the slot like a push of KV (`SlotTable.open_push`). It must end before
+the lease is committed.
 
 Opening and copying a block may wait for a disk for some seconds (`baton.modeling.prefix_store.disk_tier`). Separate
-threads do it, so that neither the engine's thread nor the event loop's thread pool waits. Heartbeats use that pool, and
-report the latest known number of blocks on the disk.
+threads do it, so that neither the engine's thread nor the event loop's thread pool waits. Heartbeats use that thread
+pool. They report the latest known number of blocks on the disk, so that they do not wait for the disk either.
 """
 
 import asyncio
@@ -31,12 +32,13 @@ faster, because they share the bandwidth of memory or disk."""
 
 
 class PrefixLoader:
-    """Leases slots that begin with cached blocks of their prompts. All methods are called on the asyncio loop."""
+    """Leases slots for prompts, and puts cached blocks of each prompt at the start of its slot. All methods are called
+    on the asyncio loop."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_read = 0
-        """Total bytes of cached blocks with which leased slots have begun. This includes blocks that were not copied,
-        because their pages are shared with other sequences."""
+        """Total bytes of the cached blocks that leased slots got at their start. This includes blocks that were not
+        copied, because their pages are shared with other sequences."""
         self.num_disk_bytes_read = 0
         """Total bytes of cached blocks that were read from disk. They are included in `num_bytes_read`."""
         self._slots = slots

@@ -1,9 +1,9 @@
 """Residency policy `device`: all KV is stored in the memory from which attention reads it. KV is never fetched or
 copied.
 
-The class is used by `engine.model_runner`. Each byte of KV counts both as `home` (memory that stores the complete KV)
-and as `device` memory (see `port.KvBytes`). On devices with their own memory, `generate_workers.residency.paged` is
-used instead, unless drafts select keys.
+`engine.model_runner` uses the class DeviceResidency. Each byte of KV counts twice in `port.KvBytes`: as `home`, the
+memory that stores KV between steps, and as `device` memory. A device with its own memory uses
+`generate_workers.residency.paged` instead, unless drafts select keys.
 
 Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -26,8 +26,9 @@ class DeviceResidency(RowResidency[StoredRow]):
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, indices: Sequence[RowPart] = ()) -> None:
         """Make the storage of all slots. `indices` has one additional RowPart (part of a slot's memory) for each slot.
-        It counts only as device memory. Empty: slots hold only KV. Raises one of the exceptions in OUT_OF_MEMORY if the
-        address space of the slots cannot be reserved."""
+        Its bytes count only as device memory, whereas KV also counts as `home`, the memory that stores KV between
+        steps. If `indices` is empty, slots hold only KV. Raises one of the exceptions in OUT_OF_MEMORY if the address
+        space of the slots cannot be reserved."""
         kvs = [PagedKv(shape.layout, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
         rows = [StoredRow([kv], [kv, *indices[slot : slot + 1]]) for slot, kv in enumerate(kvs)]
         super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))

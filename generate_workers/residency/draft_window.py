@@ -1,9 +1,9 @@
-"""KV of the first and the latest tokens of a sequence, in device memory, for drafts. Either it is copied from the
-sequence's KV in host memory, or a draft model computes it.
+"""KV of the first and the latest tokens of a sequence, in device memory, for drafts. It is either copied from the
+sequence's KV in host memory, or computed by a draft model.
 
-The copy of KV is a RowPart of a slot (`row_parts`). The KV of each token is copied once, when it is final. Each round
-of drafts therefore copies the KV of only a few tokens to the device, for sequences of any length.
-`generate_workers.speculation` runs draft steps with the copy. A draft model writes its own KV
+A window whose KV is copied is a RowPart, a part of the slot's memory (`row_parts`). The KV of each token is copied
+once, when it is final. Therefore only the KV of a few tokens is copied each time that drafts are made, even for long
+sequences. `generate_workers.speculation` runs draft steps with the copy. A draft model writes its own KV to a window
 (`generate_workers.speculation.draft_model`).
 """
 
@@ -32,10 +32,11 @@ class DraftWindow:
         self._memory = make_memory(layout, size.num_places)
         self._buffer: KvBuffer | None = None
         self._num_copied = 0
-        """Number of the sequence's first tokens for which the window is complete: it has the final KV of all of these
-        tokens to which drafts attend."""
+        """Number of tokens from the start of the sequence that have been processed: if drafts attend to one of them,
+        the window has its final KV."""
         self._start = size.num_first
-        """Position, in the sequence, of the token that is stored directly after the `num_first` first tokens."""
+        """Position, in the sequence, of the first token in the buffer's range for latest tokens. This range follows the
+        `num_first` first tokens of the sequence."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,8 +76,8 @@ class DraftWindow:
         self.settle(num_tokens)
 
     def settle(self, num_tokens: int) -> None:
-        """Record that the window is complete for the sequence's first `num_tokens` tokens. It has the final KV of all
-        of these tokens to which drafts attend."""
+        """Record that the sequence's first `num_tokens` tokens have been processed: if drafts attend to one of them,
+        the window has its final KV."""
         self._num_copied = num_tokens
 
     def missing(self, num_tokens: int) -> list[TokenRange]:

@@ -38,8 +38,8 @@ class PagedRow:
         self._row_bytes = shape.layout.row_bytes
         self._tokens: TokenRange | None = None
         self._num_expected = 0
-        """Number of tokens that are certain to be written. Pages for these tokens are allocated at the same time, so
-        that they are adjacent in memory."""
+        """Number of tokens that are certain to be written, such as the prompt. Pages for these tokens are allocated at
+        the same time, so that they are adjacent in memory."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -62,7 +62,7 @@ class PagedRow:
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin the use of the slot by a new sequence. No page is allocated yet. `num_tokens`: number of tokens that
-        are certain to be written. `capacity_tokens`: maximum number of tokens."""
+        are certain to be written, such as the prompt. `capacity_tokens`: maximum number of tokens."""
         self._tokens, self._num_expected = TokenRange(0, capacity_tokens), num_tokens
 
     def commit(self, tokens: TokenRange) -> None:
@@ -98,7 +98,8 @@ class PagedRow:
     def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
         """Begin an empty sequence with cached blocks, by sharing their pages. `names`: names of the sequence's leading
         blocks, of `block_tokens` tokens each. The pages are shared block by block, up to the first block that is not on
-        the device. Return the number of tokens in the shared blocks; 0 if blocks are not whole pages."""
+        the device. Return the number of tokens in the shared blocks. It is 0 if `block_tokens` is not a multiple of the
+        tokens of a page."""
         if not self._has_whole_pages(block_tokens):
             return 0
         pages = self._prefixes.begin(names)

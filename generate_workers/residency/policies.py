@@ -40,7 +40,7 @@ class SelectionSource:
 
     decoder: Decoder
     path: Path | None = None
-    """Path of the prepared file. None: the default path for the model."""
+    """Path of the file that `baton prepare` wrote. None: the default path for the model."""
     pool: PoolSize | None = None
     """Limit on the number of tokens whose KV a sequence keeps, and eviction rule. None: all tokens are kept."""
     device_bytes: int | None = None
@@ -48,8 +48,8 @@ class SelectionSource:
     kv_bytes: int | None = None
     """Configured limit in bytes for the KV of all slots, in host or device memory. None: not configured."""
     serves_drafts: bool = False
-    """True if speculative drafts select keys with this selection. The policy `device` then stores partial keys in
-    addition to KV."""
+    """True if speculative drafts select keys with the data in the file that `baton prepare` wrote. The policy `device`
+    then stores partial keys (keys reduced to few columns) in addition to KV."""
 
     @property
     def pool_bytes(self) -> int | None:
@@ -58,14 +58,15 @@ class SelectionSource:
         return min((each for each in (self.device_bytes, self.kv_bytes) if each is not None), default=None)
 
     def load(self) -> PreparedSelection:
-        """Read the prepared selection from its file. Raises ModelError if no prepared selection exists for this
-        model."""
+        """Read the file that `baton prepare` wrote for this model, and return its data for selecting keys. Raises
+        ModelError if the file does not exist or does not fit the model."""
         return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
 
     def load_early(self) -> PreparedSelection:
-        """Read the prepared selection for selecting keys one layer early. If no file was tuned for early selection,
-        read the default file, although its quality loss is then larger. Raises ModelError if no prepared selection
-        exists for this model."""
+        """Return the data for selecting keys one layer early, from the file that `baton prepare --lookahead 1` wrote
+        for this model. If `path` is set or this file does not exist, return the result of `load` instead. The loss of
+        quality is then larger if the file of `load` was prepared without lookahead. Raises ModelError if neither file
+        exists, or if the file does not fit the model."""
         early = prepared_path(self.decoder.layout.model_fingerprint, lookahead=1)
         prepared = self.load() if self.path or not early.is_file() else load_prepared(early, self.decoder)
         if not prepared.lookahead:
@@ -86,9 +87,9 @@ def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> R
 
 
 def selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
-    """Return a maker of the policy `name`, which selects keys. The maker checks the requirements of the policy, and
-    then calls `make`. It raises ConfigError if the policy is not supported on this device or the native kernels are not
-    loaded."""
+    """Return a function that makes the policy `name`, which selects keys. The function checks the requirements of the
+    policy, and then calls `make`. It raises ConfigError if the policy is not supported on this device or the native
+    kernels are not loaded."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
         require_selective(f"residency = {name!r}", shape, device)
@@ -167,7 +168,8 @@ def make_residency(
     that make policies, by name.
 
     Raises ConfigError if the name is unknown, the policy is not supported on this device, or the slots' address space
-    cannot be reserved. Raises ModelError if the prepared file of `source` does not exist or does not fit the model.
+    cannot be reserved. Raises ModelError if the file that `baton prepare` writes (`source.path`) does not exist or does
+    not fit the model.
     """
     make = policy_named(name, makers)
     if source is not None and source.pool is not None and not (name in POLICIES and POLICIES[name].has_pool):

@@ -55,7 +55,7 @@ class KvBytes:
 
 @dataclass(frozen=True)
 class DraftKeys:
-    """Keys of a sequence that drafts attend to, as numbers of first and latest keys."""
+    """Keys of a sequence that drafts attend to: its first `num_first` keys, and its latest `num_last` keys."""
 
     num_first: int
     """Number of keys at the start of the sequence."""
@@ -66,8 +66,9 @@ class DraftKeys:
 
     @property
     def num_places(self) -> int:
-        """Return the number of tokens for which a copy of these keys has space. This includes extra space for latest
-        tokens. Without it, the latest tokens would have to be moved often, to free space for new ones."""
+        """Return the capacity, in tokens, of memory for a copy of these keys. The capacity is larger than the number of
+        keys, because otherwise the copies of the latest keys would often have to be moved, to free space for new
+        keys."""
         return self.num_first + 2 * self.num_last + self.most_drafts
 
     @classmethod
@@ -194,9 +195,10 @@ class StepKv(Protocol):
 
 
 class Residency(Protocol):
-    """Residency policy for all slots of a group. Any thread may call `open`, and `write` and `release` of the RowKv,
-    but only one thread at a time per slot. If `frames` is not None, a single thread makes all writes. Only the engine's
-    thread calls `copy`, `step` and `close`."""
+    """Residency policy for all slots of a group. `open` returns the KV object (RowKv) of a slot. The method `open`, and
+    the methods `write` and `release` of a RowKv, may be called on any thread. For the same slot, only one thread at a
+    time may call them. If `frames` is not None, a single thread must make all calls of `write`. The methods `copy`,
+    `step` and `close` may be called only on the engine's thread."""
 
     @property
     def traits(self) -> PolicyTraits:

@@ -1,8 +1,8 @@
 """Memory of one slot, which consists of parts: KV of all layers, and further parts on the device.
 
-A policy's slot is a StoredRow, or a subclass, with the parts that the policy needs. `steps` runs steps over StoredRows.
-`home` is the memory where KV is stored between steps: host memory, or device memory, which then counts both as `home`
-and as `device` (`port`).
+Each slot of a policy has one StoredRow object, or an object of a subclass, with the parts that the policy needs.
+`residency.steps` runs steps over these objects. `home` is the memory in which KV is stored between steps. `device` is
+the memory of the device. If the device stores KV between steps, this KV counts both as `home` and as `device`.
 """
 
 from collections.abc import Callable, Sequence

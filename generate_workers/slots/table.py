@@ -154,9 +154,9 @@ class SlotTable:
             self._claims.complete_locally(ref)
 
     def abort(self, ref: LeaseRef) -> None:
-        """End a lease. The slot becomes free when its last writer has ended. If the lease was activated, or its
-        stamp is stale, no slot changes. The engine is notified instead, and must end the sequences of the lease.
-        Idempotent."""
+        """End a lease. The slot becomes free when its last writer has ended. If the lease was activated or has ended
+        already, no slot changes. The engine is notified instead, and must end the sequences of the lease, if they still
+        run. Idempotent."""
         with self._changing():
             slot = self._claims.find(ref)
             if slot is not None and slot.state is not SlotState.ACTIVE:

@@ -7,9 +7,11 @@ first drafts, only these tokens are run through the small model, at their true p
 not run, because they are never attended to. The small model thus has less context than after a full prefill. This
 changes the drafts, but not the tokens that verification accepts.
 
-In later rounds, the small model runs the accepted tokens that it has not run yet. The KV of accepted drafts that it ran
-is already in place. The KV of other drafts is overwritten. The small model never runs a round's last draft. If all
-drafts were accepted, the next round's first step therefore runs two tokens of the sequence.
+A round consists of draft steps, in which the small model drafts tokens, and of the large model's step that verifies
+the drafts. After a round, the small model already has the KV of accepted drafts, because it has run each of them to
+make the next draft. Only the round's last draft has not been run. The KV of rejected drafts is overwritten. If all
+drafts were accepted, the first draft step of the next round therefore runs two tokens of the sequence: the last draft,
+and the token that the large model has sampled.
 
 `speculator` calls this module on the engine's thread. Shape suffixes: R sequences of a step, T tokens, V vocabulary.
 """
@@ -88,8 +90,9 @@ class ModelProposer:
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:
-        """For each sequence, run the small model on the tokens that drafts attend to and whose KV it does not have yet.
-        The last one or two of these tokens are not run here, but in the first draft step."""
+        """Compute the small model's KV of those tokens of each sequence that drafts attend to and that have no KV yet.
+        The sequence's last token is not run here, but in the first draft step. If exactly one other token has no KV
+        yet, this token is run in the first draft step, too."""
         for row in rows:
             state = self._state(row)
             state.settle(row.token_ids)

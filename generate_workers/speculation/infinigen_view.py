@@ -1,11 +1,13 @@
-"""Draft view that selects the keys with the best partial scores in each draft step (InfiniGen; Lee et al., 2024).
+"""Draft view that selects the keys with the best approximate scores in each draft step (InfiniGen; Lee et al., 2024). A
+draft view selects the keys that draft steps attend to.
 
 Drafts select keys by the same method as residency `infinigen` (`generate_workers.residency.sparse.infinigen`). The step
-that verifies drafts attends to all keys, so the output is exact. Partial keys are stored next to each sequence's KV
-(`residency.sparse.draft_index`). The first two layers attend to all keys. Every other layer selects keys with its own
-queries. This is also the case if the prepared settings have lookahead 1, with which the residency guesses queries one
-layer early. Drafts do not need guesses, because all keys are already on the device. The number of keys follows the
-settings that were prepared for the model, and is at most `num_keys`.
+that verifies drafts attends to all keys, so the output is exact. Scores are approximated with partial keys (keys
+reduced to few columns), which are stored next to each sequence's KV (`residency.sparse.draft_index`). The first two
+layers attend to all keys. Every other layer selects keys with its own queries, even if `baton prepare` was run with
+lookahead 1. With lookahead 1, the residency guesses queries one layer early, to fetch the keys in time. Drafts do not
+need guesses, because all keys are already on the device. The number of selected keys depends on the settings that
+`baton prepare` computed for the model, and is at most `num_keys`.
 
 Used on the engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim.
 """
@@ -31,8 +33,9 @@ The number of keys selected by score is then limited by `Selection.free_keys` al
 
 
 class InfinigenView:
-    """Draft view (selection of the keys that draft steps attend to): the keys with the best partial scores in each
-    sequence's own KV. The selection uses the settings that `baton prepare` computed for the model."""
+    """Draft view (selection of the keys that draft steps attend to): the keys with the best approximate scores in each
+    sequence. The scores are computed from partial keys (keys reduced to few columns). The selection uses the settings
+    that `baton prepare` computed for the model."""
 
     def __init__(self, residency: IndexedResidency, num_keys: int) -> None:
         """`num_keys`: maximum number of keys that a kv head attends to, including the first and the latest keys."""
@@ -40,7 +43,7 @@ class InfinigenView:
         self._selection = at_most(num_keys, residency.prepared.selection)
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Compute the partial keys of tokens that do not have them yet. `num_keys` is ignored."""
+        """Compute the partial keys of those tokens that have none yet. `num_keys` is ignored."""
         for row in rows:
             index = self._residency.indices[row.slot]
             index.follow(row.num_cached, partial(self._residency.kv, row.slot))

@@ -34,8 +34,9 @@ _SELF_ACCEPTED = {0: 0.8}
 _MODEL_ACCEPTED = {0: 0.6}
 """Initial estimate of the probability that a draft made by a draft model is accepted, by kind of drafts."""
 _LEAST_DIVIDED_KEYS = 32
-"""Minimum of `draft_keys` (configured number of keys that a draft step attends to) for drafts with half or twice as
-many keys. Below this minimum, drafts use only the configured number."""
+"""Smallest value of `draft_keys` with which drafts may also attend to half and to twice this number of keys. With a
+smaller value, drafts attend only to `draft_keys` keys. `draft_keys` is the configured number of keys of a draft
+step."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 

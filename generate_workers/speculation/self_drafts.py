@@ -44,7 +44,8 @@ class DraftView(Protocol):
     """Draft view: determines the subset of each sequence's KV that draft steps attend to."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Prepare the draft steps of a round. The KV of the first `num_cached` tokens of each sequence must be final.
+        """Prepare the draft steps that precede the next verifying step. The KV of the first `num_cached` tokens of each
+        sequence must be final.
         `num_keys`: one number of keys to attend to for each sequence; only for views in which it is configurable. 0, or
         an empty list, selects the view's default."""
         ...

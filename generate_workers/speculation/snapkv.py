@@ -1,16 +1,17 @@
 """Draft view of the keys to which a sequence's latest tokens attend most (SnapKV, Li et al., 2024; MagicDec, 4.2).
 
-In each layer and for each kv head, drafts attend to `num_keys` keys of a sequence. These are the keys of its window,
-which is its latest tokens, and the best of the earlier keys. J heads share a kv head, and H is the head dim. With the
-queries q_t of the window's tokens t, and the keys k[j],
+A draft view selects the keys that draft steps attend to. In each layer and for each kv head, drafts attend to
+`num_keys` keys of a sequence. The latest tokens of the sequence are its window. Drafts attend to all keys of the
+window, and to those earlier keys (keys before the window) that have the best scores. J heads share a kv head, and H is
+the head dim. With the queries q_t of the window's tokens t, and the keys k[j],
 
     w_t[j]  = softmax of q_t . k[j] / sqrt(H) over the keys j <= t
     a[j]    = sum of w_t[j] over all tokens t of the window and the J heads
-    score   = mean of a over the 5 keys around j, where keys that are not earlier keys count as 0
+    score   = mean over the key j and its 2 neighbours on each side: a of earlier keys, 0 for other neighbours
 
-The earlier keys with the best scores are selected; if scores are equal, the earlier key. MagicDec's code omits 1 /
-sqrt(H). Drafts attend to the selected keys and to all keys from the window's start. As the sequence grows, they attend
-to up to `num_keys / 2` additional keys before the keys are selected again.
+If scores are equal, the earlier key is selected. MagicDec's code omits 1 / sqrt(H). Drafts attend to the selected keys
+and to all keys from the window's start. As the sequence grows, they attend to up to `num_keys / 2` additional keys
+before the keys are selected again.
 
 The selection needs the window's queries, which the KV does not contain. The rank that computes the prompt's last tokens
 could send these queries with the KV. But a sequence may also begin with a cached prefix or a local prefill, or resume
@@ -18,9 +19,10 @@ with output of its own, and it grows afterwards. All cases therefore use the sam
 are run once more over its KV, with temporary KV. The sequence does not change, nothing is sent, and the selection
 follows the text as it grows.
 
-A selection costs a prefill of 32 tokens and the window's scores. It is made every `num_keys / 2` tokens. To limit the
-duration of a round, a round makes selections for only a few sequences, in a shared forward pass. A sequence that still
-waits for its selection uses its first and latest keys for drafts.
+A selection costs a prefill of 32 tokens and the window's scores. It is repeated after every `num_keys / 2` new tokens.
+A round consists of draft steps and the step that verifies the drafts. To limit its duration, selections are made for
+only a few sequences per round, in a shared forward pass. A sequence that still waits for its selection uses its first
+and latest keys for drafts.
 
 A selection is one int32 index per layer, kv head and kept key. It is not counted as KV memory, because it is small.
 
@@ -49,7 +51,8 @@ from generate_workers.speculation.self_drafts import DraftStep
 _WINDOW_TOKENS = 32
 _POOLED_KEYS = 5
 _MOST_SELECTED = 2
-"""Maximum number of sequences whose keys are selected in one round. A higher number would delay the whole batch."""
+"""Maximum number of sequences whose keys are selected in one round (draft steps, and the step that verifies the
+drafts). A higher number would delay the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class SnapKvView:
         self._width = num_keys + self._most_growth + keys.most_drafts
         self._selected: dict[Row, Selected] = {}
         self._place_of: dict[SlotId, int] = {}
-        """Index of each slot of the round in `_keys_LBGK` and in `_num_left_out`."""
+        """Index of each sequence of the present round (dimension B) in `_keys_LBGK` and in `_num_left_out`, by slot."""
         self._keys_LBGK = torch.empty(0)
         self._num_left_out: list[int] = []
 

@@ -60,8 +60,9 @@ class DraftPlan:
     """True if the drafts attend to the configured number of keys."""
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts, including
-        the token that the verifying step samples itself. At most `prospect.most_drafts` drafts count."""
+        """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts. A round is
+        the draft steps and the step that verifies the drafts. The token that the verifying step samples itself is
+        included. If `num_drafts` exceeds the sequence's maximum, `prospect.most_drafts`, the maximum is used."""
         return expected_tokens(self.prospect.acceptance, min(num_drafts, self.prospect.most_drafts))
 
 

@@ -47,11 +47,12 @@ class OpenStream:
     _num_known: Sequence[int] = ()
     """Number of tokens of each choice that the present reader already had when it took over the stream."""
     _num_read: int = 0
-    """Number of the log's events that were passed to the present reader, or that it already had."""
+    """Number of events, from the start of the log, that the present reader does not need any more. They were passed to
+    this reader before, or the reader had them when it took over the stream."""
 
     def take(self, message: TokenEvent | Filled) -> None:
-        """Add an event to the log, or record the message about the stored blocks of the answers. Then call
-        `on_message`."""
+        """Add an event to the log. If the message is a `Filled` (the result of storing the answers in the prefix
+        store), set `filled` instead. Then call `on_message`."""
         if isinstance(message, Filled):
             self.filled = message
         else:
@@ -89,8 +90,8 @@ class OpenStream:
         self._num_known, self._num_read = num_known, 0
 
     def unread(self) -> Iterator[TokenEvent | Filled]:
-        """Yield the messages that the reader has not received: events in order, and finally the message about the
-        stored blocks."""
+        """Yield the messages that the present reader has not received: the events in order, and finally the message
+        `filled` (the result of storing the answers in the prefix store), if there is one."""
         while self._num_read < len(self.events):
             event = self.events[self._num_read]
             self._num_read += 1

@@ -58,7 +58,8 @@ class Actuator:
         lends_ranks: bool = False,
     ) -> None:
         """`times` are estimates of the durations of changes, used until changes have been measured. `lends_ranks` is
-        True if prefill chains have several ranks. Only the last rank of a chain then changes its role."""
+        True if a prefill group is a chain of several ranks (workers). The last rank then changes its role alone, and
+        the rest of the group continues to prefill."""
         self.times = times
         """Durations of changes: the given estimates, or the latest measured values. The object is replaced as a whole
         when a value changes."""
@@ -105,8 +106,9 @@ class Actuator:
     def target(self) -> Allocation:
         """Return the numbers of groups that the cluster will have after all changes in progress.
 
-        Groups that are not drained are counted, with or without workers, except groups that have lent all their
-        workers. A group that is being drained to change its role is counted for its new role.
+        Every group that is not drained is counted, even if its workers have not started. One exception: a group is not
+        counted while other groups have borrowed all its workers, because those groups are counted instead. A group that
+        is being drained to change its role is counted for its new role.
         """
         members, orders = self._members, self._members.orders
         roles = [role for name, role in members.roles.items() if name not in orders.drained and not self._is_lent(name)]

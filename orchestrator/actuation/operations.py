@@ -33,12 +33,14 @@ class GroupOperations:
         self._poller = poller
 
     async def drain(self, name: str, *, leave: bool, returns: bool = False) -> AsyncGenerator[GroupState, None]:
-        """Give a group no new work, and yield its state now and after each change.
+        """Give a group no new work. Yield the state of the group at the start, and whenever the state has changed.
 
-        The generator ends when the group has no work left and the supervisor has recorded the drain. It also ends if
-        the group is undrained. If `leave` is True, it ends only when the group's workers have been stopped. A borrowed
-        worker is not stopped, but returned to its own group. `returns` is True if the caller will afterwards start this
-        group again or a replacement. Requests that need such a group then wait instead of failing.
+        If `leave` is False, the generator ends when the group has no work left and the supervisor has recorded the
+        drain. If `leave` is True, it ends when the group's workers have been stopped. In both cases, it also ends if
+        the group is undrained. If `leave` is True and the group has borrowed its worker from a group of the other role
+        (`flip`), the worker is returned to that group instead of being stopped. `returns` is True if the caller will
+        later start this group again, or a replacement. During the drain, requests for which no other group is left then
+        wait instead of failing.
 
         Raises NotFoundError for an unknown name, and UnavailableError if `leave` is True and no supervisor exists that
         can stop workers.
@@ -117,27 +119,29 @@ class GroupOperations:
             raise
 
     def flip(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Move the last worker of a group to the other role. Its weights stay loaded. Yield the states of the group
-        while it finishes its work, and finally the state of the new group that has borrowed the worker.
+        """Move the last worker of group `name` to the other role: a new group of that role borrows the worker. The
+        worker's weights stay loaded. Yield the states of group `name` while it finishes its work, and finally the state
+        of the new group.
 
-        New requests go to other groups meanwhile, and no request is lost. If the group has other workers, it gets work
-        again as soon as the lent worker serves. A group that has itself borrowed its worker returns it instead, like
-        `unflip`. If the caller stops before the group is idle, nothing changes.
+        New requests go to other groups meanwhile, and no request is lost. If group `name` has other workers, it gets
+        work again as soon as the new group serves. If group `name` has itself borrowed its worker, the worker is
+        returned to its owner instead, as by `unflip`. If the caller stops before the group is idle, nothing changes.
 
         Raises NotFoundError for an unknown name. Raises UnavailableError if the group has no workers, if it is the last
         group that can generate, or if no supervisor exists. Also raises UnavailableError if the worker does not start
-        in its new role; the order is then withdrawn, and the worker returns to its group.
+        in its new role; the worker then returns to its owner.
         """
         return self._unflip(name) if name in self._members.orders.lent else self._lend(name)
 
     def unflip(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Return a worker to the group that owns it. `name` is a group that has borrowed a worker, or a group that has
-        lent workers; the last worker that it has lent is then returned. Yield the states of the groups that must finish
-        their work first, and finally the state of the owner.
+        """Undo a `flip`: return a borrowed worker to its owner, the group that has lent it. If `name` is a group that
+        has borrowed a worker, this worker is returned. If `name` is a group that has lent workers, the last worker that
+        it has lent is returned. Yield the states of the groups that must finish their work first, and finally the state
+        of the owner.
 
         Raises NotFoundError if the group has neither borrowed nor lent a worker. Raises UnavailableError if the group
-        is the last one that can generate. Also raises UnavailableError if an owner without other workers does not start
-        again; the supervisor retries this start.
+        is the last one that can generate. Also raises UnavailableError if the owner has no other workers and does not
+        start again; the supervisor retries this start.
         """
         borrowers = self._members.orders.borrowers(name)
         if name not in self._members.orders.lent and not borrowers:

@@ -9,8 +9,8 @@
     request    The earliest due time first. On ties, the earliest arrival first.
 
 Between two turns of a tenant, every other tenant has at most one turn, regardless of the number and urgency of its
-waiting requests. If prompts are longer than a quantum, no request can be served in some turns. Such turns are credited
-at once, without visiting the tenants.
+waiting requests. If prompts are long, several turns of all tenants may pass before any tenant's credit covers its first
+request. The credit of all these turns is then added in one operation, without visiting the tenants in each turn.
 
 Adding and removing cost O(log n) for n waiting requests of the tenant. Finding the next request costs O(1) during a
 turn, otherwise O(number of tenants). Does no I/O. It has no clock and does not wait. Implements `QueuePolicy`
@@ -156,13 +156,15 @@ class FairQueue(Generic[WaiterT]):
         return max(self._flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
     def before(self, waiter: WaiterT) -> tuple[float, int]:
-        """Return two numbers of slots that will be given to other requests before `waiter` is served: over all tenants,
-        and within its own tenant. `waiter` is not in the queue. It is assumed that no other request arrives.
+        """Return `(all, own)`: the number of slots that other requests get before `waiter` is served. `all` counts the
+        requests of all tenants, `own` only those of `waiter`'s tenant. `waiter` itself is not in the queue yet. It is
+        assumed that no other request arrives.
 
-        The second number counts the slots of the own tenant's requests that are more urgent than `waiter`, or equally
-        urgent and due no later. The own tenant needs a certain number of turns to serve these requests and `waiter`.
-        The first number is this count plus, for every other tenant, an estimate: the part of its waiting slots that it
-        can serve in the same number of turns. Costs O(n) for n waiting requests of `waiter`'s tenant.
+        `own` is the number of slots of those requests of the tenant that are more urgent than `waiter`, or equally
+        urgent and due no later. `all` is `own` plus an estimate for each other tenant. For this estimate, the number of
+        turns is computed in which `waiter`'s tenant serves `waiter` and the requests before it. Another tenant is
+        assumed to serve as large a part of its waiting slots as it can in the same number of turns. Costs O(n) for n
+        waiting requests of `waiter`'s tenant.
         """
         own, mine = self._flows.get(waiter.tenant.name), Totals()
         for each in own or ():

@@ -7,9 +7,10 @@ The prediction is the sum of two waits:
                  free at the recent rate, measured while a request waited for one (`Turnover`). Before that rate is
                  known, it is computed from the mean duration for which requests hold their slots (Little, 1961).
                  Before that duration is known, the wait is 0.
-    for prefill  Time of the chain, including unfinished jobs on its ranks, or of the generation group's own prefill,
-                 as `orchestrator.placement.chooser` would place the request now. It is multiplied by the recent ratio
-                 of measured to predicted time (`Correction`), increased so that one request in forty takes longer.
+    for prefill  Prefill time on the workers that `orchestrator.placement.chooser` would select now: a chain (prefill
+                 ranks that share a prompt), including unfinished jobs on its ranks, or the generation group itself. The
+                 time is multiplied by the recent ratio of measured to predicted time (`Correction`), plus a margin. The
+                 margin is so large that only one request in forty takes longer.
 
 The prediction does not consider how many tokens the earlier requests will generate, so baton.planning.step_times is not
 used. It considers neither later requests that are more urgent or due earlier, nor failures of workers. The wait for
@@ -64,8 +65,7 @@ class Turnover:
 
     def waited_for(self, somebody_waits: bool, now_s: float) -> None:
         """Record whether a request waits for free slots, at the time `now_s` in seconds. The state is assumed to last
-        until the next call. `somebody_waits`: True if a request waits for no other reason than that too few slots are
-        free."""
+        until the next call. `somebody_waits`: True if a request waits only because too few slots are free."""
         if not somebody_waits:
             self._since_s = None
         elif self._since_s is None:
@@ -115,16 +115,16 @@ def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: fl
     """Return the predicted number of seconds until a request has `num_needed` slots. Other requests get `num_before`
     slots first.
 
-    `slot_s` is the mean number of seconds between two slots that become free; None: no wait is predicted. `num_free` is
-    the number of slots that are free now. It is negative if slots in use have been removed.
+    `slot_s` is the mean number of seconds between two slots that become free. None: this number is unknown, and the
+    result is 0. `num_free` is the number of slots that are free now. It is negative if slots in use have been removed.
     """
     num_missing = num_before + num_needed - num_free
     return 0.0 if num_missing <= 0 or slot_s is None else num_missing * slot_s
 
 
 class ChainForecast:
-    """Predicts the prefill time of a request that is assigned to workers now. A prediction takes as long as selecting
-    the workers."""
+    """Predicts the prefill time of a request on the workers that would be selected for it now: a prefill chain, or a
+    generation group. A call of `predict_s` costs as much time as selecting the workers."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser

@@ -69,9 +69,10 @@ class QueuePolicy(Protocol[WaiterT]):
         Repeated calls return the same request until something changes."""
 
     def last(self, newcomer: WaiterT) -> WaiterT:
-        """Return the request to remove when the queue is too full. To be called after `newcomer` was added."""
+        """Return the request to remove when the queue is too full. Must be called after `newcomer` was added."""
 
     def before(self, waiter: WaiterT) -> tuple[float, int]:
-        """Return two numbers of slots that will be given to other requests before `waiter` is served: over all tenants,
-        and within its own tenant. `waiter` is not in the queue. It is assumed that no other request arrives. The first
-        number may be fractional, because it contains means over other tenants' requests."""
+        """Return `(all, own)`: the number of slots that other requests get before `waiter` is served. `all` counts the
+        requests of all tenants, `own` only those of `waiter`'s tenant. `waiter` itself is not in the queue yet. It is
+        assumed that no other request arrives. `all` may be fractional, because it contains means over other tenants'
+        requests."""

@@ -15,7 +15,8 @@ from orchestrator.autoscaling.prediction import Allocation, Prediction, Predicto
 from orchestrator.requests.config import AutoscalingConfig
 
 _SPACED = 32
-"""Approximate number of allocations of equal total size that are predicted in one pass of the search."""
+"""Approximate number of evenly spaced allocations that one pass of the search predicts. They all have the same total
+number of groups, but different numbers of prefill groups."""
 
 
 def cheapest_within_targets(predictor: Predictor, config: AutoscalingConfig, least: int = 0) -> Prediction | None:
@@ -40,7 +41,8 @@ def most_good(predictor: Predictor, config: AutoscalingConfig) -> Prediction:
 
 
 def best_by_lending(predictor: Predictor, config: AutoscalingConfig, before: Allocation, ranks: int) -> Prediction:
-    """Return the prediction of the best allocation that differs from `before` only in the number of lent ranks.
+    """Return the prediction of the best allocation that differs from `before` only in the number of lent ranks. A
+    lent rank is a worker of a prefill group that serves as a generation group instead.
 
     `ranks` is the number of ranks of each prefill group. If several allocations meet both targets, the one whose number
     of lent ranks is nearest to that of `before` is selected.

@@ -7,12 +7,14 @@ It makes four kinds of decisions:
 - Down: fewer groups would meet both targets with `MARGIN` times the traffic, for a whole cool-down period.
 - Flip: change the role of a group instead of stopping it and starting another one. This is done if it is faster than a
   cold start, or if the budget does not allow a new group before the other has stopped.
-- Lend: if chains have several ranks, lend one rank for generation instead of starting a generation group, for the same
-  two reasons. The chain continues without the rank, and gets the rank back when prompts need it.
+- Lend: if a prefill group is a chain of several ranks, lend one rank for generation instead of starting a generation
+  group. This is done in the same two cases as a flip. The chain continues without the rank, and gets the rank back when
+  prompts need it.
 
-The lengths of answers are unknown until the first answer has ended. Nothing is changed until then, for `PATIENCE_S`
-seconds at most. A change with a small gain is made only after a miss has been predicted for `PATIENCE_S` seconds. It is
-not made if it reverts another change within a cool-down period. Each decision has an explanation.
+The groups are not changed until the first answer has ended, because the lengths of answers are unknown before. This
+wait lasts at most `PATIENCE_S` seconds from the first request. If a role has no group at all, a change is made at once.
+A change with a small gain is made only after a miss has been predicted for `PATIENCE_S` seconds. Such a change is not
+made if it reverts another change within a cool-down period. Each decision has an explanation.
 `orchestrator.actuation` applies the decisions. Does no I/O. The caller provides the time.
 """
 
@@ -46,14 +48,14 @@ class _Bar:
 
 
 _WORTH_IT = _Bar(0.05, 1.25)
-"""Minimum gain of a change when no allocation meets both targets. Gain: increase of the share of requests that meet the
-targets, as a difference or as a factor."""
+"""Minimum gain of a change when no allocation meets both targets. The share of requests that meet the targets must
+increase by at least the first number, or be multiplied by at least the second."""
 _URGENT = _Bar(0.3, 2.0)
-"""Minimum gain of a change that is made immediately, without waiting for `PATIENCE_S` seconds. Gain: increase of the
-share of requests that meet the targets, as a difference or as a factor."""
+"""Minimum gain of a change that is made immediately, without waiting for `PATIENCE_S` seconds. The share of requests
+that meet the targets must increase by at least the first number, or be multiplied by at least the second."""
 _TAKING_BACK = _Bar(0.3, 8.0)
-"""Minimum gain of a change that reverts a recent change before its cool-down period has ended. Gain: increase of the
-share of requests that meet the targets, as a difference or as a factor."""
+"""Minimum gain of a change that reverts a recent change before its cool-down period has ended. The share of requests
+that meet the targets must increase by at least the first number, or be multiplied by at least the second."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,11 @@ class Autoscaler:
         self._config = config
         self._service = service
         self._enough_since_s: float | None = None
-        """Time in seconds since which fewer groups would have sufficed without interruption; None if fewer groups do
+        """Time (`now_s`) of the call of `decide` that first found that fewer groups suffice; None if fewer groups do
         not suffice now."""
         self._missed_since_s: float | None = None
-        """Time in seconds since which a miss of a target has been predicted without interruption; None if no miss is
-        predicted."""
+        """Time (`now_s`) of the call of `decide` that first predicted a miss of a target and found a change that helps;
+        None if no miss is predicted."""
         self._changed_s = -float("inf")
         self._leaned = 0
         """Direction of the last change: 1 if it favored prefill, -1 if it favored generation, 0 if it favored

@@ -8,9 +8,9 @@
 include the work that is already waiting.
 
 If groups are saturated, percentiles do not exist. The share of requests that meet the targets is then estimated by a
-heuristic: the share decreases with the overload. This keeps saturated allocations comparable. The share is the mean of
-two values, one with the waiting work and one without it. Therefore an allocation that clears a queue but cannot sustain
-the traffic is not preferred. Does no I/O.
+heuristic: the share decreases with the overload. This keeps saturated allocations comparable. If requests are waiting,
+the share is the mean of two estimates: one for the traffic with the waiting work, and one for the traffic alone.
+Therefore an allocation that clears the queue but cannot sustain the traffic is not preferred. Does no I/O.
 """
 
 import copy
@@ -44,8 +44,8 @@ class Allocation:
 
     @property
     def total(self) -> int:
-        """Return the number of groups that count towards the budget. Lent ranks are not counted, because they belong to
-        a prefill group."""
+        """Return the number of groups that count towards the autoscaler's limits (`min` and `max`). Groups that run on
+        a lent rank are not counted, because the rank belongs to a prefill group, which is counted."""
         return self.num_prefill + self.num_generate - self.num_lent
 
     def __str__(self) -> str:

@@ -2,8 +2,9 @@
 
 Called by `orchestrator.scheduler`. The attempt leases slots before it starts the prefill, so that the KV always has a
 destination. It opens the stream before the prefill, so that the lease has an owner. Every rank computes its chunk and
-pushes the KV directly to the slots. When an attempt has ended, for any reason, none of its calls is running, its
-prefill job is in no queue, and its slots are free or about to be freed. Runs on the event loop, in the request's task.
+pushes the KV directly to the slots. When an attempt has ended, for any reason, all its calls have ended, its
+prefill job has been removed from the queue, and its slots are free or about to be freed. Runs on the event loop, in the
+request's task.
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 unfinished jobs.
 
 Called by `orchestrator.dispatch.attempt` once the attempt has its slots. When the job has ended, for any reason,
-none of its calls is running and it is in no queue. Runs on the event loop, in a separate task.
+all its calls to the ranks have ended, and it has been removed from the queue. Runs on the event loop, in a separate
+task.
 """
 
 import asyncio

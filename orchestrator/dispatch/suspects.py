@@ -4,8 +4,9 @@ Used by `orchestrator.scheduler`. A worker that crashes leaves a note with the r
 computing. Its supervisor reads the note and adds it to the cluster view (`ClusterView.ended`). A worker that was killed
 leaves no note.
 
-A request that is named in a crash is a suspect. Suspects are tried one at a time until they have their first tokens.
-Thus another crash does not name innocent requests of the same step. If an attempt fails before its first tokens, the
+A request is a suspect if the note of a crashed worker names it. Suspects are tried one at a time until they have their
+first tokens (`NUM_WATCHED_TOKENS` per choice). So if a suspect crashes another worker, the note does not name other
+suspects of the same step. If an attempt fails before its first tokens, the
 next attempt starts only when it is known whether a worker has crashed. Runs on the event loop.
 """
 
@@ -46,8 +47,8 @@ class Suspects:
         instead of `emit`.
 
         If the request is a suspect, first wait until no other suspect is being tried. A request is a suspect if a
-        worker was computing its first tokens when it crashed. Raises BatonError if this has happened in `MAX_CRASHES`
-        crashes.
+        worker has crashed while it computed the request's first tokens. Raises BatonError if `MAX_CRASHES` workers have
+        crashed in this way.
         """
         if not self._check(record):
             yield emit
@@ -68,7 +69,8 @@ class Suspects:
     async def judge(self, record: RequestRecord, num_before: int) -> None:
         """Wait until it is known whether a worker has crashed in the group that made the last attempt fail.
 
-        Waits for at most `_VERDICT_S` seconds. Does not wait if the attempt produced more than the first tokens.
+        Waits for at most `_VERDICT_S` seconds. Does nothing if no group made the attempt fail, or if the attempt
+        produced at least `NUM_WATCHED_TOKENS` tokens per choice, because a crash is then not blamed on the request.
         `num_before` is the request's number of output tokens before the attempt. Raises BatonError if `MAX_CRASHES`
         workers have crashed while they computed the request's first tokens.
         """

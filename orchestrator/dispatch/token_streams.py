@@ -34,9 +34,9 @@ async def first_event(stream: AttemptEvents, prefill: PrefillTask | None) -> Tok
     """Return the stream's first event. `prefill` is the task of the prefill for this stream; None if there is no
     prefill.
 
-    If the prefill fails before the first event, its error is raised. If the stream fails at about the same time, the
-    stream's error is raised instead, because the loss of the slot made the prefill fail. After a StalePrefixError of
-    the prefill, the stream's error is not waited for, because the prefill never began.
+    If the prefill fails before the first event, its error is raised. If the stream also fails within `_DOUBT_S`
+    seconds, the stream's error is raised instead, because the loss of the leased slot then made the prefill fail. A
+    StalePrefixError of the prefill is raised without waiting for the stream, because the prefill never began.
     """
     if prefill is None:
         return await stream.read()
@@ -98,10 +98,11 @@ class StreamDrainer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def add(self, stream: AttemptEvents, store: str, held: ExitStack) -> None:
-        """Read the stream to its end, then close `held`. Both happen even if the caller is cancelled.
+        """Start a task that reads the stream to its end and then closes `held`. The task continues even if the caller
+        is cancelled. `store` is the name of the group's prefix store, whose entries in the prefix index are updated.
 
-        Returns when the stream has ended, or after `_CLOSE_S` seconds. This wait gives the group time to store the
-        blocks of the answer, so that a prompt that continues the answer finds them in the cache.
+        This call returns when the stream has ended, or after `_CLOSE_S` seconds. The wait gives the group time to store
+        the blocks of the answer, so that a prompt that continues the answer finds them in the cache.
         """
         task = asyncio.create_task(self._hear(stream, store, held))
         self._tasks.add(task)

@@ -28,9 +28,9 @@ class BreakerState(Enum):
     OPEN = "open"
     """The group gets no work."""
     HALF_OPEN = "half open"
-    """The group may get one attempt, which serves as a probe."""
+    """The pause has ended. The group may get one attempt, called the probe."""
     PROBING = "probing"
-    """The group gets no more work while the probe runs."""
+    """The probe, i.e. the single attempt that is allowed after a pause, is running. The group gets no other work."""
 
 
 class Breaker:
@@ -146,18 +146,18 @@ def tells_of_the_group(error: BatonError) -> bool:
 class RetryBudget:
     """Limits the rate of retries over all requests.
 
-    Each arriving request adds a fraction of a retry to the budget. In addition, the budget allows a burst of retries.
-    The burst is large enough for the failure of one group, when all its streams are retried together. Further retries
-    must wait. This bounds the capacity that retries take from other requests.
+    The budget grows with time, and by a fraction of a retry with each arriving request, up to its capacity. The
+    capacity allows a burst of retries that is large enough for the failure of one group, when all its streams are
+    retried together. Further retries must wait. This bounds the capacity that retries take from other requests.
 
-    Implemented as a token bucket that may go into debt: a retry that finds the bucket empty takes a token in advance,
-    and must wait until the bucket has been refilled.
+    Implemented as a token bucket whose level may become negative. A retry that finds the bucket empty is still counted,
+    but must wait until the bucket has been refilled for it.
     """
 
     def __init__(self, clock: Clock, *, share: float = 0.2, burst: int = 100, window_s: float = 10.0) -> None:
-        """Create a budget that is filled to its capacity. Each arriving request adds `share` retries (a fraction of
-        one) to the budget. `burst` is the minimum capacity, in retries. `window_s` is the time in seconds in which an
-        empty budget refills."""
+        """Create a budget that is filled to its capacity. `burst` is the minimum capacity, in retries. Each arriving
+        request adds `share` retries (a fraction of one) to the budget. Even without requests, an empty budget is full
+        again after `window_s` seconds."""
         self._clock = clock
         self._share = share
         self._least = float(burst)

@@ -277,11 +277,11 @@ class Membership:
             self._tell()
 
     def withdrawn(self, could_serve: Callable[[GenerationGroup], bool]) -> tuple[str, ...]:
-        """Return the sorted names of all generation groups that could serve a request, if operators have drained each
-        of them. Return an empty tuple if one is not drained, or is drained by the autoscaler or temporarily.
+        """Return the sorted names of all generation groups that could serve a request, if operators have drained all of
+        them. Otherwise return an empty tuple. Drains by the autoscaler and temporary drains (`returning`) do not count.
 
-        `could_serve` is called for groups with workers. Groups without workers are included, except those that have
-        lent all their workers, unless a worker is about to return.
+        `could_serve` is called for groups with workers. Groups without workers are assumed to be able to serve. A group
+        that has lent all its workers is ignored, unless one of these workers is about to return.
         """
         orders = self.orders
         if not orders.drained:

@@ -3,7 +3,7 @@ each rank.
 
 Ranks do not report progress while they work. Therefore the queue assumes that each rank works on its job with the
 earliest due time, at the predicted speed. The remaining work of a job never falls below 0. When a job ends on a rank
-for any reason, its remaining work on this rank is removed. An error of its prediction then has no further effect. The
+for any reason, its remaining work on this rank is removed, so that a wrong prediction has no further effect. The
 queue of a group is dropped when the links between the group's ranks are replaced.
 
 Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`. Does no I/O. Runs on the event

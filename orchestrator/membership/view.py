@@ -66,8 +66,8 @@ class GenerationGroup:
 
 
 def endpoints_of(incarnation: Hashable) -> tuple[str, tuple[str, ...]]:
-    """Return the role of a group and the endpoints (host:port) of its workers. `incarnation` is the value of the
-    group's property of that name."""
+    """Return the role of a group and the endpoints (host:port) of its workers. `incarnation` is the key that
+    `PrefillGroup.incarnation` or `GenerationGroup.incarnation` returned for the group."""
     assert isinstance(incarnation, tuple), f"{incarnation} is not the incarnation of a group"
     endpoints = incarnation[1]
     return ("generate", (endpoints,)) if isinstance(endpoints, str) else ("prefill", endpoints)
@@ -151,8 +151,8 @@ class Orders:
     """Folder of the model that a group loads at its next start, by group name. A group without an entry loads the
     configured model."""
     lent: Mapping[str, str] = field(default_factory=dict)
-    """Names of borrowed workers, by the name of the stand-in group that has borrowed the worker. The worker belongs to
-    a group of the other role, and returns to it when the stand-in stops."""
+    """Names of borrowed workers. The key is the name of the borrower, a stand-in (additional group) that runs on this
+    one worker. The worker belongs to a group of the other role, and returns to that group when the stand-in stops."""
 
     surplus: frozenset[str] = frozenset()
     """Names of groups that the autoscaler has drained because fewer groups suffice. The autoscaler may undrain them."""

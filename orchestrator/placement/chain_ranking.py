@@ -91,8 +91,8 @@ class ChainRanking:
             for node in {*map(node_of, chain.group.endpoints)}:
                 by_node[node].append(chain)
         self._ahead: dict[str | None, list[GroupChain]] = {node: _ahead(found) for node, found in by_node.items()}
-        """Candidates for the cheapest chain, in ascending cost, by the generation group's node (a host name). The
-        chains under a node have a rank on it. The chains under None are candidates for all other nodes."""
+        """Candidates for the cheapest chain, in ascending cost. The key is a node (a host name): its candidates are
+        chains that have a rank on this node. The key None has candidates from all chains, for any node."""
         self._ahead[None] = _ahead(chains)
         self._found: dict[Hashable, tuple[_Rank, GroupChain] | None] = {}
         """Cached results of `_least`: the cheapest chain and its sort key, or None if there is no chain. The key is the

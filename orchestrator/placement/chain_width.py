@@ -14,9 +14,10 @@ Jobs are served in the order of `due_s`, which is the arrival time plus the pred
 limited. When a job arrives, it gets a latest end: (1 + overtaking) times its predicted time. A later job that would
 make it miss this end is served after it.
 
-Tenants are served fairly. Let A be the tenant of a waiting job, and B the tenant of a new job. The waiting job yields
-to the new job if the work of A before the waiting job, relative to A's weight, exceeds the unfinished work of B,
-relative to B's weight. This rule overrides due times and latest ends. docs/kv_runahead.md derives these rules.
+Tenants are served fairly. Let A be the tenant of a waiting job, and B the tenant of a new job. Two amounts of work are
+compared, each divided by the weight of its tenant: the work of A's jobs that are served before the waiting job, and the
+work of all unfinished jobs of B. If the first is larger, the waiting job yields to the new job. This rule overrides due
+times and latest ends. docs/kv_runahead.md derives these rules.
 
 Called by `orchestrator.placement.predictions`. Durations are predicted by `baton.planning.planner`. The unfinished jobs
 are listed in `orchestrator.membership.prefill_queues`. Does no I/O.
@@ -97,8 +98,8 @@ class WidthPolicy:
     """True if the number of ranks and the position in the queue are selected by cost. False if every prompt uses all
     ranks, in order of arrival."""
     overtaking: float
-    """Maximum additional time that a job may take because later jobs are served first, as a fraction of its predicted
-    time."""
+    """Maximum delay that later jobs may cause to a job by being served before it, as a fraction of the delayed job's
+    predicted time."""
 
     def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
         """Return an object that plans chains in any group for the tokens `tokens` of a prompt of `tenant`."""
@@ -184,8 +185,8 @@ class _Group:
         self._busy_s = [(earlier_s[rank], all_s[rank]) for rank in self._ranks]
 
     def edges(self, most: int) -> set[int]:
-        """Return the widths (numbers of ranks), up to `most`, after which the next rank is busier than the last one of
-        the chain: it becomes free later, or has more work. The cost of a chain rises abruptly beyond such a width."""
+        """Return the widths (numbers of ranks), up to `most`, beyond which the cost of a chain rises abruptly. The next
+        rank that such a chain would use becomes free later, or has more work, than the chain's last rank."""
         steps = enumerate(pairwise(self._busy_s), start=1)
         return {width for width, (last, following) in steps if width <= most and last != following}
 

@@ -63,7 +63,7 @@ class GenerationLoad:
         self._planner = planner
         self._guests: dict[Hashable, dict[int, _Guest]] = {}
         """Attempts on each incarnation of a group, by `id(record)`. The entries keep the records alive, so ids stay
-        unique. The first incarnation is the next one that is checked for ended attempts."""
+        unique. The first key of the dict is the next incarnation whose ended attempts are removed."""
         self._incarnation_of: dict[int, Hashable] = {}
         """Incarnation of the group on which the latest attempt of a request runs, by `id(record)`."""
 
@@ -83,8 +83,9 @@ class GenerationLoad:
         """Record that the request's attempt runs on this incarnation of a group. `local` is the prediction for a
         prefill by the group itself. It is None if a chain prefills or if there is no prediction.
 
-        `has_room` is True if slots and memory are free, so that a prefill by the group itself waits only for other
-        prefills. Only then is its measured duration reported to the planner.
+        `has_room` is True if the group has free slots and free memory for the attempt. A prefill by the group itself
+        then waits only for other prefills. If `has_room` is False, the measured duration of the prefill is not reported
+        to the planner, because it includes other waits.
         """
         guest = _Guest(record, record.attempt.number)
         if local is not None:

@@ -42,7 +42,7 @@ class OrchestratorLimits(TraceExport):
     prefill_wait_s: Seconds = 10.0
     """Maximum seconds that a request waits for a prefill group. Then its generation group prefills by itself."""
     avoid_s: Seconds = 2.0
-    """Maximum seconds for which a retry avoids the groups that failed the request and were not repaired."""
+    """Maximum seconds that a retry waits for a repaired group or one on which the request has not failed."""
     report_wait_s: Seconds = 1.0
     """Maximum seconds that a finished request waits for the timings of its prefill ranks."""
     poll_s: Seconds = 0.5
@@ -50,7 +50,7 @@ class OrchestratorLimits(TraceExport):
     elastic: bool = True
     """True: select a prompt's ranks and queue position by cost. False: use all ranks, in order of arrival."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.15
-    """Maximum delay of a prompt by later prompts that are served first, as a fraction of its predicted time."""
+    """Maximum delay that later prompts may cause to a prompt, as a fraction of its own predicted time."""
     disaggregation: Disaggregation = "auto"
     """Workers that prefill: a chain (always), the generation group (never), or the faster by prediction (auto)."""
     control_tokens_in_text: bool = False
@@ -78,7 +78,7 @@ class AutoscalingConfig:
     max: Count = 8
     """Maximum number of groups of both roles together; at least 2, one of each role."""
     cooldown_s: Seconds = 60.0
-    """Seconds during which fewer groups must be enough before the autoscaler stops groups."""
+    """Seconds for which fewer groups must have been enough before the autoscaler stops any group."""
     interval_s: Seconds = 1.0
     """Seconds between two decisions of the autoscaler."""
     cold_start_s: Seconds = 30.0

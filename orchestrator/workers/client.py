@@ -62,7 +62,7 @@ class FetchReport:
     num_bytes: int = 0
     """Number of KV bytes that were copied."""
     copying_s: float = 0.0
-    """Duration of the copy in seconds."""
+    """Seconds that the worker took to copy the blocks from the other node."""
     shortfall: str = ""
     """Reason, in one line, why some of the blocks were not stored; empty if all blocks are stored."""
     missing_block: str = ""

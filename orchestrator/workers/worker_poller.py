@@ -58,7 +58,7 @@ class Leaks:
 
     @property
     def num_leaked(self) -> int:
-        """Return the number of leaked slots or jobs."""
+        """Return the number of leaked slots or jobs, i.e. of those that no known request has owned for too long."""
         unknown = [(at_s, num_unknown) for at_s, num_unknown, _ in self._seen]
         beyond_leases = [(at_s, num_beyond) for at_s, _, num_beyond in self._seen]
         return max(_least(unknown, self._window_s), _least(beyond_leases, LEAK_S))

@@ -33,14 +33,14 @@ def copy_bytes(to: Tensor, source: Tensor) -> None:
 
 class ThreadLink:
     """Link whose copies to the device (fetches) run on a separate thread, while other threads compute. Copies to host
-    memory (stores) run on the caller's thread."""
+    memory (stores) run on the caller's thread. The subclass PacedLink runs them on another separate thread."""
 
     def __init__(self, copy: CopyTensor = copy_bytes) -> None:
         """Create a link. `copy(target, source)` copies one tensor."""
         self._copy = copy
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        """Threads by direction: `kv-fetch` for copies to the device, `kv-store` for copies to host memory. A thread is
-        created at the first copy in its direction."""
+        """Threads by direction: `kv-fetch` for copies to the device, `kv-store` for copies to host memory. Only
+        PacedLink uses `kv-store`. A thread is created when it is first used."""
         self._starting = threading.Lock()
         self._num_bytes_fetched = self._num_bytes_stored = 0  # each is changed by one thread only
 
@@ -64,16 +64,17 @@ class ThreadLink:
         return self._begin_fetch(partial(native.operators().copy_heads, *args), heads.num_bytes)
 
     def store(self, copies: Copies) -> Transfer:
-        """Copy tensors to host memory, and return when the copy is done."""
+        """Copy tensors to host memory, and return when the copy is done. A PacedLink returns before that."""
         return self._begin_store(partial(self._copy_all, copies), num_bytes_of(copies))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Copy one contiguous range of bytes (row) per sequence to host memory, and return when the copy is done."""
+        """Copy one contiguous range of bytes (row) per sequence to host memory, and return when the copy is done. A
+        PacedLink returns before that."""
         args = rows.there_B, rows.home_B, rows.row_bytes
         return self._begin_store(partial(native.operators().copy_rows, *args), rows.num_bytes)
 
     def rest(self) -> None:
-        """Wait for the requested copies, and end the threads."""
+        """Wait for the requested copies, and end the threads that copy. Later copies start the threads again."""
         with self._starting:
             threads, self._threads = self._threads, {}
         for thread in threads.values():
@@ -107,7 +108,7 @@ class ThreadLink:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """Rate and latency of an emulated link. With an infinite rate, copies take as long as the host needs for them."""
+    """Rate and latency of an emulated link. If the rate is infinite, copies take as long as the host needs."""
 
     bytes_per_s: float = float("inf")
     """Bytes per second in each direction. Both directions work at the same time."""
@@ -147,7 +148,7 @@ class _Pace:
 
 class PacedLink(ThreadLink):
     """Link that emulates a given rate. It really copies the bytes, and each transfer takes at least as long as the rate
-    requires. Both directions work at the same time."""
+    requires. Each direction has its own thread, so both work at the same time."""
 
     def __init__(self, rate: LinkRate, copy: CopyTensor = copy_bytes) -> None:
         super().__init__(copy)

@@ -1,9 +1,9 @@
-"""Descriptions of copies of single keys and values over a link: selected keys and values to the device, and new tokens'
-KV to host memory.
+"""Descriptions of copies of single keys and values between host memory and a device. PickedHeads describes selected
+keys and values to copy to the device. RowCopies describes KV of new tokens to copy to host memory.
 
 Memory locations are given as addresses. One call can therefore copy for all sequences of a step, regardless of where
-their KV is stored. A HeadLink runs the copies: with host threads for a CPU or an emulated device (`copying`), with
-kernels for a GPU (`cuda`).
+their KV is stored. A HeadLink is a link that runs such copies. For a CPU or an emulated device it uses host threads
+(`copying`), and for a GPU it uses kernels (`cuda`).
 
 Shape letters: B sequences, G kv heads, K the maximum number of selected keys of a head.
 """
@@ -51,7 +51,7 @@ class RowCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Return the total number of bytes of the rows."""
+        """Return the total number of bytes of all B ranges."""
         return len(self.home_B) * self.row_bytes
 
 

@@ -23,8 +23,8 @@ from baton.modeling.families.fields import read_json
 from baton.modeling.kv.buffers import TORCH_DTYPES, byte_view
 
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Suffixes of tensor names in old checkpoints that no family needs. RoPE frequencies are computed from the config
-instead."""
+"""Name suffixes of tensors that old checkpoints contain but that no family loads: RoPE frequencies, which are computed
+from the config instead."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _PACKED = ("qweight", "weight_packed")
 """Last parts of the names of quantised weights whose values are packed, several per integer."""
@@ -100,11 +100,11 @@ class Checkpoint:
         int8: bool = False,
         weight_format: WeightFormat | None = None,
     ) -> None:
-        """Open the safetensors files in `folder`. Tensors are loaded in `dtype` on `device`. With `int8`, the weights
-        of linear layers are to be rounded to int8. `weight_format` is the format of quantised weights, or None if the
-        weights are not quantised."""
+        """Open the safetensors files in `folder`. Tensors are loaded in `dtype` on `device`. `int8`: True if the
+        model family must round the weights of linear layers to int8. The checkpoint itself does not round.
+        `weight_format`: format of quantised weights, or None if the weights are not quantised."""
         self.int8 = int8
-        """True if the weights of linear layers must be rounded to int8 when they are loaded."""
+        """True if the model family must round the weights of linear layers to int8 when it builds the layers."""
         self.num_dequantised = 0
         """Number of weights that were dequantised while they were loaded."""
         self.num_unused: Counter[str] = Counter()

@@ -36,7 +36,7 @@ class Family(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Return the part of the config that other modules may use."""
+        """Return the properties of the model that modules outside the family may use, such as its sizes."""
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         """Load all tensors and build the layers. Raises ModelError for a tensor that does not fit the config."""
@@ -46,7 +46,7 @@ def load_linear(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool, *, gated: bool = False
 ) -> Linear:
     """Load several modules as one linear layer, concatenated along the rows. `rows` maps module names to their numbers
-    of rows. With `gated`, the first half of the outputs gates the second half."""
+    of rows. If `gated` is set, the first half of the outputs gates the second half."""
     return make_linear(*load_parameters(checkpoint, rows, columns, bias), gated=gated, int8=checkpoint.int8)
 
 

@@ -122,8 +122,8 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend with the C++ kernel, or with torch's kernel if the C++ kernel does not support the arguments. The C++
-    kernel needs several queries and no mask. Call `native.load()` before."""
+    """Attend with the C++ kernel. For a single query, a mask, or an unsupported dtype or head dim, attend with torch's
+    kernel instead. Call `native.load()` before."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)

@@ -2,9 +2,9 @@
 and one kernel call computes all rows.
 
 `decoder` creates a DecodeRows object from spans. A span is a run of consecutive new tokens of one sequence. The rows
-have different numbers of keys, in different memory, so a kernel gets B addresses and B lengths. These are the same in
-all layers, except for the offset of the layer. The number of kernel calls per layer does not depend on the number of
-rows. If a sequence has several new tokens, its keys are read only once.
+have different numbers of keys, in different memory, so a kernel gets B addresses and B lengths. The object computes the
+addresses and lengths of all layers when it is created. The number of kernel calls per layer does not depend on the
+number of rows. If a sequence has several new tokens, its keys are read only once.
 
 Keys are contiguous, or in pages that a block table lists. Both give bitwise equal results. A row may attend to only
 some keys: the location of its keys (KvPlace) may exclude keys, and a call may select keys. All other keys are not read.
@@ -31,8 +31,8 @@ from baton.types import TokenRange
 
 
 class DecodeRows:
-    """Attention of the spans of a step (consecutive new tokens of one sequence) that have few new tokens. The object
-    stores memory addresses, so it must not be used after the KV of these sequences is freed."""
+    """Attention of those spans of a step that have few new tokens. A span is a run of consecutive new tokens of one
+    sequence. The object stores memory addresses, so it must not be used after the KV of these sequences is freed."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
         """Collect the memory addresses of the spans (consecutive new tokens of one sequence).
@@ -95,9 +95,9 @@ class DecodeRows:
         """Return the attention output of the rows (new tokens), `[B, N, H]`, in the dtype of the queries. `q_TNH`
         contains the queries of all tokens of the step.
 
-        With `picks`, each row attends to exactly the selected keys. The selected keys must be within the layer's
-        sliding window, because the window is not applied. Raises RuntimeError if a row would attend to a key that does
-        not exist, or to no key.
+        If `picks` is given, each row attends to exactly the selected keys. The selected keys must be within the
+        layer's sliding window, because the window is not applied. Raises RuntimeError if a row would attend to a key
+        that does not exist, or to no key.
         """
         keys, chosen = self._seen[layer], None
         if picks is not None:

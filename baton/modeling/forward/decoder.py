@@ -80,8 +80,8 @@ class LayerTurns(Protocol):
     these callbacks."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Called before `layer` runs on `hidden_TD`. Must make the keys of this layer available for the attention of
-        all sequences of the step."""
+        """Make the keys of `layer` available for the attention of all sequences of the step. The decoder calls this
+        method before it runs the layer on the hidden states `hidden_TD`."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """Return the keys that are selected for attention in `layer`, in the order of the step's rows. A row is a
@@ -89,12 +89,13 @@ class LayerTurns(Protocol):
         (`baton.modeling.forward.decode_rows`). None: the rows attend to all keys.
 
         `q_TNH` contains the queries of all tokens of the step, after RoPE. The keys of the new tokens have already been
-        written. Called once per layer if the step has rows. All other sequences attend to all keys.
+        written. The decoder calls this method once per layer if the step has rows. All other sequences attend to all
+        keys.
         """
 
     def end(self, layer: int) -> None:
-        """Called after `layer` has run. Its new keys have been written to the KV memory that the step uses, and the
-        layer does not read this memory any more."""
+        """Process the end of `layer`. The decoder calls this method after it has run the layer. The keys of the new
+        tokens are then in the KV memory that the step uses, and the layer does not read this memory any more."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Step:
     """Positions of all tokens."""
     spans: tuple[tuple[Span, slice], ...]
     """Pairs of a span (consecutive new tokens of one sequence) and the slice of its tokens among the tokens of the
-    step. Spans whose attention is computed by `rows` are not included."""
+    step. Spans whose attention the object in the field `rows` computes are not included."""
     rows: DecodeRows | TritonRows | None = None
     """Object that computes the attention of all sequences with few new tokens, in one kernel call per layer. None if
     the step has no such sequences."""
@@ -151,8 +152,8 @@ class Decoder:
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
         self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
-        """True if Triton kernels compute the attention of sequences that have few new tokens in a step, and KV in
-        pages."""
+        """True if Triton kernels compute the attention of sequences whose KV is in pages and that have few new tokens
+        in a step."""
         default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None

@@ -39,7 +39,7 @@ multiplied by eight."""
 
 
 class DrawKind(IntEnum):
-    """Kind of drawing that a batch needs. Each kind can also handle sequences that need only a smaller kind."""
+    """Kind of drawing that a batch needs. Each kind can also handle sequences that need a kind with a lower value."""
 
     GREEDY = 0
     """Take the most likely token."""

@@ -64,8 +64,8 @@ class FusedLayers:
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None) -> Tensor:
         """Run all layers on hidden states `[T, D]` and return the result. Writes the keys and values of the new tokens
-        to the KV memory of their sequences. If `hidden_TD` is contiguous, it is overwritten. With `picks`, tokens
-        attend only to the selected keys, and each sequence must have only one new token."""
+        to the KV memory of their sequences. If `hidden_TD` is contiguous, it is overwritten. If `picks` is given,
+        tokens attend only to the selected keys. Each sequence must then have only one new token."""
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         turns = positions.cos_T1H, positions.sin_T1H

@@ -89,8 +89,8 @@ class TorchLinear:
 
 class PanelLinear:
     """Linear layer that is computed by the C++ kernel, which must have been loaded. The weight is stored only in panels
-    (blocks of 32 rows that the kernel reads sequentially). With `int8`, the weight is rounded to int8 with one scale
-    per row, which halves the number of bytes to read."""
+    (blocks of 32 rows that the kernel reads sequentially). If `int8` is set, the weight is rounded to int8 with one
+    scale per row, which halves the number of bytes to read."""
 
     def __init__(
         self,
@@ -233,8 +233,9 @@ def make_linear(
 ) -> Linear:
     """Return the fastest linear layer on this machine for the weight's device and dtype.
 
-    With `int8`, the weight is rounded to int8. Raises ModelError if int8 is not supported. `has_many_rows`: True if the
-    layer will also run on many tokens at once. False: only few tokens at once, so that the weight is stored only once.
+    `int8`: True to round the weight to int8. Raises ModelError if int8 is not supported. `has_many_rows`: True if the
+    layer will also run on many tokens at once. False: the layer will run on only few tokens at once, and its weight is
+    stored only once.
     """
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:

@@ -21,7 +21,7 @@ Transform = Callable[[Tensor], Tensor]
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return the tensor unchanged. Layers without a norm use this function instead of one."""
+    """Return the tensor unchanged. Layers without a norm use this function in place of a norm."""
     return x
 
 

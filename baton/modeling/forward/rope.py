@@ -91,7 +91,7 @@ class Rotation:
     pair there."""
     in_place: bool = False
     """True if a kernel rotates heads in place: on a CPU the C++ kernel (baton/modeling/kernels/layers/rotary.cpp), on a
-    GPU the Triton kernel. False if torch's operations do."""
+    GPU the Triton kernel. False if torch's operations compute rotated copies of the heads."""
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Do nothing: RoPE does not change hidden states."""
@@ -119,7 +119,7 @@ class RotaryTable:
         self._cos_P1H = torch.cat((cos_PF, cos_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self._sin_P1H = torch.cat((-sin_PF, sin_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self.in_place = has_native_turn(device, dtype, config.head_dim) or compiles_for(device, dtype)
-        """True if a C++ or Triton kernel rotates heads in place. False if torch's operations do."""
+        """True if a C++ or Triton kernel rotates heads in place. False if torch's operations compute rotated copies."""
 
     def lookup(self, positions_T: Tensor) -> Rotation:
         """Return the cosines and sines of these positions. Each position must be below the length of the model's

@@ -63,9 +63,9 @@ class TokenMasks(Protocol):
         ...
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading drafts that the grammar allows as the next tokens, one after another. Blocks
-        until the grammar has checked the drafts. Then starts to compute, in the background, the masks of the positions
-        that follow them."""
+        """Return the number of leading drafts in `token_ids` that the grammar allows as the next tokens, one after
+        another. Blocks until the grammar has checked the drafts. The masks for the positions after the drafts are then
+        computed in the background."""
         ...
 
     def settle(self, num_drafts: int) -> None:
@@ -115,7 +115,7 @@ class SamplerState:
         return len(self.output_ids)
 
     def append(self, token_id: int) -> None:
-        """Append the token that was chosen for output position `position`."""
+        """Append a chosen token to the output. The property `position` is the output position that the token gets."""
         self.output_ids.append(token_id)
         if self._seen is not None:
             self._seen.count(token_id)
@@ -132,8 +132,8 @@ class SamplerState:
             self._masks.drop(num_tokens)
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading drafts that the grammar allows as the next tokens. Without a grammar, all drafts
-        are allowed."""
+        """Return the number of leading drafts in `token_ids` that the grammar allows as the next tokens. Without a
+        grammar, all drafts are allowed."""
         return len(token_ids) if self._masks is None else self._masks.foresee(token_ids)
 
     def follow(self) -> bool:

@@ -88,8 +88,8 @@ class Selection:
     num_last: int
     """Number of the sequence's latest keys that are always selected (>= 1), including the key of the new token."""
     free_keys: int = 1
-    """Number of keys that every sequence may select by score (>= 1), even if `most_share` allows fewer because the
-    sequence is short."""
+    """Number of keys (>= 1) up to which `most_share` does not limit the selection by score. It matters for short
+    sequences, in which the fraction `most_share` is a smaller number of keys."""
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -175,7 +175,7 @@ class PartialKeys:
         return self._memory.bytes_for(_num_blocks(num_tokens))
 
     def address(self, layer: int) -> int:
-        """Return the memory address of the layer's first block."""
+        """Return the memory address at which the partial keys of `layer` begin."""
         return self.data_LCGRI.data_ptr() + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
 
     def expect(self, num_tokens: int) -> None:
@@ -184,9 +184,9 @@ class PartialKeys:
         self._memory.expect(num_tokens // _BLOCK)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for the partial keys of `tokens` in `layer` (None: in all layers), before they are written.
-        When a call commits all layers, all earlier tokens must already be committed, by calls for all layers or for
-        each single layer."""
+        """Commit memory for the partial keys of `tokens` in `layer`, before they are written. `layer` None: in all
+        layers. A call for all layers is allowed only if memory for all earlier tokens has been committed in every
+        layer."""
         blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
         self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
 
@@ -223,7 +223,8 @@ class PartialKeys:
         return found
 
     def read(self, layer: int, num_keys: int) -> Tensor:
-        """Return a copy of the first `num_keys` partial keys of a layer, `[S, G, R]` in bf16."""
+        """Return a copy of the first `num_keys` partial keys (keys reduced to fewer columns) of a layer, `[S, G, R]` in
+        bf16."""
         data_CGRI = self.data_LCGRI[self.layers.index(layer), : _num_blocks(num_keys)]
         return data_CGRI.permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
 
@@ -263,7 +264,7 @@ class PartialRows:
         self._addresses = (first_B + step_B * torch.arange(len(self.layers)).unsqueeze(1)).unbind()
 
     def addresses_B(self, layer: int) -> Tensor:
-        """Return the address of the first block of each sequence in a layer."""
+        """Return the memory address at which the partial keys of each sequence begin in `layer`."""
         return self._addresses[self.layers.index(layer)]
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection | None = None) -> None:

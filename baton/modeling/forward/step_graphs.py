@@ -50,8 +50,8 @@ class DecodeRow(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step. All fields are views of one piece of memory. Entries after the last sequence are padding:
-    sequences without a new token."""
+    """Inputs of a step. All fields are views of one piece of memory. A tensor may have more entries than the step
+    has sequences. The entries after the last sequence are padding: they describe sequences without a new token."""
 
     key_B: Tensor
     top_k_B: Tensor
@@ -139,7 +139,7 @@ class StepGraphs:
         """Capture a step in a CUDA graph for each batch size in `sizes` and each kind of drawing. Each sequence has at
         most `row_pages` pages. The largest step is captured first, because all graphs share its memory.
 
-        With `captures` False, nothing is captured, and steps are launched kernel by kernel. If there is too little
+        If `captures` is False, nothing is captured, and steps are launched kernel by kernel. If there is too little
         memory, raises one of the errors in OUT_OF_MEMORY. Blocks.
         """
         self._decoder, self._pages_LPS2GH = decoder, pages_LPS2GH

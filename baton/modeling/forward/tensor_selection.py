@@ -23,16 +23,17 @@ from baton.modeling.kv.pool_rows import PoolRow
 from baton.types import KvLayout
 
 _BLOCK = 16
-"""Number of partial keys in a block. One token of the pool's KV layout stores one block, in its K and V together."""
+"""Number of partial keys in a block. The pool's KV layout is chosen so that a block fills the memory of one token: its
+K and V together."""
 _LIST_BYTES = 64
 """Number of temporary bytes per key and kv head for the lists that a selection sorts, masks and packs."""
 _LEAST = torch.finfo(torch.float32).min
 
 
 def partial_layout(layers: range, num_kv_heads: int, num_columns: int) -> KvLayout:
-    """Return the KV layout of a pool for partial keys (keys reduced to `num_columns` columns). One token of this layout
-    stores a block of 16 partial keys of each kv head, in its K and V together. `partial_blocks` returns the number of
-    blocks that a sequence needs."""
+    """Return the KV layout of a pool for partial keys (keys reduced to `num_columns` columns). In this layout, the
+    memory of one token (K and V together) holds a block: 16 partial keys of each kv head. `partial_blocks` returns the
+    number of blocks that a sequence needs."""
     return KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
 
 
@@ -53,8 +54,9 @@ class TensorPartialKeys:
 
     def __init__(self, layers: range, num_kv_heads: int, num_columns: int, pool: PagePool) -> None:
         """Create the partial keys of a slot without allocating a page. The layout of `pool` must be the result of
-        `partial_layout`. Each page must be large enough for the longest sequence: `partial_blocks` blocks, each of
-        which takes one token of this layout."""
+        `partial_layout`. A page must hold all blocks of the longest sequence. The number of tokens per page must
+        therefore be at least `partial_blocks` of the maximum sequence length, because a block takes one token's
+        memory."""
         self.layers = layers
         self.memory = PoolRow(pool)
         data = pool.memory.data_LPS2GH
@@ -124,8 +126,9 @@ class TensorPartialRows:
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the sequences attend to in `layer`. Arguments are those of `PartialRows.select`, but
-        `closeness_BGS` must be None."""
+        """Return the keys to which the sequences attend in `layer`. `q_BNR`: partial queries in fp32, multiplied by
+        1 / sqrt(H). `has_new`: True if the partial keys of the new tokens have been written. `closeness_BGS` is not
+        supported and must be None."""
         assert closeness_BGS is None, "pools are the CPU's"
         most = self._bounds(selection)
         num_keys = max(self._lengths)

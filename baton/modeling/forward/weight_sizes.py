@@ -29,8 +29,9 @@ class StepBytes:
 
 
 def step_reads(weights: DecoderWeights) -> StepBytes:
-    """Return the number of bytes of parameters that steps with few tokens read. Not counted are tables of which a step
-    reads only some rows: position tables, and the embedding unless it is also the output head."""
+    """Return the number of bytes of parameters that steps with few tokens read. Tables of which a step
+    reads only some rows are not counted. These are position tables, and an embedding that does not share its weight
+    with the output head."""
     read = (weights.layers, weights.final_norm, weights.head)
     num_bytes = sum(_bytes_by_part(read, _bytes_read).values())
     found = mixtures(weights.layers)

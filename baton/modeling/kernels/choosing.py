@@ -63,8 +63,8 @@ _Layer = Callable[[Tensor], None]
 def measure_choice(*, tiles: bool = True) -> KernelChoice:
     """Measure the kernels on this processor and return the fastest choice. Takes a few seconds.
 
-    With `tiles` False, the C++ kernels are measured as on a processor without AMX. Torch's linear layers still use AMX,
-    unless oneDNN is configured in this process not to use it.
+    If `tiles` is False, the C++ kernels are measured as on a processor without AMX. Torch's linear layers use AMX in
+    either case. To prevent this, configure oneDNN in this process not to use AMX.
     """
     kind = processor_kind()
     if not native.load():

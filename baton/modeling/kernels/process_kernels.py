@@ -17,7 +17,7 @@ from baton.types import KernelChoice
 
 
 class ProcessKernels:
-    """Choice of kernels in one process. It is made when it is first used. Thread-safe."""
+    """Holder of the choice of kernels in one process. The choice is made when it is first requested. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,8 @@ class ProcessKernels:
         that is stored or measured on this machine.
 
         Call it before the model is loaded, because loading binds linear layers to their kernels. `choices` is ignored
-        if no kernels can be loaded. The handshake with the cluster then reports that the choices differ.
+        if no kernels can be loaded. The handshake with the cluster then reports that this process's choice differs from
+        the cluster's.
         """
         kind = processor_kind()
         given = next((each for each in choices if each.processor == kind), None)

@@ -1,8 +1,9 @@
-"""Memory of an emulated device: regions of this process's memory that represent device memory.
+"""Memory of an emulated device. An arena is a set of regions of this process's memory that represent device memory.
 
 `baton.modeling.device.emulated` creates an arena for each device, and `baton.modeling.kv.row_memory` allocates the KV
-of sequences in it. An arena counts its bytes. Its addresses distinguish device memory from host memory, so
-`require_home` and `Arena.require` can detect an access that bypasses the link.
+of sequences in the arena. An arena counts the bytes that are in use. The address of a byte shows whether the byte is in
+device memory or in host memory. `require_home` and `Arena.require` check addresses, because bytes may move between the
+two memories only over the device's link.
 """
 
 import threading

@@ -127,7 +127,7 @@ class KvBuffer:
     @classmethod
     def of(cls, layout: KvLayout, tokens: TokenRange, data: Tensor, access: HostAccess = HOME) -> Self:
         """Create a buffer over the tensor `data` with shape `[L, S, 2, G, H]`. Each layer must be contiguous. `access`
-        reads and writes its memory for the host."""
+        is the interface through which the host reads and writes the tensor's memory."""
         assert data.shape == _shape(layout, tokens), f"{tuple(data.shape)} for {tokens}"
         self = cls.__new__(cls)
         self.layout = layout
@@ -249,27 +249,27 @@ class KvPlace:
     num_keys: int
     """Number of keys of the sequence, including the keys of its new tokens."""
     num_new: int = 1
-    """Number of new tokens. Their keys are the last keys of the sequence. Each new token attends to the keys up to its
-    own key."""
+    """Number of new tokens. Their keys are the last keys of the sequence, unless `own` is set. Each new token attends
+    to the keys up to its own key."""
     unseen: TokenRange | None = None
     """Range of keys, numbered from 0 within the sequence, to which no new token attends. It must not contain keys of
     new tokens. None: no keys are excluded."""
     own: int | None = None
-    """Index of the new token's key among the keys at this location. Given only if there is one new token, and its key
-    is not necessarily the last one. None: the keys of new tokens are the last keys."""
+    """Index of the new token's key among the keys at this location. It may be set only if there is exactly one new
+    token. The key of this token may then have any index. None: the keys of new tokens are the last keys."""
     others: "KvPlace | None" = None
-    """Location of the KV of the model's layers from `num_layers` on. None: these layers use the memory of the first
-    `num_layers` layers too."""
+    """Location of the KV of the model's other layers, which are layer `num_layers` and all later layers. None: these
+    layers share the memory of the first `num_layers` layers."""
     table: BlockTable | None = None
     """Block table of the sequence's pages. None: the keys of each layer are contiguous."""
 
 
 @dataclass(frozen=True)
 class BufferSpan:
-    """Span (consecutive new tokens of one sequence, at the positions `tokens`) whose KV is in one buffer with the KV of
-    all earlier tokens, such as the buffer of a generation slot. The buffer may have fewer layers than the model. In
-    this case several layers share its memory: the model's layer l uses layer l modulo the number of layers of the
-    buffer."""
+    """Span in a buffer. A span is a range of consecutive new tokens of one sequence, at the positions `tokens`. The
+    buffer, for example that of a generation slot, holds the KV of these tokens and of all earlier tokens. It may have
+    fewer layers than the model. In this case several layers share its memory: the model's layer l uses layer l modulo
+    the number of layers of the buffer."""
 
     buffer: KvBuffer
     tokens: TokenRange

@@ -143,8 +143,8 @@ class RowPages:
         self._set(0, pages)
 
     def runs(self, tokens: TokenRange) -> Iterator[tuple[TokenRange, int]]:
-        """Split `tokens` into runs that are contiguous in memory in each layer. Yield each run with the index of its
-        first token in the layer's memory, counted in tokens over all pages of the pool."""
+        """Split `tokens` into runs: token ranges whose KV is contiguous in the memory of each layer. Yield each run
+        with the index at which it begins in a layer's memory. The index counts the tokens of all pages of the pool."""
         size, start = self._pool.page_tokens, tokens.start
         while start < tokens.end:
             first = last = start // size
@@ -184,8 +184,8 @@ class RowPages:
 
 @dataclass(frozen=True)
 class PageSpan:
-    """Span (consecutive new tokens of one sequence, at the positions `tokens`) whose KV is in pages, like that of all
-    earlier tokens."""
+    """Span in pages. A span is a range of consecutive new tokens of one sequence, at the positions `tokens`. `pages`
+    hold the KV of these tokens and of all earlier tokens."""
 
     pages: RowPages
     tokens: TokenRange

@@ -21,7 +21,7 @@ class PoolMemory(Protocol):
     data_LPS2GH: Tensor
     """Memory of all pages. Only pages that are in use may be accessed."""
     access: HostAccess
-    """Access of the host to the memory of the pages."""
+    """Interface through which the host reads and writes the memory of the pages."""
 
     def take(self, pages: Sequence[int]) -> None:
         """Count these pages as in use. If they would exceed the device's limit, raises MemoryError and does not count
@@ -44,7 +44,8 @@ class MappedPool:
         access: HostAccess = HOME,
     ) -> None:
         """Reserve address space for all pages. Raises OSError if it cannot be reserved. `arena`: the emulated device's
-        arena in which the memory is counted. None: host memory. `access`: the host's access to the memory."""
+        arena in which the memory is counted. None: host memory. `access`: interface through which the host reads and
+        writes the memory."""
         self.access = access
         self._arena = arena
         self._page_bytes = page_tokens * layout.token_bytes
@@ -71,8 +72,8 @@ class TensorPool:
     def __init__(
         self, layout: KvLayout, num_pages: int, page_tokens: int, device: torch.device, access: HostAccess
     ) -> None:
-        """Allocate the memory of all pages on `device`. `access` is the host's access to this memory. Raises
-        RuntimeError if the device has too little memory."""
+        """Allocate the memory of all pages on `device`. `access` is the interface through which the host reads and
+        writes this memory. Raises RuntimeError if the device has too little memory."""
         self.access = access
         shape, dtype = _shape(layout, num_pages, page_tokens), TORCH_DTYPES[layout.dtype]
         self.data_LPS2GH = torch.empty(shape, dtype=dtype, device=device)

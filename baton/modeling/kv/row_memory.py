@@ -41,7 +41,7 @@ class RowMemory(Protocol):
     num_bytes: int
     """Number of bytes that are committed now."""
     access: HostAccess
-    """Access of the host to this memory."""
+    """Interface through which the host reads and writes this memory."""
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the number of bytes that the first `num_tokens` tokens take after they have been committed in all
@@ -52,9 +52,8 @@ class RowMemory(Protocol):
         at most once between two calls of `release`."""
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for `tokens` in `layer` (None: in all layers), before the tokens are written. When a call
-        commits all layers, all earlier tokens must already be committed, by calls for all layers or for each single
-        layer."""
+        """Commit memory for `tokens` in `layer` (None: in all layers), before the tokens are written. If `layer` is
+        None, the memory of all earlier tokens must already be committed in every layer."""
 
     def release(self) -> None:
         """Free all memory. No thread may read or write the memory any more. Idempotent."""
@@ -72,7 +71,8 @@ class PagedMemory:
         self, layout: KvLayout, max_tokens: int, arena: Arena | None = None, access: HostAccess = HOME
     ) -> None:
         """Reserve address space for `max_tokens` tokens. Raises OSError if it cannot be reserved. `arena`: the emulated
-        device's arena in which the memory is counted. None: host memory. `access`: the host's access to the memory."""
+        device's arena in which the memory is counted. None: host memory. `access`: interface through which the host
+        reads and writes the memory."""
         self.num_bytes = 0
         self.access = access
         self._arena = arena
@@ -162,8 +162,8 @@ class TensorMemory:
         pinned: bool = False,
         access: HostAccess = HOME,
     ) -> None:
-        """Describe the memory without allocating it. `pinned`: host memory is pinned. `access`: the host's access to
-        the memory."""
+        """Describe the memory without allocating it. `pinned`: host memory is pinned. `access`: interface through which
+        the host reads and writes the memory."""
         self.num_bytes = 0
         self.access = access
         self._shape = (layout.num_layers, max_tokens, 2, layout.num_kv_heads, layout.head_dim)

@@ -18,17 +18,17 @@ from torch import Tensor
 
 NUM_FRAMES = 16
 FRAME_BYTES = 1 << 20
-"""Number of bytes of a frame. A piece of transferred KV fills at most one frame
-(`baton.transport.kv_routes.MAX_PIECE_BYTES`), unless a third-party sender creates larger pieces."""
+"""Number of bytes of a staging frame (preallocated buffer in host memory). KV is transferred in pieces. Each piece fits
+into one frame (`baton.transport.kv_routes.MAX_PIECE_BYTES`), unless a third-party sender creates larger pieces."""
 
 Frame = memoryview
-"""Writable view of all bytes of one frame."""
+"""Writable view of all bytes of one staging frame (preallocated buffer in host memory)."""
 
 
 class StagingFrames:
-    """Pool of frames of equal size in one block of host memory. The most recently released frame is reused first,
-    because it is likely to be in a CPU cache. If only few frames are ever needed at a time, the others are therefore
-    never written. Thread-safe."""
+    """Pool of staging frames: buffers of equal size in one block of host memory. The most recently released frame is
+    reused first, because it is likely to be in a CPU cache. Frames that are never needed at the same time as all other
+    frames are therefore never written. Thread-safe."""
 
     def __init__(
         self, make_home: Callable[[int], Tensor], num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES

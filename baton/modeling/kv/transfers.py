@@ -11,8 +11,8 @@ class Transfer(Protocol):
         """Wait until the copies are done. Raises the error of a failed copy."""
 
     def join(self) -> None:
-        """Make all later work of this thread run after the copies. On CUDA, the device waits for the copies instead of
-        the thread. Raises the error of a copy that has already failed."""
+        """Make all later work of this thread run after the copies. On CUDA, the device waits for the copies, and the
+        thread does not wait. Raises the error of a copy that has already failed."""
 
     def wait(self) -> None:
         """Wait until the copies have ended. Does not raise an error if they failed."""

@@ -126,8 +126,9 @@ class BlockWriter:
 def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
     """Return the KV of an open block file as `num_bytes` writable bytes. Raises OSError.
 
-    With `in_memory`, the result is a copy-on-write mapping of the file. The mapping keeps the file open, and therefore
-    locked, until its last view is freed. Otherwise the result is a copy, so that later reads do not wait for the disk.
+    If `in_memory` is set, the result is a copy-on-write mapping of the file. The mapping keeps the file open, and
+    therefore locked, until its last view is freed. Otherwise the result is a copy, so that later reads do not wait for
+    the disk.
     """
     if in_memory:
         return memoryview(mmap.mmap(file, HEADER_BYTES + num_bytes, access=mmap.ACCESS_COPY))[HEADER_BYTES:]
@@ -184,7 +185,7 @@ def is_there(path: Path, num_bytes: int) -> bool:
 
 
 def free_bytes(folder: Path, *, in_memory: bool) -> int:
-    """Return the number of free bytes in the file system of `folder`. With `in_memory`, the result is at most the
+    """Return the number of free bytes in the file system of `folder`. If `in_memory` is set, the result is at most the
     available memory, because a file system in memory may report more than that."""
     disk = os.statvfs(folder)
     if not in_memory:

@@ -27,8 +27,8 @@ ANSWER_S = 2.0
 computing a block instead of reading it usually takes less time."""
 
 FOLDER_S = 30.0
-"""Timeout in seconds, without an answer, for calls that list, copy or remove a whole folder. No request waits for these
-calls."""
+"""Timeout in seconds for calls that list, copy or remove a whole folder. It restarts whenever the disk answers. No
+request waits for these calls."""
 
 Store = TypeVar("Store")
 Result = TypeVar("Result")

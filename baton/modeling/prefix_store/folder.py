@@ -48,8 +48,8 @@ def node_folder(cluster: str, parent: Path | None = None) -> Path:
     """Return the path of the folder in which the workers of a cluster cache prefixes on their node. Each cluster name
     and each user has a separate folder.
 
-    Without `parent` the folder is in memory (`MEMORY`). Otherwise it is in `parent`, and its name contains the boot id.
-    A folder on disk is not reused after a reboot, because a file that a crash truncated may look complete.
+    If `parent` is None, the folder is in memory (`MEMORY`). Otherwise it is in `parent`, and its name contains the boot
+    id. A folder on disk is not reused after a reboot, because a file that a crash truncated may look complete.
     """
     name = f"{_KIND}-{os.geteuid()}-{cluster}"
     return MEMORY / name if parent is None else parent / f"{name}-{boot_id()}"

@@ -22,7 +22,8 @@ folder."""
 
 @dataclass
 class Shelf:
-    """Files of a prefix store's folder. The caller must hold the lock on the folder."""
+    """List of the blocks in a prefix store's folder that may be evicted, with the total size of the folder's files. The
+    caller must hold the lock on the folder."""
 
     folder: Path
     blocks: list[tuple[int, str, int]] = field(default_factory=list)
@@ -33,8 +34,8 @@ class Shelf:
 
     @classmethod
     def of(cls, folder: Path, *, spared: Collection[str]) -> Self:
-        """Remove the incomplete files of killed writers, and return a list of the other files in the folder. Blocks
-        whose names are in `spared` are counted, but cannot be evicted."""
+        """Remove the incomplete files of killed writers. Return a Shelf that counts all remaining files in the folder.
+        All complete blocks may be evicted, except those whose names are in `spared`."""
         for unsealed in folder.glob(UNSEALED + "*"):
             if remove_unlocked(unsealed):
                 logger.info("removed %s, which a writer had left", unsealed)

@@ -14,9 +14,9 @@ Invariants, which hold even when processes die:
               renames the file to the block's name. The file never changes after that. The file of a killed writer is
               not locked, and the next `take` removes it.
 
-A store may have a second store below it, on disk, with its own folder and its own limit. Blocks are copied to the disk
-after they are sealed, when no request waits for the copy, and not at eviction, when a request would have to wait for
-it. Blocks on disk are copied to memory for readers. A disk that does not answer counts as empty (`disk_tier`).
+A store may have a second store below it, on disk, with its own folder and limit. Blocks are copied to the disk after
+they are sealed, because no request waits then. They are not copied at eviction, because a request would then wait for
+the copy. Blocks on disk are copied to memory for readers. A disk that does not answer counts as empty (`disk_tier`).
 
 The kernel releases the locks of a process that dies, so no process has to keep a list of readers. Files are mapped
 copy-on-write: readers share the pages and cannot change the files. Processes share no state except the files, so any
@@ -203,7 +203,7 @@ class PrefixStore:
 
     def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
         """Copy consecutive blocks of a prompt, which contain `tokens`, to the store on disk, if one exists. Return the
-        names of blocks that were evicted there and do not exist in memory either.
+        names of blocks that the store on disk evicted to make room and that are not in memory.
 
         Copies blocks that are in memory and not on disk, if they fit into the store on disk. Stops at the first block
         that has been evicted from memory meanwhile. The call blocks until the copy is complete, so no request should

@@ -97,8 +97,8 @@ class ScaledWeight:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Unpack int32 words into unsigned numbers of `bits` (4 or 8) bits, as uint8. The result has one more dimension,
-    which holds the numbers of a word, beginning with the lowest bits. Bytes are split instead of shifting words, which
-    is faster."""
+    which holds the numbers of a word, beginning with the lowest bits. Words are split into bytes, because this is
+    faster than shifting the words."""
     assert sys.byteorder == "little"
     parts = words.contiguous().view(torch.uint8).view(*words.shape, WORD_BITS // 8)
     return parts if bits == 8 else torch.stack((parts & 15, parts >> 4), -1).flatten(-2)
@@ -120,10 +120,10 @@ def num_words(count: int, bits: int) -> int:
 def read_groups(tensors: StoredTensors, name: str, in_order: ScaleGrid, *, required: bool) -> Tensor:
     """Return the index of the group of each input, `[K]`, from the checkpoint's tensor `name`.
 
-    If the tensor does not exist or was never filled, return the groups of `in_order`, which consist of consecutive
-    inputs. `required` is True if the inputs were reordered, so that the tensor is needed. Raises ModelError for an
-    invalid group index. Also raises ModelError if the tensor is required, does not exist or was never filled, and the
-    weight has several groups.
+    `required` is True if the inputs were reordered, because their groups are then known only from this tensor. If the
+    tensor does not exist or was never filled, the result depends on `required` and on the number of groups. If
+    `required` is True and the weight has several groups, raises ModelError. Otherwise returns the groups of `in_order`,
+    which consist of consecutive inputs. Also raises ModelError for an invalid group index.
     """
     assert in_order.columns_K is not None
     required = required and in_order.shape[1] > 1

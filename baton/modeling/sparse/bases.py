@@ -1,18 +1,18 @@
-"""Bases for key selection. A basis projects queries and keys to R columns, so that they can be compared at a lower cost
-than with all H columns of a head.
+"""Bases for key selection. A basis consists of matrices that project queries and keys from the H dimensions of a head
+to R columns. Attention scores are estimated from these R columns, at a lower cost than from all H dimensions.
 
-InfiniGen (Lee et al., OSDI 2024) predicts from *partial* queries and keys which keys are important. A basis has two
-matrices [H, R] for each layer and kv head: one for queries and one for keys. The product of a partial query and a
-partial key approximates the product of the whole query and key. The matrices are applied to queries and keys after
+InfiniGen (Lee et al., OSDI 2024) predicts from *partial* (projected) queries and keys which keys are important. A basis
+has two matrices [H, R] for each layer and kv head: one for queries and one for keys. The product of a partial query and
+a partial key approximates the product of the whole query and key. The matrices are applied to queries and keys after
 RoPE. They cannot be folded into the weights before RoPE, because RoPE's rotation and a change of basis do not commute.
 The model's weights and KV are not changed.
 
-Each kv head has one basis for all its J query heads, so that a partial key is stored only once.
+The J query heads of a kv head use the same two matrices, so that a partial key is stored only once.
 
-The distribution of queries and keys after RoPE depends on the position, because columns that rotate slowly have
-different means at different positions. A basis that is fitted only to the first thousands of positions fails at later
-ones. Therefore each basis is fitted to the sample text as if the text stood at several positions of the context. The
-model processes the text once; its queries and keys are then rotated to each position.
+The distribution of queries and keys after RoPE depends on the position, because RoPE rotates some dimensions slowly,
+and these have different means at different positions. A basis that is fitted only to the first thousands of positions
+fails at later positions. Therefore each basis is fitted to the sample text as if the text stood at several positions of
+the context. The model processes the text once; the resulting queries and keys are then rotated to each position.
 
 `baton prepare` fits bases in fp64, before any request. `selection_file` stores them. Workers only apply them. See
 docs/infinigen.md for an overview.
@@ -50,20 +50,20 @@ class BasisKind(enum.Enum):
     """Method by which a basis is computed. The value is the method's name on the command line and in files."""
 
     COLUMNS = "columns"
-    """Columns of the head in which the absolute values of queries and keys are largest, summed over all tokens. Queries
-    and keys are not multiplied by a matrix first."""
+    """Method that keeps R of a head's H dimensions unchanged: those with the largest absolute values of queries and
+    keys, summed over all tokens."""
     COLUMNS_Q = "columns_q"
-    """Columns of the head in which the absolute values of queries are largest, summed over all tokens. Queries are not
-    multiplied by a matrix first."""
+    """Method that keeps R of a head's H dimensions unchanged: those with the largest absolute values of queries, summed
+    over all tokens."""
     SKEW = "skew"
-    """Method of the InfiniGen paper. Queries and keys are multiplied by the right singular vectors of the queries. Of
-    the results, the columns are used in which the absolute values are largest, summed over all tokens."""
+    """Method of the InfiniGen paper. Queries and keys are multiplied by the right singular vectors of the queries. The
+    R columns of the products with the largest absolute values, summed over all tokens, are kept."""
     SKEW_Q = "skew_q"
-    """Method SKEW, but the columns are selected by the absolute values of queries alone. These columns usually belong
-    to the first singular vectors."""
+    """Variant of SKEW that chooses the columns by the products with queries alone. The chosen columns are usually those
+    of the largest singular values."""
     CENTRED = "centred"
-    """Best approximation with rank R (Eckart and Young) of all attention scores, after each query's mean score over all
-    keys is subtracted."""
+    """Method that approximates all attention scores best with rank R (Eckart and Young), after each query's mean score
+    over all keys is subtracted."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class LayerSample:
 
 @dataclass(frozen=True)
 class Basis:
-    """Low-rank projections of one model's queries and keys, with which important keys are selected at a low cost. Each
-    layer and kv head has two matrices: one for queries and one for keys. The matrices of the first
-    NUM_WHOLE_LAYERS layers are zero, because no keys are selected in these layers. Columns are sorted by their
-    contribution to the scores, largest first. The first columns alone are therefore a valid smaller basis."""
+    """Matrices that project one model's queries and keys to R columns, from which attention scores are estimated at a
+    low cost. Each layer and kv head has two matrices: one for queries and one for keys. The matrices of the first
+    NUM_WHOLE_LAYERS layers are zero, because no keys are selected in these layers. The columns of a matrix are sorted
+    by their contribution to the scores, largest first. The first columns alone are therefore a valid smaller basis."""
 
     kind: BasisKind
     q_LGHR: Tensor
@@ -93,7 +93,7 @@ class Basis:
 
     @property
     def num_columns(self) -> int:
-        """Number of columns of the basis (R)."""
+        """Number of columns (R) to which the basis projects queries and keys."""
         return self.q_LGHR.shape[-1]
 
     def first(self, num_columns: int) -> "Basis":
@@ -105,15 +105,15 @@ class Basis:
         return Basis(self.kind, self.q_LGHR.to(device), self.k_LGHR.to(device))
 
     def queries(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """Return the partial queries `[T, N, R]` of a layer, in fp32, scaled by 1 / sqrt(H). Their products with
-        partial keys approximate the attention scores before softmax."""
+        """Return the partial (projected) queries `[T, N, R]` of a layer, in fp32, scaled by 1 / sqrt(H). Their products
+        with partial keys approximate the attention scores before softmax."""
         num_tokens, num_heads, head_dim = q_TNH.shape
         partial_GMR = _by_kv_head(q_TNH.float(), self.q_LGHR.shape[1]) @ self.q_LGHR[layer]
         partial_GTJR = partial_GMR.view(len(partial_GMR), num_tokens, -1, self.num_columns).mul_(head_dim**-0.5)
         return partial_GTJR.transpose(0, 1).reshape(num_tokens, num_heads, -1)
 
     def keys(self, layer: int, k_TGH: Tensor) -> Tensor:
-        """Return the partial keys `[T, G, R]` of a layer, in fp32."""
+        """Return the partial (projected) keys `[T, G, R]` of a layer, in fp32."""
         return self.key_projection(layer).apply(k_TGH)
 
     def key_projection(self, layer: int) -> KeyProjection:
@@ -149,8 +149,8 @@ def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerS
 def fit_bases(
     decoder: Decoder, samples: Iterable[LayerSample], kinds: Sequence[BasisKind], *, num_columns: int, context: int
 ) -> dict[BasisKind, Basis]:
-    """Fit one basis of each kind to `samples` of `decoder`. Each basis has `num_columns` columns and is fitted for
-    positions below `context`."""
+    """Fit bases (projections of queries and keys to `num_columns` columns) to `samples` of `decoder`. Return one basis
+    for each method in `kinds`. Each basis is fitted for positions below `context`."""
     layout = decoder.layout
     assert 1 <= num_columns <= layout.head_dim, f"{num_columns} of {layout.head_dim} columns"
     shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, num_columns)
@@ -177,8 +177,8 @@ def spread(positions: PositionTable, x_TNH: Tensor, context: int, layer: int) ->
 
 
 def fit_layer(kind: BasisKind, q_TNH: Tensor, k_TGH: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Fit a basis of one layer to its queries and keys after RoPE. Return the matrices for queries and for keys, `[G,
-    H, R]` each, in fp64."""
+    """Fit a basis to the queries and keys of one layer after RoPE. Return the matrices that project queries, and those
+    that project keys, each `[G, H, R]` in fp64."""
     q_GMH = _by_kv_head(q_TNH.double().cpu(), k_TGH.shape[1])
     k_GTH = k_TGH.double().cpu().transpose(0, 1)
     if kind is BasisKind.CENTRED:
@@ -197,8 +197,8 @@ def fit_layer(kind: BasisKind, q_TNH: Tensor, k_TGH: Tensor, num_columns: int) -
 
 def skew(q_GMH: Tensor) -> Tensor:
     """Return the orthogonal matrices `[G, H, H]` of the InfiniGen paper: the right singular vectors of the queries,
-    beginning with the largest singular value. If queries and keys are both multiplied by them, their products do not
-    change."""
+    beginning with the largest singular value. If queries and keys are both multiplied by these matrices, the products
+    of queries and keys do not change."""
     return _singular(q_GMH)[1]
 
 

@@ -38,8 +38,8 @@ class PreparedSelection:
     basis: Basis
     selection: Selection
     lookahead: int
-    """Number of layers by which queries are predicted early. 0: the layer's own queries are used. 1: they are predicted
-    from the previous layer's input."""
+    """Number of layers by which keys are selected early. 0: a layer's keys are selected by its own queries. 1: they are
+    selected by queries that are predicted from the previous layer's input."""
     fingerprint: str
     """Fingerprint of the model's weights (`KvLayout.model_fingerprint`)."""
     text_hash: str

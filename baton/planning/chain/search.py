@@ -44,11 +44,11 @@ def search(
     """Return the number of tokens of each rank in the best partition that was found, in rank order. Each rank has at
     least one token. The result is deterministic.
 
-    `cached`: number of cached tokens before the prompt's tokens. `resolution`: boundaries between chunks are multiples
-    of this number of tokens. A smaller number is used if the prompt is too short. `slack`: fraction by which the result
-    may be slower than the best partition. Of the partitions within this limit, the one nearest to equal compute times
-    is returned. This makes the results for neighbouring lengths similar, even if the sizes of some chunks hardly affect
-    the time, as with a slow link.
+    `cached`: number of cached tokens, which precede the `num_tokens` tokens. `resolution`: boundaries between chunks
+    are multiples of this number of tokens. A smaller number is used if the prompt is too short. `slack`: fraction by
+    which the result may be slower than the best partition. Of the partitions within this limit, the one nearest to
+    equal compute times is returned. The results for neighbouring lengths are therefore similar. Without slack they
+    could be very different on a slow link, because the sizes of some chunks then hardly affect the time.
     """
     if num_ranks == 1:
         return (num_tokens,)

@@ -1,7 +1,15 @@
 """Predicted time to first token of a prefill chain, computed exactly by a recursion over ranks and layers.
 
-For a layer, a rank needs only the KV of the same layer from the previous rank, and nothing is sent back. Let rank i
-compute a chunk of c tokens, after P cached tokens and s tokens of earlier ranks. The rank begins layer l at time h[l]:
+For a layer, a rank needs only the KV of the same layer from the previous rank, and nothing is sent back. Let a rank
+compute a chunk of c tokens, after P cached tokens and s tokens of earlier ranks. Its durations for one layer are
+
+  fixed        fixed time of a layer
+  project(c)   query, key and value projections of the chunk
+  own, far     attention to the keys of the chunk itself, and to all earlier keys
+  rest         all other matrix products
+  message      latency + bytes / bandwidth, for a message with the KV of all earlier ranks' tokens
+
+The rank begins layer l at time h[l]:
 
   q = h[l] + fixed + project(c)                                     KV of the rank's own chunk is computed
   r = time at which the KV of all earlier tokens has arrived: messages are sent in order, and each takes
@@ -9,7 +17,8 @@ compute a chunk of c tokens, after P cached tokens and s tokens of earlier ranks
   h[l + 1] = max(q + own, r) + far + rest                           LOCAL_FIRST: own = c c / 2 pairs, far = c (P + s)
   h[l + 1] = max(q, r) + own + far + rest                           OVERLAPPED
   h[l + 1] = max(h[l], t) + message + fixed + project(c) + own + far + rest
-                                                                    BLOCKING: the previous rank can send at time t
+                                                                    BLOCKING: t = time at which the previous rank has
+                                                                    the KV to send
 
 Each layer takes at least issue_s. `chain_ttft` solves each recursion for all layers and for many partitions at once. It
 uses the closed form of y[l + 1] = max(y[l] + A, x[l] + B), which is a running maximum of x[l] - l A.
@@ -44,8 +53,9 @@ class LayerTimes:
     """Seconds to copy one layer's KV of the rank's own and all earlier ranks' tokens before it is sent. 0 on the first
     rank."""
     last_own: Seconds
-    """Value of `own` in the last layer of the chain's last rank. It is smaller than `own` if attention is computed only
-    for the last query. `last_far` is the value of `far` in the same layer."""
+    """Seconds of attention to the keys of the rank's own chunk in the last layer, if the rank is the last of its chain.
+    It is less than `own` if attention is computed only for the last query. `last_far` holds the seconds of the part
+    that needs earlier ranks' KV, in the same layer."""
     last_far: Seconds
 
     @property
@@ -78,8 +88,8 @@ def rank_seconds(work: LayerTimes, is_last: NDArray[np.bool_], cost: CostModel, 
     """Return the compute time in seconds of each rank for all layers, without waits and without logits. The result has
     the same shape as the arrays in `work`.
 
-    `is_last` is True for the last rank of each chain, and must be broadcastable to this shape. With
-    `protocol.skip_last`, all other ranks end as soon as the KV of the last layer can be sent.
+    `is_last` is True for the last rank of each chain, and must be broadcastable to this shape. If `protocol.skip_last`
+    is set, the ranks before the last one end as soon as their KV of the last layer can be sent.
     """
     layer = np.maximum(work.layer, cost.issue_s)
     end = np.maximum(work.project + work.last_own + work.last_far + work.copy, cost.issue_s)
@@ -93,8 +103,8 @@ def chain_ttft(
     """Return the predicted time to first token in seconds. For one partition `[n]` the result is a 0-d array; for N
     partitions `[N, n]` it has the shape `[N]`.
 
-    `cached` is the number of cached tokens before the prompt's tokens. If `cost.push` is set, the time ends when the
-    token is sampled and all KV has reached the generation group.
+    `cached` is the number of cached tokens, which precede the tokens in `chunks`. The time ends when the first token is
+    sampled. If `cost.push` is set, the time ends only when all KV has reached the generation group, too.
     """
     chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
     work = work_of(chunks_Nn, cost, protocol, cached)

@@ -20,12 +20,12 @@ from baton_lab.traffic.gaps import GapHistogram
 
 _NEAR_TOKENS = 64
 """Width of a range of context lengths, in tokens per sequence. Within each range, measured step times are approximated
-by a straight line. Not used for nominal step times."""
+by a straight line. Nominal step times need no ranges, because they are straight lines for all lengths."""
 
 
 class StepLines:
-    """Step times as linear functions of the batch's total number of tokens, one function for each number of sequences.
-    Shared by all groups."""
+    """Step times as linear functions of the batch's total number of tokens. There is one function for each number of
+    sequences and, for measured step times, each range of context lengths. Shared by all groups."""
 
     def __init__(self, steps: StepTimes) -> None:
         self._steps = steps

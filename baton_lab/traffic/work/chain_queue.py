@@ -1,6 +1,6 @@
 """Simulated prefill groups: their jobs, and the times at which the jobs finish.
 
-The order of jobs and their predicted work are those of the production queues
+The order of jobs and their predicted work are those of the orchestrator's queues
 (`orchestrator.membership.prefill_queues`). A job with an earlier due time preempts another job between two layers, as
 in the engine. This module simulates groups of one rank, whose work is computed by formulas.
 `baton_lab.traffic.work.chain_turns` simulates groups of several ranks. Does no I/O.

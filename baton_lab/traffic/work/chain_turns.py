@@ -1,8 +1,8 @@
 """Simulated prefill group of several ranks. Its ranks alternate between jobs, as in `prefill_workers`.
 
 A rank divides its work on a job into turns. A turn has two halves. The first half completes a layer, for which it needs
-the KV of the earlier ranks. The second half begins the next layer. It computes the projections, after which the rank
-sends its own KV, and the attention to the rank's own tokens.
+the KV of the earlier ranks. The second half begins the next layer: the rank computes the projections, sends its own KV,
+and computes the attention to its own tokens.
 
 Each rank gives its next turn to the ready job with the earliest due time. While a job waits for KV of earlier ranks,
 another job runs for one turn. A short prompt can therefore wait several times for a turn of a long prompt, each time
@@ -25,7 +25,8 @@ from orchestrator.placement.chain_width import ChainPlan
 
 @dataclass(frozen=True)
 class _Turn:
-    """One unit of a rank's work on a job: it completes one layer, begins the next one, or both."""
+    """Unit of a rank's work on a job: it completes one layer and begins the next one. The first turn of a
+    rank on a job completes no layer. The last turn of the chain's last rank begins none."""
 
     until_projected_s: float | None
     """Seconds from the start of the turn until the rank's own KV of the next layer is computed. None if no layer begins
@@ -85,7 +86,8 @@ class _Part:
 
 
 class _Rank:
-    """One rank of the group: its work on each job, ordered by due time, and its current turn."""
+    """One rank of the group: its work on each job, ordered by due time, and the work on which it currently runs a turn
+    (about one layer)."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []

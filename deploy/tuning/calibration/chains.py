@@ -39,9 +39,9 @@ class Sample:
     num_tokens: int
     ttft_s: float
     ranks: tuple[RankTiming, ...]
-    """Timings of the chain's ranks, in rank order."""
+    """Timings of the ranks that computed the prompt, in rank order."""
     num_ranks: int
-    """Number of ranks of the prefill group that the chain belongs to."""
+    """Number of ranks of the prefill group. The prompt may have been computed by only some of these ranks."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class ChainFit:
     each prompt length and each division of the prompt among the ranks (`Check.chunks`: number of tokens of each
     rank)."""
     width: int
-    """Number of ranks of the chains that were used for the fit."""
+    """Number of ranks that computed each prompt that was used for the fit. It may be smaller than `num_ranks`."""
     num_ranks: int
     """Number of ranks of the prefill group."""
 
@@ -145,10 +145,10 @@ def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[in
     """Fit a calibration to samples, and predict all samples with it. `origin` is the calibration that the fit adjusts.
     `fitted` has the prompt lengths whose samples are used for the fit.
 
-    Only samples of chains with all ranks of their group are used for the fit, because a rank may be faster while its
-    neighbours are idle. If no prompt used all ranks, the chains with the most ranks are used. Raises
-    InvalidArgumentError if these chains have fewer than two prompt lengths, or if their times do not grow with the
-    length.
+    A prompt may be computed by only some of the ranks of a prefill group. The fit uses only the prompts that were
+    computed by the largest number of ranks (normally all ranks of the group), because a rank may be faster while other
+    ranks are idle. Raises InvalidArgumentError if these prompts have fewer than two lengths, or if their times do not
+    grow with the length.
     """
     width, num_ranks = max(len(sample.ranks) for sample in samples), max(sample.num_ranks for sample in samples)
     basis = [sample for sample in samples if sample.num_tokens in fitted and len(sample.ranks) == width]

@@ -29,7 +29,7 @@ _BEFORE = NUM_STEPS // 2 + 2
 They come from the step that ends the prompt, and from the step after it."""
 LEAST_CONTEXT = _BEFORE + 1
 """Minimum context that can be measured, in tokens. A context is the number of tokens (prompt and output) that a
-sequence has half-way through its measurement. The minimum belongs to a prompt of one token."""
+sequence has half-way through its measurement. A prompt of one token has the minimum context."""
 _BATCHES = (1, 4, 16, 64)
 _CONTEXTS = (192, 1024, 4096)
 

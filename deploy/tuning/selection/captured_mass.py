@@ -1,9 +1,9 @@
-"""Computes the fraction of attention that remains when only selected keys are attended to. `baton prepare` compares
-bases by this measure, without generating tokens. A basis is a set of R columns. Queries and keys are projected on these
-columns to estimate their scores.
+"""Computes the fraction of the attention weight that selected keys have. A basis projects queries and keys to R
+columns, from which attention scores are estimated. `baton prepare` uses the fraction to compare bases without
+generating tokens.
 
-A softmax over all keys gives each key a weight. The total weight of the chosen keys is the *captured mass*. The weight
-of the other keys is missing from the layer's output. The captured mass is computed from one run over a text, for
+A softmax over all keys gives each key a weight. The total weight of the selected keys is the *captured mass*. The
+weight of the other keys is missing from the layer's output. The captured mass is computed from one run over a text, for
 queries at some positions and all earlier keys.
 
 Shape suffixes: Q examined queries, S keys, N query heads, G kv heads, J = N / G query heads per kv head, H head dim, R
@@ -22,8 +22,8 @@ from baton.modeling.sparse.bases import Basis, LayerSample
 
 @dataclass(frozen=True)
 class Captured:
-    """Attention that a selection of keys captures. Values are means over queries, heads, and the layers in which keys
-    are selected."""
+    """Result of a selection of keys: how much of the attention weight the selected keys have, and how many keys are
+    selected. Values are means over queries, heads, and the layers in which keys are selected."""
 
     mass: float
     """Fraction of the softmax weight over all keys that the selected keys have."""
@@ -33,11 +33,12 @@ class Captured:
 
 @dataclass(frozen=True)
 class Guess:
-    """Method of selecting keys: by scores that a basis (a set of columns) estimates, or by the true scores."""
+    """Method of selecting keys: by the true attention scores, or by scores that a basis estimates. A basis projects
+    queries and keys to a few columns, from which the scores are estimated."""
 
     basis: Basis | None
-    """Basis whose columns estimate the scores of the keys. None: the true scores are used, which give the best possible
-    selection of a given number of keys."""
+    """Basis that estimates the scores of the keys from a few columns of the projected queries and keys. None: the true
+    scores are used, which give the best possible selection of a given number of keys."""
     lookahead: int
     selection: Selection
 
@@ -45,9 +46,10 @@ class Guess:
 def captured(
     samples: Iterable[LayerSample], guesses: Sequence[Guess], positions_Q: Tensor, windows: Sequence[int | None]
 ) -> list[Captured]:
-    """Return, for each method of selecting keys in `guesses`, the attention that the selected keys capture. Values are
-    means over the queries at `positions_Q`. `samples` has the queries and keys of each layer. `windows` has the sliding
-    window of each layer, or None for a layer without a sliding window."""
+    """Return, for each method of selecting keys in `guesses`, the fraction of the attention weight that the selected
+    keys have and the fraction of the keys that are selected. Values are means over the queries at `positions_Q`.
+    `samples` has the queries and keys of each layer. `windows` has the sliding window of each layer, or None for a
+    layer without a sliding window."""
     found = torch.zeros(len(guesses), 2, dtype=torch.float64)
     num_layers = 0
     for sample in samples:
@@ -72,9 +74,9 @@ def closeness(scores_GJQS: Tensor) -> Tensor:
 
 
 def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: Selection) -> Tensor:
-    """Return the keys that `baton.modeling.forward.selection` would select, as a bool mask `[G, Q, S]`. `close_GQS` is
-    the result of `closeness`. `positions_Q` has the positions of the queries. `seen_QS` is True where a query may
-    attend to a key."""
+    """Return the keys that `baton.modeling.forward.selection` would select, as a bool mask `[G, Q, S]`. `close_GQS` has
+    the closeness of each key as `closeness` returns it: the key's score minus the highest score. `positions_Q` has the
+    positions of the queries. `seen_QS` is True where a query may attend to a key."""
     num_seen_Q = seen_QS.sum(-1)
     num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()
     most_Q = (num_seen_Q * selection.most_share).floor().clamp_(min=selection.free_keys)

@@ -1,5 +1,6 @@
-"""Implements `baton prepare`: fits bases (columns that estimate the scores of keys), compares them, searches for the
-best selection of keys, and writes it to a file. Blocks for a minute or more.
+"""Implements `baton prepare`: fits bases, compares them, searches for the best selection of keys, and writes it to a
+file. A basis projects queries and keys to a few columns, from which the attention scores of the keys are estimated.
+Blocks for a minute or more.
 
 1. The model runs over the first passage of the text. Bases of all kinds are fitted to its queries and keys.
 2. The model runs over the second passage. Its queries and keys show how much attention each basis captures. The best
@@ -47,39 +48,40 @@ from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.selective import require_selective
 
 _FITTED_TOKENS = 2048
-"""Maximum number of tokens to which bases (sets of columns that estimate attention scores) are fitted. They are the
-first tokens of the text's first passage."""
+"""Maximum number of tokens to which bases are fitted: the first tokens of the text's first passage. A basis projects
+queries and keys to a few columns, from which attention scores are estimated."""
 _LEAST_TOKENS = 64
 _NUM_JUDGED = 64
-"""Number of queries with which bases (sets of columns that estimate attention scores) are compared. The queries are
-evenly spaced over the second half of the second passage."""
+"""Number of queries with which bases are compared. A basis projects queries and keys to a few columns, from which
+attention scores are estimated. The queries are evenly spaced over the second half of the second passage."""
 _JUDGED_SHARE = 0.05
-"""Fraction of the keys that are selected by their estimated scores when bases are compared. A basis is a set of columns
-that estimates the scores."""
+"""Fraction of the keys that are selected by their estimated scores when bases are compared. A basis projects queries
+and keys to a few columns, from which attention scores are estimated."""
 _TIE = 0.001
 """Difference in captured mass (the fraction of the softmax weight that the selected keys have) below which two bases
-count as equal. A basis is a set of columns that estimates attention scores. Differences of this size also occur when
-only the number of threads changes."""
+count as equal. A basis projects queries and keys to a few columns, from which attention scores are estimated.
+Differences of this size also occur when only the number of threads changes."""
 _MASS_EVERY = 16
-"""Interval, in steps, between measurements of the attention weight that the final selection captures."""
+"""Interval, in steps, between measurements of the attention weight that the keys of the final selection have."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Result of the comparison of one basis with others. A basis is a set of columns that estimates attention scores,
-    by which keys are selected. All compared bases select the same number of keys."""
+    """Result of the comparison of one basis with others. A basis projects queries and keys to a few columns, from which
+    attention scores are estimated. Keys with high estimated scores are selected. All compared bases select the same
+    number of keys."""
 
     basis: Basis
     own_mass: float
     """Fraction of the softmax weight that the selected keys have if each layer selects keys with its own queries
-    (lookahead 0: no layer in advance)."""
+    (lookahead 0)."""
     early_mass: float
     """Fraction of the softmax weight that the selected keys have if each layer selects keys with queries that were
-    predicted one layer earlier (lookahead 1: one layer in advance)."""
+    predicted one layer earlier (lookahead 1)."""
     is_best: bool
     """True if this basis is among the best bases with the same number of columns. These are the bases whose captured
-    mass is less than `_TIE` below the highest. The captured mass is `own_mass` or `early_mass`, according to the
-    requested lookahead."""
+    mass is less than `_TIE` below the highest captured mass. The captured mass is the field `own_mass` or `early_mass`,
+    according to the requested lookahead."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +91,24 @@ class Outcome:
     title: str
     judged: tuple[Judged, ...]
     judged_share: float
-    """Fraction of the keys that were selected in the comparison of bases (sets of columns that estimate attention
-    scores). It includes the keys that are always selected."""
+    """Fraction of the keys that were selected while bases were compared. It includes the keys that are always selected.
+    A basis projects queries and keys to a few columns, from which attention scores are estimated."""
     best_mass: float
     """Fraction of the softmax weight that the selected keys have if they are selected by their true scores, not by
-    estimated scores. The number of selected keys is the same as for the compared bases. No basis can capture more."""
+    estimated scores. The number of selected keys is the same as for the compared bases. No basis can select keys with
+    more weight."""
     full_perplexity: float
     found: tuple[Measured, ...]
-    """Accepted selections of keys, in order of preference. If the user gave the bounds of the selection, these are the
-    selections with these bounds, one per basis. Otherwise they are the selections whose increase of perplexity is
+    """Accepted selections of keys, in order of preference. If the user gave the bounds alpha and most_share, these are
+    the selections with these bounds, one per basis. Otherwise they are the selections whose increase of perplexity is
     within the allowed limit. The first one is written to the file."""
     path: Path
 
 
 def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
-    """Run all stages of `baton prepare`: fit bases (sets of columns that estimate attention scores), compare them,
-    search for the best selection of keys, and write it to a file. Return the results. Raises InvalidArgumentError,
-    ConfigError or ModelError."""
+    """Run all stages of `baton prepare`: fit bases, compare them, search for the best selection of keys, and write it
+    to a file. A basis projects queries and keys to a few columns, from which attention scores are estimated. Return the
+    results. Raises InvalidArgumentError, ConfigError or ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     torch.set_num_threads(use_threads(args.threads))
@@ -138,8 +141,9 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
 
 @torch.inference_mode()
 def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Console) -> list[Basis]:
-    """Return one basis of each requested kind, fitted to the text `token_ids`. A basis is a set of columns that
-    estimates attention scores. Each basis has the largest requested number of columns."""
+    """Return one basis of each requested kind, fitted to the text `token_ids`. A basis projects queries and keys to a
+    few columns, from which attention scores are estimated. Each returned basis has the largest requested number of
+    columns."""
     kinds = [BasisKind(name) for name in wanted.kinds]
     num_columns = _num_columns(decoder, wanted)[-1]
     context = wanted.reach or decoder.config.max_position
@@ -152,9 +156,9 @@ def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Con
 def judge(
     decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, console: Console
 ) -> tuple[tuple[Judged, ...], Captured]:
-    """Compare bases (sets of columns that estimate attention scores) on the text `token_ids`. Return a pair: the result
-    for each basis with each number of columns, and the attention that keys capture if they are selected by their true
-    scores."""
+    """Compare bases on the text `token_ids`. A basis projects queries and keys to a few columns, from which attention
+    scores are estimated. Return a pair: the result for each basis with each number of columns, and the best possible
+    result, for which keys are selected by their true scores."""
     selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
     narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
     guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
@@ -175,11 +179,12 @@ def judge(
 
 
 def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> list[Measured]:
-    """Measure selections of keys with these bases, and return them in order of preference. A selection has two bounds:
-    alpha (maximum distance of a key's score from the best score) and most_share (maximum fraction of the keys). If the
-    user gave both bounds, a selection with these bounds is measured for each basis, and the one that increases
-    perplexity least is first. Otherwise both bounds are searched for. Of the selections whose increase of perplexity is
-    within the allowed limit, the one that reads the fewest bytes is first. Raises ConfigError."""
+    """Measure selections of keys with these bases, and return the selections in order of preference. A basis projects
+    queries and keys to a few columns, from which attention scores are estimated. A selection has two bounds: alpha
+    (maximum distance of a key's score from the best score) and most_share (maximum fraction of the keys). If the user
+    gave both bounds, a selection with these bounds is measured for each basis, and the one that increases perplexity
+    least is first. Otherwise both bounds are searched for. Of the selections whose increase of perplexity is within the
+    allowed limit, the one that reads the fewest bytes is first. Raises ConfigError."""
     if wanted.by_hand is None:
         fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
         bases = cheapest(bases, fixed, wanted.context, reader.measure)
@@ -193,8 +198,8 @@ class PassageReader:
 
     def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, console: Console) -> None:
         """Prefill the contexts of the passages, and read the passages once with attention to all keys, as the
-        reference. `lookahead` is the number of layers by which keys are selected in advance (0 or 1). Raises
-        ConfigError if there is not enough memory."""
+        reference. `lookahead` is 0 if a layer selects keys with its own queries, and 1 if it selects them with queries
+        that were predicted one layer earlier. Raises ConfigError if there is not enough memory."""
         self._decoder = decoder
         self._lookahead = lookahead
         self._console = console

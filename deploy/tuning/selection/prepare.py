@@ -1,5 +1,6 @@
-"""`baton prepare`: fits the rules by which the residency policy `infinigen` selects the keys that a model attends to.
-To estimate the scores of keys, the rules read only a few columns of each key.
+"""`baton prepare`: fits the key selection of the residency policies `infinigen` and `infinigen_int4` to a model. These
+policies estimate the scores of keys from a few columns of each key. A sequence then attends to the keys with the best
+scores.
 
 The command needs no cluster. One process runs the model over a text (`deploy.tuning.selection.fitting`).
 docs/infinigen.md describes the fitted parameters.

@@ -1,16 +1,18 @@
-"""Searches for the smallest selection of keys whose cost in perplexity is allowed, for `baton prepare`. To measure the
-cost of a candidate, the model reads a text while it attends only to the keys that the candidate selects.
+"""Searches for the smallest selection of keys whose cost, an increase of perplexity, is allowed. Used by `baton
+prepare`. To measure the cost of a candidate, the model reads a text while it attends only to the keys that the
+candidate selects.
 
 A selection has two bounds. `alpha` is the maximum distance of a selected key's score from the best score. `most_share`
 (the cap) is the maximum fraction of a sequence's keys that are selected by score. Tighter bounds increase the
 perplexity and save bytes.
 
-First, bisection finds the tightest cap that stays within the allowed cost without a bound on scores. Then the smallest
-alpha within the cost is searched for this cap and for the next looser cap. The best selection is the one within the
-cost that reads the fewest bytes.
+First, bisection finds the tightest cap whose cost is allowed, without a bound on scores. Then the smallest `alpha`
+whose cost is allowed is searched, for this cap and for the next looser cap. The best of the selections whose cost is
+allowed is the one that reads the fewest bytes.
 
-Every sequence may select a minimum number of keys, regardless of the cap. A cap that allows fewer keys than this number
-has no effect at the measured length, but would affect longer sequences. Therefore such caps are not tried.
+The cap never limits a sequence to fewer than a fixed number of keys (`free_keys`). A cap that allows no more keys than
+this number at the measured length has no effect there, but would affect longer sequences. Therefore such caps are not
+tried.
 """
 
 import math
@@ -40,7 +42,7 @@ class Measured:
     """Mean fraction of a sequence's keys that were attended to, over the layers in which the policy selects keys."""
     read_share: float
     """Bytes read, as a fraction of the KV bytes that full attention reads. The bytes include KV for attention, and
-    partial keys for selecting keys."""
+    partial keys (keys projected to fewer columns, from which scores are estimated)."""
 
     @property
     def likely_cost(self) -> float:
@@ -54,7 +56,8 @@ Measure = Callable[[Basis, Selection], Measured]
 def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Measure) -> list[Basis]:
     """Return a list with the best basis for each number of columns. A basis projects queries and keys to a few columns,
     from which scores are estimated. The best basis is the one that increases perplexity least. The increase is measured
-    with `most_share` at the smallest of the caps that `tune` tries, and with `alpha` disabled."""
+    with the smallest cap (`most_share`, the maximum fraction of keys selected by score) that `tune` tries, and without
+    a bound on scores (`alpha`)."""
     tightest = replace(fixed, alpha=math.inf, most_share=_caps(fixed, context)[0])
     rivals = [[basis for basis in bases if basis.num_columns == num] for num in sorted({b.num_columns for b in bases})]
     return [
@@ -66,12 +69,13 @@ def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: floa
     """Find the selections that stay within a cost. Return them, ordered so that the one that reads the fewest bytes is
     first.
 
-    For each basis (a projection of queries and keys to a few columns), these are up to three selections: the tightest
-    cap (`most_share`) without a bound on scores, and the smallest `alpha` for this cap and for the next looser cap. A
-    selection's cost plus one standard error must be at most `most_cost`, which is a relative increase of perplexity.
-    `fixed` has the number of keys that are always selected, and the number of keys that may be selected by score
-    regardless of the cap. `context` is the number of tokens of the shortest measured sequence. Raises ConfigError if no
-    selection stays within the cost.
+    For each basis (a projection of queries and keys to a few columns), up to three selections are returned. The first
+    has the tightest cap (`most_share`, the maximum fraction of keys selected by score), without a bound on scores. The
+    others have the smallest `alpha` (bound on scores) for this cap and for the next looser cap. A selection's cost plus
+    one standard error must be at most `most_cost`, which is a relative increase of perplexity. `fixed` has the number
+    of keys that are always selected, and the number of keys that may be selected by score regardless of the cap.
+    `context` is the number of tokens of the shortest measured sequence. Raises ConfigError if no selection stays within
+    the cost.
     """
     tries: list[Measured] = []
     caps = _caps(fixed, context)

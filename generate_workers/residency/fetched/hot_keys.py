@@ -3,18 +3,18 @@ are fetched from host memory.
 
 A sequence has several *areas* of device memory. An area holds selected keys and values of one layer at a time. Layer l
 uses area l modulo the number of areas. If there is one area per layer, a layer finds the keys that it selected in the
-previous step in its area. If there are fewer areas, layers share them. Layers that share an area fetch all of their
-picks (selected keys) in each step. Two areas are a double buffer. Each area has *places* for keys and values of all kv
-heads:
+previous step in its area. If there are fewer areas, several layers share an area. A layer that shares its area must
+fetch all of its selected keys (picks) in each step. Two areas are a double buffer. Each area has *places* (indices) for
+keys and values of all kv heads:
 
     0 ... W - 1      the latest tokens, in order, including the step's new token: the same tokens for all kv heads
     W ... W + C - 1  cache slots: each kv head stores a key of its own, with its value, in each cache slot
 
 This module has the parts that are the same for all devices. It determines the area of a layer, the layer whose keys an
-area contains, and the places of the latest tokens. Two other modules decide which key each cache slot contains:
-`native_keys` for CPUs, `tensor_keys` for GPUs. They store this in *records*. A record lists the keys in the cache slots
-of one area and kv head. The modules find a cache slot for each pick. A pick that is not in a cache slot gets one that
-was never used. If all were used, it gets the next cache slot, in cyclic order, whose key is not picked now.
+area contains, and the places of the latest tokens. Two other modules assign keys to cache slots: `native_keys` for
+CPUs, and `tensor_keys` for GPUs. They list the keys in *records*, one for each area and kv head. A pick that is not in
+a cache slot gets a cache slot that was never used. If all cache slots were used, the pick replaces the key in the next
+one, in cyclic order, whose key is not picked in this step.
 
 Shape suffixes: G kv heads, H head dim, W latest, C cache slots.
 """
@@ -27,9 +27,9 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.row_parts import MakeMemory, PagedKv
 
 _MORE_LATEST = 16
-"""Number of extra places (indices of an area, the device memory of one layer) for a sequence's latest tokens. The
-policy always selects a fixed number of latest tokens, which have places anyway. New tokens are appended in the extra
-places. When these are full, the latest tokens are copied to the first places of the area."""
+"""Number of places (indices of an area, the device memory of one layer) for new tokens, in addition to the places for
+the latest tokens that the policy always selects. When all of these places are used, the latest tokens are copied to the
+first places of the area."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class HotSize:
 
     @property
     def num_latest(self) -> int:
-        """Return W, the number of latest tokens of a sequence for which an area (the device memory of one layer) has
-        places."""
+        """Return W, the number of places (indices of an area, the device memory of one layer) for the latest tokens of
+        a sequence."""
         return self.selection.num_last + _MORE_LATEST
 
     def num_slots(self, num_tokens: int) -> int:
@@ -59,8 +59,8 @@ class HotSize:
         return min(num_tokens, chosen)
 
     def num_places(self, num_tokens: int) -> int:
-        """Return the number of keys for which an area, the device memory of one layer, has places per kv head, for a
-        sequence of `num_tokens` tokens. These are the latest tokens and the keys in cache slots."""
+        """Return the number of keys that an area, the device memory of one layer, can hold for each kv head, if the
+        sequence has `num_tokens` tokens. These are the latest tokens' keys, and one key for each cache slot."""
         return self.num_latest + self.num_slots(num_tokens)
 
 
@@ -73,20 +73,21 @@ class HotKeys:
         """Prepare memory for sequences of at most `max_tokens` tokens. Raises the errors of `make_memory`."""
         self.size = size
         self.most_slots = size.num_slots(max_tokens)
-        """C, the number of cache slots per area and kv head that a sequence of `max_tokens` tokens needs. A cache slot
-        holds one selected key with its value."""
+        """C, the number of cache slots per kv head in each area (device memory of one layer), if the sequence has
+        `max_tokens` tokens. A cache slot holds one selected key with its value."""
         self._num_places = size.num_latest + self.most_slots
         self._kv = PagedKv(replace(size.layout, num_layers=size.num_areas), make_memory, self._num_places)
-        """Memory of all areas. In its layout, a layer stands for an area, and a token index stands for a place in the
-        area."""
+        """Memory of all areas (each holds the selected keys of one layer at a time). Layer index i of this memory is
+        area i. Token index j is place j in the area."""
         self.owners = [-1] * size.num_areas
         """For each area (device memory that several layers may share), the layer whose keys it holds; -1 if it holds
         none. Layers are counted from 0, the first layer whose selected keys are fetched."""
         self.start = 0
-        """Position, in the sequence, of the token at index 0 of each area (device memory of one layer). Later tokens
-        follow it in order."""
+        """Position, in the sequence, of the token whose KV is at index 0 of each area (device memory of one layer). The
+        tokens after it follow in order, up to the newest token."""
         self._end = 0
-        """Position directly after the latest token that is stored in the areas; 0 if no token is stored."""
+        """Position after the newest token that is stored in the areas (device memory for selected keys); 0 if no token
+        is stored."""
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +122,7 @@ class HotKeys:
     @property
     def buffer(self) -> KvBuffer:
         """Return the current sequence's memory as a KvBuffer. Its layer index is the number of an area (device memory
-        for keys of one layer at a time). Its token index is the place of a key in the area."""
+        for keys of one layer at a time). Its token index is the index of a key in the area."""
         return self._kv.buffer
 
     def places_of(self, num_tokens: int) -> int:
@@ -135,10 +136,13 @@ class HotKeys:
         return layer % self.size.num_areas
 
     def own_place(self, position: int) -> int:
-        """Return the place (index in each area) for the step's new token, which has this `position`. New tokens get
-        successive places. When no place is left, the latest tokens that are always selected are first copied to the
-        first places. If the previous token was not given a place, all hot keys are dropped, and the new token gets
-        place 0."""
+        """Return the index of the step's new token in each area (device memory of one layer). `position` is the token's
+        position. Successive new tokens get successive indices.
+
+        If the indices for the latest tokens are used up, the latest tokens that are always selected are first copied to
+        the start of each area. If the sequence's previous token was not stored in the areas, all hot keys are dropped,
+        and the new token gets index 0.
+        """
         if position != self._end:
             self.forget()  # tokens in between were not run as single-token steps
             self.start = position

@@ -2,17 +2,19 @@
 selects (picks) are fetched while the previous layer computes.
 
 A Residency for `engine.model_runner`, after InfiniGen (Lee et al., OSDI 2024), section 4. The keys that layer l + 1
-selects are guessed from the input of layer l (lookahead 1). Selected keys that are not on the device already
-(`hot_keys`) are fetched while layer l runs. New tokens' KV is copied to host memory layer by layer, also while layers
-run.
+selects are guessed from the input of layer l (lookahead 1). Hot keys, which were selected recently, stay on the device
+(`hot_keys`). Other selected keys are fetched while layer l runs. When a layer ends, its new tokens' KV begins to be
+copied to host memory. The copy continues while the next layers run.
 
     engine:  begin l: guess l + 1, request missing keys | layer l | end l: store | begin l + 1 ... picks l + 1: wait
     link in:                                     fetch l + 1 -------------->
     link out:                                                         store l ---->
 
     host    KV of all layers except the first two
-    device  the first two layers' KV, partial keys, hot keys, two buffers for pieces of KV (pushed KV and long spans)
-    link    picks that are not hot keys, and new tokens' KV. For spans of several tokens: the KV of all earlier tokens
+    device  the first two layers' KV, partial keys (keys projected to fewer columns), hot keys, and two buffers for
+            pieces of KV: one for pushed KV, one for the earlier KV of a sequence with several new tokens
+    link    to the device: picks that are not hot keys; for a sequence with several new tokens, all earlier KV
+            to the host: the new tokens' KV
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim.
 """
@@ -45,7 +47,7 @@ time. Two areas are a double buffer: a layer reads one while the next layer's ke
 
 
 class FetchedStep(ScoringStep[FetchedRow]):
-    """Step that fetches the keys and values that a layer selects while the previous layer runs."""
+    """Step that fetches a layer's selected keys and values while the previous layer runs."""
 
     def __init__(
         self,
@@ -55,8 +57,8 @@ class FetchedStep(ScoringStep[FetchedRow]):
         mechanism: FetchMechanism,
         pieces: Pieces,
     ) -> None:
-        """`pieces` is a buffer on the device. Spans of several new tokens read the earlier KV through it, one piece at
-        a time."""
+        """`pieces` is a buffer on the device. The earlier KV of a sequence with several new tokens is read through it,
+        in pieces (ranges of tokens), one at a time."""
         super().__init__(rows, prepared, decoder, mechanism.scored)
         self._link, self._pieces = link_of(decoder.device), pieces
         self._stores = HomeStores(self._link)
@@ -67,8 +69,8 @@ class FetchedStep(ScoringStep[FetchedRow]):
         self._fetch: Transfer = DoneTransfer()
         """Latest fetch. All earlier fetches have ended when this one has ended."""
         self._num_picks: list[tuple[Tensor, Tensor]] = []
-        """Numbers of selected keys and of fetched keys, two tensors `[B, G]` for each layer that has selected keys so
-        far. The tensors stay on the device that made them."""
+        """Numbers of selected keys and of fetched keys: a pair of tensors `[B, G]` for each layer whose keys have been
+        selected so far. The tensors stay on the device that made them."""
         if self.choosing:
             self._keys = mechanism.begin(self.choosing)
 
@@ -89,7 +91,8 @@ class FetchedStep(ScoringStep[FetchedRow]):
         return picks
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys for `layer`, and begin to copy the new tokens' KV to host memory."""
+        """Make the new tokens' partial keys (projections of keys to fewer columns) for `layer`, and begin to copy the
+        new tokens' KV to host memory."""
         if layer not in self._layers:
             return
         at = layer - NUM_WHOLE_LAYERS
@@ -134,8 +137,8 @@ class FetchedStep(ScoringStep[FetchedRow]):
 
 
 class FetchedInfinigenResidency(RowResidency[FetchedRow]):
-    """Residency that stores KV in host memory, selects keys by partial scores, and fetches the selected keys and values
-    to the device."""
+    """Residency that stores KV in host memory, selects keys by the scores of partial keys (keys projected to fewer
+    columns), and fetches the selected keys and values to the device."""
 
     traits = POLICIES["infinigen"]
 

@@ -1,15 +1,17 @@
-"""Interface between a residency policy that fetches selected keys (picks) and two mechanisms that store them on a
-device.
+"""Interface between a residency policy that fetches selected keys (picks) and the two mechanisms that store these keys
+on a device.
 
-The policy (`infinigen`) decides which keys are selected, and when KV is fetched and stored. With `hot_keys`, it also
-decides which area (device memory for selected keys and values of one layer) a layer uses. A mechanism owns the
-sequences' memory, assigns places (indices of an area) to selected keys, and lists the copies that the policy runs:
+The policy (`infinigen`) decides which keys are selected, and when KV is fetched and stored. The module `hot_keys`
+determines which area a layer uses. An area is device memory for selected keys and values of one layer at a time. A
+mechanism owns the memory of all slots, assigns places (indices of an area) to selected keys, and lists the copies that
+the policy runs:
 
-    native_keys   for CPUs, and for a device that a CPU emulates: C++ kernels. Each Row has its own memory
-    tensor_keys   for GPUs: tensor operations. Rows are pages of pools. The host does not read which keys are selected
+    native_keys   for CPUs, and for a device that a CPU emulates: C++ kernels. Each slot has its own memory
+    tensor_keys   for GPUs: tensor operations. The memory of a slot is pages of pools. The host does not read which
+                  keys are selected
 
-A Row is the memory of one slot. Layers are counted from the first layer that selects keys. Shape suffixes: B sequences
-of one new token, G kv heads, H head dim.
+In names, a row is the memory of one slot. Layers are counted from the first layer that selects keys. Shape suffixes: B
+sequences of one new token, G kv heads, H head dim.
 """
 
 from collections.abc import Sequence
@@ -29,8 +31,8 @@ Choosing = Sequence[tuple[FetchedRow, TokenRange]]
 
 
 class StepKeys(Protocol):
-    """Device memory of one step for the sequences that select keys: the selected keys, and each sequence's new
-    token."""
+    """Interface to the device memory of those sequences that select keys in one step. The memory holds the selected
+    keys and values, and the KV of each sequence's new token."""
 
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
         """Assign a place (index in device memory) to each key in `picks`, the keys that `layer` selects. Return `picks`
@@ -45,13 +47,13 @@ class StepKeys(Protocol):
 
 
 class FetchMechanism(Protocol):
-    """Memory of all slots on one device, with the rule by which places in it are assigned to selected keys. Used on the
-    engine's thread."""
+    """Interface of an object that owns the memory of all slots on one device, and assigns places (indices) in this
+    memory to selected keys. Used on the engine's thread."""
 
     @property
     def basis(self) -> Basis:
-        """Return the basis on which keys are projected to partial keys. It is stored on the device that computes the
-        projections."""
+        """Return the basis: the matrices that project queries and keys to fewer columns. A projected key is called a
+        partial key. The basis is stored on the device that computes the projections."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -62,13 +64,14 @@ class FetchMechanism(Protocol):
         areas, each of which holds selected keys and values of one layer at a time."""
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make and return the Row (memory) of every slot. Each has `num_areas` areas: device memory for selected keys
-        and values of one layer at a time. `num_rows` is the number of Rows for which the device has memory at the same
-        time. Must be called once. Raises an error of OUT_OF_MEMORY, or OSError."""
+        """Make and return a FetchedRow, the memory of one slot, for every slot. Each has `num_areas` areas: device
+        memory for selected keys and values of one layer at a time. `num_rows` is the number of sequences for which the
+        device has memory at the same time. Must be called once. Raises an error of OUT_OF_MEMORY, or OSError."""
 
     def scored(self, keys: Sequence[Any], lengths: Sequence[int], num_tokens: Sequence[int]) -> ScoredKeys:
-        """Return an object that scores the partial keys of several sequences. `lengths` is each sequence's number of
-        keys, and `num_tokens` is its number of tokens. Both include the new token."""
+        """Return an object that scores the partial keys (keys projected to fewer columns) of several sequences.
+        `lengths`: number of keys of each sequence, including the new token's key. `num_tokens`: number of tokens of
+        each sequence; it is larger than the number of keys if keys were evicted."""
 
     def begin(self, choosing: Choosing) -> StepKeys:
         """Begin a step of the sequences in `choosing`, and return the StepKeys of this step. All copies of the previous

@@ -1,10 +1,10 @@
-"""C++ kernels that find places on the device for selected keys (picks), for CPUs and for the device that a CPU
-emulates.
+"""Finds places on the device for selected keys (picks) with C++ kernels, for CPUs and for the device that a CPU
+emulates. A place is an index in an area, the device memory that holds selected keys of one layer at a time
+(`hot_keys`).
 
-Each Row (memory of one slot) has its own memory, which is committed as its sequence grows. Selected keys are cached in
-areas, which are the device memory of one layer each (`hot_keys`). A record lists the keys that are cached in one area
-for one kv head. The records are in host memory. The kernel reads and writes them
-(baton/modeling/kernels/sparse/hot_keys.cpp).
+Each slot has its own memory, which is committed as the slot's sequence grows. A record lists the keys that are cached
+in one area for one kv head. The records are in host memory. The C++ code in baton/modeling/kernels/sparse/hot_keys.cpp
+reads and writes them.
 
 Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C cache slots.
 """
@@ -108,10 +108,11 @@ class NativeMechanism:
     scratch_bytes = 0
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: two buffers on the device, each for a piece (a range of tokens) of one layer's KV. Through the
-        first, keys that were computed elsewhere and written to a slot are read, to compute partial keys. Through the
-        second, a step with several new tokens of a sequence reads the sequence's earlier KV. All FetchedRows share
-        them. Raises an error of OUT_OF_MEMORY, or OSError."""
+        """`pieces`: two buffers on the device, which all FetchedRows share. Each holds one piece (a range of tokens) of
+        one layer's KV at a time. The first is for keys that were computed elsewhere and written to a slot: their
+        partial keys (projections to fewer columns) are computed from it. The second is for the earlier KV of a sequence
+        that has several new tokens in a step: attention reads it there. Raises an error of OUT_OF_MEMORY, or
+        OSError."""
         assert native.load()
         self.basis, self._selection = prepared.basis, prepared.selection
         self._shape, self._device, self._pieces = shape, decoder.device, pieces
@@ -122,12 +123,14 @@ class NativeMechanism:
         return self._make(num_areas).bytes_for(self._shape.max_slot_tokens).device
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make the Row (memory) of every slot. Memory is committed as sequences grow, so `num_rows` is not used."""
+        """Make a FetchedRow, the memory of one slot, for every slot. `num_rows` is not used, because memory is
+        committed as sequences grow."""
         return [self._make(num_areas) for _ in range(self._shape.num_slots)]
 
     def scored(self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]) -> PartialRows:
-        """Return an object that scores the partial keys of several sequences. `lengths` is each sequence's number of
-        keys, and `num_tokens` is its number of tokens."""
+        """Return an object that scores the partial keys (keys projected to fewer columns) of several sequences.
+        `lengths`: number of keys of each sequence, including the new token's key. `num_tokens`: number of tokens of
+        each sequence; it is larger than the number of keys if keys were evicted."""
         return PartialRows(keys, lengths, num_tokens)
 
     def begin(self, choosing: Choosing) -> NativeStepKeys:

@@ -1,11 +1,13 @@
-"""Slots whose KV is stored in host memory, and the spans through which a step's attention reads their KV on the device.
+"""Memory of slots whose KV is stored in host memory, and the spans through which a step's attention reads this KV on
+the device.
 
     host    KV of all layers except the first two
-    device  the first two layers' KV, and the policy's own data: for InfiniGen partial keys and hot keys (`hot_keys`)
+    device  the first two layers' KV, and the policy's own data. InfiniGen has partial keys (keys projected to fewer
+            columns) and hot keys (recently selected keys, see `hot_keys`)
 
-A sequence with one new token attends to the selected keys, which are on the device when the layer runs. A sequence with
-several new tokens attends to all keys. They are fetched in pieces (ranges of tokens), one piece at a time. The partial
-results of the pieces are merged by log-sum-exp.
+A sequence with one new token attends only to selected keys. They are on the device when the layer runs. A sequence with
+several new tokens attends to all keys. Their KV is fetched in pieces (ranges of tokens), one piece at a time, and the
+partial results of the pieces are merged by log-sum-exp.
 
 Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -60,9 +62,10 @@ class Pieces:
 
 
 PassingPieces = tuple[Pieces, Pieces]
-"""Two buffers on the device, each for a piece (a range of tokens) of one layer's KV. Through the first, keys that were
-computed elsewhere and written to a slot are read, to compute partial keys. Through the second, a step with several new
-tokens of a sequence reads the sequence's earlier KV."""
+"""Two buffers on the device. Each holds one piece (a range of tokens) of one layer's KV at a time. The first is for
+keys that were computed elsewhere and written to a slot: their partial keys (projections to fewer columns) are computed
+from it. The second is for the earlier KV of a sequence that has several new tokens in a step: attention reads it
+there."""
 
 
 class AwayRow(StoredRow):
@@ -97,8 +100,8 @@ class AwayRow(StoredRow):
 
 
 class FetchedRow(AwayRow, ScoredRow):
-    """Memory of one slot whose selected keys and values are fetched to the device. Extends ScoredRow, which has partial
-    keys."""
+    """Memory of one slot whose selected keys and values are fetched to the device. Extends ScoredRow, which stores
+    partial keys (keys projected to fewer columns, from which the scores of keys are estimated)."""
 
     def __init__(
         self,
@@ -108,37 +111,37 @@ class FetchedRow(AwayRow, ScoredRow):
         pieces: PassingPieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """Make the memory of a slot. `keys` are the slot's partial keys and hot keys. `pieces`: two buffers on the
-        device. Keys that were computed elsewhere and written to the slot are read through the first. A step with
-        several new tokens reads the sequence's earlier KV through the second. `make_whole`: function that makes memory
-        for the first two layers; None: `device.row_memory`. Raises an error of OUT_OF_MEMORY when the slot's address
-        space cannot be reserved."""
+        """Make the memory of a slot. `keys`: the slot's partial keys (keys projected to fewer columns) and hot keys
+        (recently selected keys). `pieces`: two buffers on the device. Keys that were computed elsewhere and written to
+        the slot are read through the first buffer. A step with several new tokens reads the sequence's earlier KV
+        through the second. `make_whole`: function that makes memory for the first two layers; None:
+        `device.row_memory`. Raises an error of OUT_OF_MEMORY when the slot's address space cannot be reserved."""
         self.partial, self.hot = keys
         self._pushed, read = pieces
         super().__init__(shape, device, keys, read, make_whole)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit host memory for the new `tokens`, and device memory for as many hot keys as a sequence that ends with
-        `tokens` needs."""
+        """Commit host memory for the new `tokens`, and device memory for the hot keys (recently selected keys) of a
+        sequence that ends with `tokens`."""
         super().commit(tokens)
         self.hot.commit(tokens.end)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Compute the partial keys of `tokens` from `kv_T2GH`, their KV in host memory, and store the partial keys on
-        the device."""
+        """Compute the partial keys (projections of keys to fewer columns) of `tokens`, and store them on the device.
+        `kv_T2GH` is the KV of `tokens` in host memory."""
         bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
         """Return the SequenceSpan of a step that runs the new tokens `tokens`: the KV that they attend to, and device
-        memory for their own KV. If there are several new tokens, all hot keys are dropped."""
+        memory for their own KV. If there are several new tokens, all hot keys (recently selected keys) are dropped."""
         if len(tokens) != 1:
             self.hot.forget()
             return self.long_span(tokens)
         return self.placed_span(tokens)
 
     def placed_span(self, tokens: TokenRange) -> SplitSpan:
-        """Assign a place on the device to the one new token in `tokens`. Return the SequenceSpan of a step that runs
-        this token: the KV that it attends to, and memory for its own KV."""
+        """Assign a place (index in device memory) to the one new token in `tokens`. Return the SequenceSpan of a step
+        that runs this token: the KV that it attends to, and memory for its own KV."""
         whole, num_places = BufferSpan(self.whole.buffer, tokens), self.hot.places_of(tokens.end)
         return SplitSpan(whole, PlacedSpan(self.hot.buffer, tokens, self.hot.own_place(tokens.start), num_places))
 
@@ -154,8 +157,9 @@ def others_of(layout: KvLayout) -> KvLayout:
 
 
 def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-    """Compute the partial keys of `tokens` in `layer`. `kv_T2GH` is their KV in host memory; the keys in it are fetched
-    to the device through the buffer `pieces`. Does nothing if `layer` has no partial keys."""
+    """Compute the partial keys (projections of keys to fewer columns) of `tokens` in `layer`. `kv_T2GH` is the tokens'
+    KV in host memory. Its keys are fetched to the device through the buffer `pieces`. Does nothing if `layer` has no
+    partial keys."""
     for part in tokens.split(PIECE_TOKENS) if layer in partial.layers else []:
         home_T2GH = kv_T2GH[part.start - tokens.start : part.end - tokens.start]
         partial.add_keys(layer, part.start, pieces.bring_keys(home_T2GH))
@@ -167,14 +171,14 @@ class PlacedSpan:
     device. They are in areas: an area is device memory that holds keys and values of one layer at a time."""
 
     places: KvBuffer
-    """Device memory for selected keys and values. Its layer index is the number of an area; model layer l uses area l
-    modulo the number of areas. Its token index is the place of a key in the area."""
+    """Device memory for selected keys and values. Its layer index is the number of an area, the memory for one layer at
+    a time. Model layer l uses area l modulo the number of areas. Its token index is the index of a key in the area."""
     tokens: TokenRange
     own_place: int
     """Index of the new token in each area (device memory for the selected keys of one layer)."""
     num_places: int
-    """Number of keys for which each area (device memory for the selected keys of one layer) has a place. All selected
-    keys have indices below this number."""
+    """Number of keys that each area (device memory for the selected keys of one layer) can hold for each kv head. All
+    selected keys have indices below this number."""
 
     def own(self, layer: int) -> Tensor:
         return self.places.span(layer % len(self.places.data), TokenRange(self.own_place, self.own_place + 1))

@@ -1,15 +1,15 @@
-"""Tensor operations that find places on a GPU for selected keys and values (picks). The host reads no result until a
-step ends.
+"""Finds places on a GPU for selected keys and values (picks) with tensor operations. A place is an index in an area,
+the device memory in which a layer finds its selected keys and values. The host reads no result until a step ends.
 
 The memory of all sequences is in pools, one page per sequence, so that kernels can address a sequence by its page
-number. There are pools for the first two layers, for partial keys, and for areas. An area is the device memory in which
-a layer finds its selected keys and values. It has places for the latest tokens, and cache slots for other selected keys
-(`hot_keys`). Records list the key in each cache slot, and are indexed by page, too. Pools are allocated once, for as
-many sequences as fit on the device. The numbers that a step needs are copied to the device when the step begins. After
-that, all shapes follow from the sequences' lengths, and data on selected, hot and missing keys stays on the device. A
-kernel that reads pinned host memory fetches missing keys (`baton.modeling.kernels.triton.copies`).
+number. There are pools for the first two layers, for partial keys (keys projected to fewer columns), and for areas. An
+area has places for the latest tokens, and cache slots for other selected keys (`hot_keys`). Records list the key in
+each cache slot, and are indexed by page, too. Pools are allocated once, for as many sequences as fit on the device.
 
-A selected key that is not in a cache slot gets the next one, in cyclic order, whose key is not selected now.
+The numbers that a step needs are copied to the device when the step begins. After that, the lengths of the sequences
+determine all shapes, and data on selected, hot and missing keys stays on the device. A kernel fetches missing keys from
+pinned host memory (`baton.modeling.kernels.triton.copies`). A selected key that is not in a cache slot replaces the key
+in the next cache slot, in cyclic order, whose key is not selected in this step.
 
 Shape suffixes: B sequences of one new token, G kv heads, H head dim, K picks at most, W latest, C cache slots, A areas,
 L layers, P pages of pools.
@@ -52,22 +52,23 @@ _NUMBER_BYTES = 4
 
 
 class TensorPartialIndex(TensorPartialKeys, PartialPart):
-    """Partial keys of one slot, stored in a page of a pool on the device. Implements PartialPart."""
+    """Partial keys (keys projected to fewer columns) of one slot, stored in a page of a pool on the device. Implements
+    PartialPart."""
 
     def __init__(self, layout: KvLayout, basis: Basis, pool: PagePool) -> None:
-        """`pool`: pool for partial keys, with one page per sequence."""
+        """`pool`: pool for partial keys (keys projected to fewer columns), with one page per sequence."""
         layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         super().__init__(layers, layout.num_kv_heads, basis.num_columns, pool)
         self._basis = basis
 
 
 class TensorHotKeys(HotKeys):
-    """HotKeys whose memory is a page of a pool. Its records (lists of the keys that are cached) are on the device,
+    """HotKeys whose memory is a page of a pool. The records (lists of the keys that are cached) are on the device,
     too."""
 
     def places_of(self, num_tokens: int) -> int:
-        """Return the number of places in an area, the device memory of one layer. It is the same for all `num_tokens`,
-        because even a short sequence may use all places."""
+        """Return the number of places (indices) in an area, the device memory of one layer. It does not depend on
+        `num_tokens`, because even a short sequence may use all places."""
         return self.size.num_latest + self.most_slots
 
     @property
@@ -93,8 +94,8 @@ class TensorHotKeys(HotKeys):
 
 
 class Records:
-    """Records of the selected keys that are cached on the device, for all sequences. An area, the device memory of one
-    layer, has cache slots. Each holds one key of each kv head. The records are tensors on the device."""
+    """Records of the keys that are cached on the device, for all sequences. An area, the device memory of one layer,
+    has cache slots. Each cache slot holds one key of each kv head. The records are tensors on the device."""
 
     def __init__(self, size: HotSize, num_rows: int, most_slots: int, device: torch.device) -> None:
         """`num_rows`: number of pages in the pool of hot keys, which is the maximum number of sequences. `most_slots`:
@@ -111,8 +112,8 @@ class Records:
 
 @dataclass(frozen=True)
 class PooledSpan(SplitSpan):
-    """SplitSpan whose two memories are pages of pools. One is the KV of the first two layers, the other is the hot keys
-    of the other layers."""
+    """SplitSpan whose two memories are pages of pools. One page has the KV of the first two layers. The other has the
+    hot keys (recently selected keys) of the other layers."""
 
     tables: tuple[BlockTable, BlockTable]
     """Block tables of the sequence in two pools: the pool of the first two layers' KV, and the pool of hot keys. Each
@@ -128,8 +129,8 @@ class PooledRow(FetchedRow):
     """FetchedRow (memory of one slot) whose device memory consists of pages of pools."""
 
     def placed_span(self, tokens: TokenRange) -> PooledSpan:
-        """Assign a place on the device to the one new token in `tokens`. Return the SequenceSpan of a step that runs
-        this token, with the block tables of its memory."""
+        """Assign a place (index in device memory) to the one new token in `tokens`. Return the SequenceSpan of a step
+        that runs this token, with the block tables of its memory."""
         span = super().placed_span(tokens)
         return PooledSpan(span.whole, span.others, (_table(self.whole.memory), _table(_hot(self).memory)))
 
@@ -191,10 +192,10 @@ class TensorMechanism:
     stored in the pools."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: two buffers on the device, each for a piece (a range of tokens) of one layer's KV. Through the
-        first, keys that were computed elsewhere and written to a slot are read, to compute partial keys. Through the
-        second, a step with several new tokens of a sequence reads the sequence's earlier KV. All FetchedRows share
-        them."""
+        """`pieces`: two buffers on the device, which all FetchedRows share. Each holds one piece (a range of tokens) of
+        one layer's KV at a time. The first is for keys that were computed elsewhere and written to a slot: their
+        partial keys (projections to fewer columns) are computed from it. The second is for the earlier KV of a sequence
+        that has several new tokens in a step: attention reads it there."""
         device = decoder.device
         self.basis, self._selection = prepared.basis.to(device.torch_device), prepared.selection
         self._shape, self._device, self._pieces = shape, device, pieces
@@ -215,8 +216,8 @@ class TensorMechanism:
         return whole_of(layout).token_bytes * most + partial_bytes + areas + _record_bytes(size, size.num_slots(most))
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Allocate pools of `num_rows` pages, and return the Row (memory) of every slot. A slot gets a page in each
-        pool when a sequence begins to use the slot."""
+        """Allocate pools of `num_rows` pages, and return a FetchedRow, the memory of one slot, for every slot. A slot
+        gets a page in each pool when a sequence begins to use it."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         whole, partials, areas = (
             PagePool(self._device.pool_memory(each, num_rows, num_tokens))
@@ -238,8 +239,9 @@ class TensorMechanism:
     def scored(
         self, keys: Sequence[TensorPartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]
     ) -> TensorPartialRows:
-        """Return an object that scores the partial keys of several sequences. `lengths` is each sequence's number of
-        keys, and `num_tokens` is its number of tokens."""
+        """Return an object that scores the partial keys (keys projected to fewer columns) of several sequences.
+        `lengths`: number of keys of each sequence, including the new token's key. `num_tokens`: number of tokens of
+        each sequence; it is larger than the number of keys if keys were evicted."""
         return TensorPartialRows(keys, lengths, num_tokens)
 
     def begin(self, choosing: Choosing) -> TensorStepKeys:

@@ -4,19 +4,20 @@
 A Residency for `engine.model_runner`. Layers 0 and 1 are not packed, and are read in place. In other layers, a step
 unpacks the keys and values that each kv head selects into the slot's area (memory for one layer's KV). An unpacked
 token has the same index in the area as in the sequence. Attention reads the area, which also contains the KV of the
-step's new token from before packing.
+step's new token as it was computed, before packing.
 
     KV that was pushed or computed here   ->  partial keys, made before packing  ->  packed, `home`
     selected keys and values of a layer   ->  from `home`, unpacked              ->  the area of the slot
 
     `home`  layers 0 and 1, and the other layers packed
     device  layers 0 and 1, partial keys, the area
-    link    packed KV: of selected tokens to the device, of the new token to `home`. For spans of several tokens: also
-            of all earlier tokens to the device
+    link    to the device: packed KV of selected tokens; if a sequence has several new tokens, of all earlier tokens
+            to `home`: packed KV of new tokens
 
-`home` is the memory that stores KV between steps. For the same queries, this policy selects the same keys as
-`infinigen`. A layer's additional error is therefore only the error of its selected KV in 4 bits. Longer spans (local
-prefill) attend to all keys, with packed values of earlier tokens.
+`home` is the memory that stores KV between steps. Partial keys are keys projected to fewer columns, from which scores
+are estimated. For the same queries, this policy selects the same keys as `infinigen`. A layer's additional error is
+therefore only the error of its selected KV in 4 bits. A sequence with several new tokens (local prefill) attends to all
+keys, with packed values of earlier tokens.
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L layers.
 """
@@ -45,7 +46,8 @@ from generate_workers.residency.traits import POLICIES
 
 
 class ScoredInt4Row(Int4Row, ScoredRow):
-    """Memory of one slot that stores KV in 4 bits, and partial keys that are made before the KV is packed."""
+    """Memory of one slot that stores KV in 4 bits, and partial keys (keys projected to fewer columns), which are
+    computed before the KV is packed."""
 
     def __init__(
         self,
@@ -133,7 +135,8 @@ class InfinigenInt4Step(ScoringStep[I]):
         return self._of_one.unpack_picked(layer, picks)
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys for `layer`, and pack the new tokens' KV into the memory of packed KV."""
+        """Make the new tokens' partial keys (projections of keys to fewer columns) for `layer`, and pack the new
+        tokens' KV into the memory of packed KV."""
         super().end(layer)
         if layer not in self._layers:
             return
@@ -143,7 +146,8 @@ class InfinigenInt4Step(ScoringStep[I]):
 
 
 class InfinigenInt4Residency(RowResidency[ScoredInt4Row]):
-    """Residency that stores KV in 4 bits, and selects keys by partial scores."""
+    """Residency that stores KV in 4 bits, and selects keys by the scores of partial keys (keys projected to fewer
+    columns)."""
 
     traits = POLICIES["infinigen_int4"]
 

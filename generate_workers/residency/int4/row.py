@@ -1,9 +1,9 @@
-"""Slots whose KV is stored in 4 bits (`format`). Layers 0 and 1 are not packed. A slot has an area: memory on the
-device that holds the unpacked KV of one layer, for attention.
+"""Memory of slots whose KV is stored in 4 bits (`format`). Layers 0 and 1 are not packed. Each slot has an area: device
+memory that holds the unpacked KV of one layer, for attention.
 
-Shared by residencies `int4` (`whole`) and `infinigen_int4` (`int4_infinigen`). An area has one entry per token of its
-sequence, so that unpacked KV has the same index as in a slot that is not packed. The KV of a step's new tokens is in
-the area as it was computed, before packing.
+The residencies `int4` (module `whole`) and `infinigen_int4` (module `int4_infinigen`) use this module. An area has one
+entry per token of its sequence, so that a token has the same index in the area as in the sequence. The area holds the
+KV of a step's new tokens as it was computed, before packing.
 
 Shape suffixes: B sequences, T tokens, G kv heads, H head dim.
 """
@@ -37,11 +37,12 @@ class Int4Row(AreaRow):
         is_apart: bool = False,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """Make the memory of a slot. `index`: the data by which a policy selects keys; empty: the policy selects no
-        keys. If it is not empty, the first two layers count as device memory, and also as `home` (memory that stores KV
-        between steps). `is_apart`: True if `make_memory` makes memory of a device that has its own memory. `make_home`
-        may be set only if `is_apart` is true. It is a function that makes host memory for the packed layers; None: the
-        packed layers are stored on the device.
+        """Make the memory of a slot. `index`: parts of the memory with the data by which a policy selects keys; empty:
+        the policy selects no keys. `is_apart`: True if `make_memory` makes memory of a device that has its own memory.
+        `make_home` may be set only if `is_apart` is true. It is a function that makes host memory for the packed
+        layers; None: the packed layers are stored on the device. The first two layers always count as `home`, the
+        memory that stores KV between steps. They also count as device memory if `index` is not empty or `is_apart` is
+        true.
 
         Raises ConfigError for KV that cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space
         cannot be reserved.

@@ -4,16 +4,17 @@ A Residency for `engine.model_runner`, after FlexGen's compression (Sheng et al.
 not packed, as in InfiniGen's comparisons. The KV of the other layers, pushed or computed here, is packed when it is
 stored, so that host memory holds only packed KV of these layers. In each step, the packed KV of all earlier tokens
 crosses the link to the device, and the packed KV of the new tokens crosses the link to host memory. Attention reads an
-area: device memory for the KV of one layer. It holds the unpacked KV of earlier tokens. The new tokens' KV is in it as
-it was before packing.
+area: device memory for the KV of one layer. The area holds the unpacked KV of earlier tokens, and the KV of new tokens
+as it was computed, before packing.
 
-On a device with its own memory (only one that a CPU emulates is supported), all KV is stored only on the device: packed
-KV, and layers 0 and 1. Steps then send no KV over the link. Pushed KV is packed before it crosses the link.
+If the device has its own memory, all KV is stored only on the device: packed KV, and layers 0 and 1. Steps then send no
+KV over the link. Pushed KV is packed before it crosses the link. The only such device that is supported is one that a
+CPU emulates.
 
 A prompt that is prefilled here in chunks attends to the packed values of earlier chunks. FlexGen, which has no chunks,
 attends to the unpacked prompt. The policy needs its native kernel, and a CPU or a device that a CPU emulates. On a CPU,
-the bandwidth of the link is the memory bandwidth. Unpacking itself reads host memory, so no thread has to fetch layers
-ahead.
+copies over the link are limited by the memory bandwidth. No thread fetches layers ahead, because unpacking reads host
+memory directly.
 """
 
 from collections.abc import Sequence
@@ -75,9 +76,9 @@ class Int4Residency(RowResidency[Int4Row]):
     traits = POLICIES["int4"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, *, is_apart: bool = False) -> None:
-        """`is_apart`: True if `make_memory` makes the memory of a device that has its own memory. Raises ConfigError if
-        KV cannot be packed or the kernel cannot be loaded, and an error of OUT_OF_MEMORY if the slots' address space
-        cannot be reserved."""
+        """`is_apart`: True if the device has its own memory, which `make_memory` allocates; False if `make_memory`
+        allocates host memory. Raises ConfigError if KV cannot be packed or the kernel cannot be loaded, and an error of
+        OUT_OF_MEMORY if the slots' address space cannot be reserved."""
         if not has_int4_kernel():
             raise ConfigError("residency = int4 needs its native kernel: install a C++ compiler, or use host or device")
         form = Int4Format(shape.layout)

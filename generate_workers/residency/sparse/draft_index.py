@@ -1,4 +1,5 @@
-"""Residency `device` with an additional index of partial keys, with which speculative drafts select keys.
+"""Residency `device` with an additional index of partial keys, with which speculative drafts select keys. A partial key
+is a key reduced to few columns, from which its score is approximated.
 
 Sequences attend to all keys, as with `device`, so their results do not change. The partial keys are a RowPart (part of
 a slot's memory). Their memory is reserved and counted as device memory, and is released at the end of the sequence.
@@ -61,9 +62,11 @@ class IndexedResidency(DeviceResidency):
     """Residency that stores all KV on the device, and has partial keys with which drafts select keys."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection) -> None:
-        """Raises an error of OUT_OF_MEMORY, or OSError, if the address space cannot be reserved."""
+        """`prepared`: results of `baton prepare` for the model, with which drafts select keys. Raises an error of
+        OUT_OF_MEMORY, or OSError, if the address space cannot be reserved."""
         self.prepared = prepared
-        """Basis and settings that `baton prepare` computed for the model. Drafts select keys with them."""
+        """Results of `baton prepare` for the model, with which drafts select keys: the basis (projection of keys to few
+        columns), and settings."""
         most, basis = shape.max_slot_tokens, prepared.basis
         self.indices = [DraftIndex(shape.layout, basis, most, make_memory) for _ in range(shape.num_slots)]
         """Partial keys of each slot."""

@@ -39,8 +39,9 @@ from generate_workers.residency.traits import POLICIES
 
 
 class PartialPart(RowPart, Protocol):
-    """Partial keys of one slot's sequence, in the layers that select keys; a RowPart (part of the slot's memory). Each
-    instance uses one basis. Implementations provide the memory."""
+    """Partial keys of one slot's sequence, in the layers that select keys; a RowPart (part of the slot's memory). A
+    partial key is a key that is projected to few columns of a basis. Each instance uses a single basis. Classes that
+    implement this protocol provide the memory."""
 
     layers: range
     """Layers of the model that have partial keys."""
@@ -134,10 +135,10 @@ class InfinigenRow(SelectiveRow, ScoredRow):
         *,
         reads_home: bool = True,
     ) -> None:
-        """`num_places`: maximum number of tokens that are stored in each layer that selects keys; None: all tokens.
-        `reads_home`: True if attention reads the KV directly in host memory. False if `make_memory` makes memory of a
-        device that has its own memory. Raises an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot
-        be reserved."""
+        """`basis`: projection from keys to partial keys. `num_places`: maximum number of tokens that are stored in each
+        layer that selects keys; None: all tokens. `reads_home`: True if `make_memory` returns host memory, from which
+        attention reads the KV directly. False if it returns memory of a separate device. Raises an error of
+        OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
         self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens, make_memory)
         super().__init__(shape, make_memory, self.partial, num_places, reads_home=reads_home)
 
@@ -150,9 +151,9 @@ S = TypeVar("S", bound=ScoredRow)
 
 
 class ScoringStep(SelectiveStep[S]):
-    """Step that selects keys by the scores of partial keys. A subclass computes the partial keys of the new tokens of
-    those sequences that select keys. It may do so at the end of the step: a token's own key is selected in any case, so
-    that its partial key is first needed in the next step."""
+    """Step that selects keys by the scores of partial keys. For the sequences that select keys, a subclass must compute
+    the partial keys of the new tokens before the step ends. A new token's partial key is not needed earlier, because
+    the token's key is always selected in its own step, without a score."""
 
     def __init__(
         self,
@@ -161,8 +162,9 @@ class ScoringStep(SelectiveStep[S]):
         decoder: Decoder,
         make_scored: MakeScored = PartialRows,
     ) -> None:
-        """`make_scored`: function that makes an object with the partial keys of several sequences. The object computes
-        on the device that stores the partial keys."""
+        """`prepared`: results of `baton prepare` for the model of `decoder`, with which keys are selected.
+        `make_scored`: function that makes an object with the partial keys of several sequences. The object computes on
+        the device that stores the partial keys."""
         super().__init__(decoder.layout, rows)
         self._places_B = self._places_B.to(decoder.device.torch_device)
         self._prepared = prepared
@@ -224,12 +226,13 @@ class InfinigenStep(ScoringStep[K]):
 
 
 class InfinigenResidency(RowResidency[InfinigenRow]):
-    """Residency that selects keys by partial scores, and keeps the KV of all tokens."""
+    """Residency that keeps the KV of all tokens. It selects keys by approximate scores, which are computed from partial
+    keys (keys reduced to few columns)."""
 
     traits = POLICIES["infinigen"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must have been made for the model of `decoder`. Raises an error of OUT_OF_MEMORY, or OSError, when
-        the address space cannot be reserved."""
+        """`prepared`: results of `baton prepare` for the model of `decoder`, with which keys are selected. Raises an
+        error of OUT_OF_MEMORY, or OSError, if the address space cannot be reserved."""
         rows = [InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenStep(rows, prepared, decoder))

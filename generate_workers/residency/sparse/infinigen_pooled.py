@@ -1,24 +1,24 @@
 """Residency `infinigen` with a limit on the number of tokens whose KV a sequence keeps. The kept tokens form a pool,
 which evicts tokens when it is full.
 
-A Residency for `engine.model_runner`. `pool` assigns each token a place, which is an index in the sequence's memory.
-Layers 0 and 1 keep all tokens. In the other layers, a sequence has a place for each token that it may keep, and one
-place for the new token of a step (its own token). Keys are scored and selected by place. A step records the selected
-keys in the pool. When the forward pass has ended, the K, V and partial key of the own token are moved to the place that
-the pool returns.
+A Residency for `engine.model_runner`. The module `pool` assigns each token a place, which is an index in the sequence's
+KV memory. Layers 0 and 1 keep all tokens. In the other layers, a sequence has a place for each token that it may keep,
+and one more place for the new token of a step (its own token). Keys are scored and selected by place. A step records
+the selected keys in the pool. When the forward pass has ended, the K, V and partial key of the own token are moved to
+the place that the pool returns. A partial key is a key reduced to few columns, from which its score is approximated.
 
-    `home`  all KV of layers 0 and 1; in other layers the places, and the order in which their tokens are evicted
-    device  layers 0 and 1, and partial keys of the places
+    `home`  KV of all tokens in layers 0 and 1, KV of the kept tokens in other layers, and their order of eviction
+    device  KV of all tokens in layers 0 and 1, and partial keys of the kept tokens in other layers
 
-`home` is the memory that stores KV between steps. On a device with its own memory, the places are stored only on the
-device, not in host memory with a copy on the device. A full pool moves a token in each layer and kv head at each step,
-so copies would soon contain outdated keys. In addition, a pool is small enough for the device.
+`home` is the memory that stores KV between steps. A device with its own memory also stores the KV of kept tokens, which
+then has no copy in host memory. With copies in two memories, one copy would soon contain outdated keys, because a full
+pool moves a token in each layer and kv head at each step. In addition, a pool is small enough for the device.
 
 Pushed KV is written to its places as it arrives, so a prompt never uses more memory than the limit. A prompt that is
 prefilled here and is longer than the limit runs chunk by chunk. Each chunk attends to the tokens that are kept: the
 first tokens, the latest tokens, and the chunk itself.
 
-If a sequence cannot have more tokens than places, its results are bit-identical to those without a pool.
+If a sequence can never have more tokens than the limit, its results are bit-identical to those without a limit.
 
 Shape suffixes: L layers that select, T tokens, G kv heads, H head dim, R columns.
 """
@@ -175,12 +175,12 @@ class PooledInfinigenRow(InfinigenRow):
                 self.keep(part.start, slice(at, at + 1))
 
     def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
-        """Add a step's new token at `position` to the pool, after its partial keys were made. If the pool is full,
-        evict one token per layer and kv head. Its place (index in the sequence's KV memory) gets the K, V and partial
-        key of another token, as the pool determines.
+        """Add a step's new token, at `position` in the sequence, to the pool. The token's partial keys must exist.
+        If the pool is full, evict one token per layer and kv head, and move the K, V and partial keys of other tokens
+        to the places that become free, as described at `KvPool.append`.
 
-        `layers`: layers to change, counted from the first layer that selects keys. `victims_LG`: places whose tokens
-        are evicted; None: the pool selects them.
+        A place is an index in the sequence's KV memory. `layers`: layers in which the token is added, counted from the
+        first layer that selects keys. `victims_LG`: places of the tokens to evict; None: the pool selects them.
         """
         if not self._can_overflow:
             return
@@ -306,16 +306,18 @@ class PooledStep(InfinigenStep[PooledInfinigenRow]):
 
 
 class PooledResidency(RowResidency[PooledInfinigenRow]):
-    """Residency that selects keys by partial scores, and keeps the KV of a limited number of tokens per sequence."""
+    """Residency that keeps the KV of a limited number of tokens per sequence. It selects keys by approximate scores,
+    which are computed from partial keys (keys reduced to few columns)."""
 
     traits = POLICIES["infinigen"]
 
     def __init__(
         self, shape: KvShape, device: Device, prepared: PreparedSelection, decoder: Decoder, size: PoolSize
     ) -> None:
-        """`prepared` must have been made for the model of `decoder`, which must be on `device`. `size`: limit on the
-        kept tokens. The first and latest keys that `prepared` always selects are never evicted. Raises ConfigError if
-        `size` is too small for these keys, and an error of OUT_OF_MEMORY, or OSError, if the address space cannot be
+        """`prepared`: results of `baton prepare` for the model of `decoder`, with which keys are selected. They include
+        the numbers of first and latest keys that are always selected; these keys are never evicted. `decoder` must be
+        on `device`. `size`: limit on the kept tokens, and eviction rule. Raises ConfigError if `size` is too small for
+        the keys that are never evicted. Raises an error of OUT_OF_MEMORY, or OSError, if the address space cannot be
         reserved."""
         layout, selection = shape.layout, prepared.selection
         assert shape.max_slot_tokens <= MAX_TOKENS, "max_slot_tokens exceeds MAX_TOKENS"

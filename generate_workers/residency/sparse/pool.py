@@ -6,11 +6,12 @@ keeps. When the pool is full, each new token replaces an evicted token, the vict
 are overwritten together, so that they always belong to the same token. Victims differ between layers and kv heads,
 because each layer and kv head selects its own keys.
 
-The first tokens and the latest tokens are never victims. The paper's pool protects neither. Its FIFO rule evicts the
-first tokens at once, and its quality does not recover from this. The Eviction rule determines the victim: the earliest
-token, the token that was selected longest ago, or the token that was selected least often. When a counter is full, all
-counters of the same layer and kv head are halved. At the first eviction, many tokens of a prompt were never selected.
-Among tokens that are equal by the rule, the victim is the one with the lowest score in the current step.
+The first tokens and the latest tokens are never victims. The paper's pool protects neither: with the FIFO rule, it
+evicts the first tokens at once, and the quality of the output does not recover. The configured Eviction rule selects
+the victim: the earliest token, the token that was selected longest ago, or the token that was selected least often.
+For the last of these rules, each token has a counter of its selections. When a counter is full, all counters of the
+same layer and kv head are halved. At the first eviction, many tokens of a prompt are equal by the rule, because they
+were never selected. Of several equal tokens, the victim is the one with the lowest score in the current step.
 
 Places are not ordered by position. Attention to selected keys does not need an order, because keys are stored after
 RoPE. There are P places, and one more for the new token of a step (its own token). F and R are the numbers of first and
@@ -22,8 +23,9 @@ places are
     [P - R + 1, P)  the latest R - 1 tokens before the own token, in a ring
     P               the own token, which is always selected in its step and has no eviction order yet
 
-Keys that are always selected are therefore at both ends, as a Selection requires. When a step ends, the earliest of the
-latest R - 1 tokens moves to the victim's place. The own token moves to the place that becomes free.
+The keys that are always selected are therefore at both ends. `baton.modeling.forward.selection`, which selects keys,
+requires this, because it always selects the keys at both ends. When a step ends, the earliest of the latest R - 1
+tokens moves to the victim's place. The own token moves to the place that becomes free.
 
 The pieces of a prompt arrive in any order, before any key is selected. With every Eviction rule, the first tokens and
 the last tokens of a prompt are kept. Until the sequence's first step, the last tokens are stored in a ring after the
@@ -186,14 +188,15 @@ class KvPool:
         return sources, targets
 
     def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
-        """Add a step's new token at `position` to the pool. While the pool is not full, the token stays at the place
-        (index in the sequence's KV memory) that equals its position. The result is then None. In a full pool, the token
-        is at place P, the last one. The result is then the places of the evicted tokens (victims), `[L, G]`.
+        """Add a step's new token, at `position` in the sequence, to the pool. Return None if the pool is not full. The
+        token then stays at the place (index in the sequence's KV memory) that equals its position. If the pool is full,
+        return the places of the evicted tokens (victims), `[L, G]`. The new token is then at the last place, whose
+        index is `limit.num_places`.
 
-        If the pool is full, the caller must first move the token at `late_place(position)` to the victim's place, and
-        then the new token to `late_place(position)`. If `num_last` is 1, there is no such place, and the caller must
-        move the new token to the victim's place. `victims_LG`: places of the victims that PoolNotes has found; None:
-        the pool selects the victims by eviction order.
+        If the pool is full, the caller must move KV: first the token at `late_place(position)` to the victim's place,
+        then the new token to `late_place(position)`. If `limit.num_last` is 1, no late place exists, and the caller
+        must move the new token directly to the victim's place. `layers`: layers to change. `victims_LG`: result of
+        `PoolNotes.victims`; None: the pool selects the victims by eviction order.
         """
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
         order = np.int64(position)

@@ -1,16 +1,16 @@
-"""Base classes of residency policies that select keys for attention: storage of KV, layers that attend to all keys, and
-counts of bytes read.
+"""Base classes of residency policies that select keys for attention. They store the KV, define which layers attend to
+all keys, and count the bytes that attention reads.
 
 Subclasses are Residencies for `engine.model_runner`. All KV is stored in `home`, the memory that stores KV between
 steps (`residency.port`). On a CPU, attention reads the selected keys in place. On a device with its own memory, some
 policies store all KV on the device, and no KV crosses the link during steps. Other policies fetch KV
 (`residency.fetched`). The first two layers (whole layers) attend to all keys, because the important keys cannot be
-predicted there (InfiniGen; Lee et al., 2024). The KV of these layers counts as device memory even on a CPU, as if a
-device held it together with the policy's index for selecting keys:
+predicted there (InfiniGen; Lee et al., 2024). The KV of these two layers, and the policy's index for selecting keys,
+count as device memory. On a CPU, they count as device memory too, as if a separate device stored them:
 
     `home`  all KV, in whole pages
     device  the first two layers' KV, and the policy's index
-    link    in the other layers, the selected keys and values: 2 x H elements for each key of each kv head
+    link    (host to device) in the other layers, the selected keys and values: 2 x H elements per key and kv head
 
 Sequences of one new token select keys, even if the token is a prompt's last. Longer spans (local prefill) attend to all
 keys. The selection of one sequence does not depend on others.
@@ -112,10 +112,10 @@ class SelectiveRow(StoredRow):
         reads_home: bool = True,
     ) -> None:
         """`index`: the policy's index on the device, with which it selects keys. `num_places`: maximum number of tokens
-        that each layer after the first two can store; None: all tokens. `reads_home`: True if attention reads the KV
-        directly in host memory. False if `make_memory` makes memory of a device that has its own memory; the KV of all
-        layers then counts as device memory, too. Raises an error of OUT_OF_MEMORY if the slot's address space cannot be
-        reserved."""
+        that each layer after the first two can store; None: all tokens. `reads_home`: True if `make_memory`
+        returns host memory, from which attention reads the KV directly. False if it returns memory of a separate
+        device. The KV of all layers then counts as device memory, not only that of the first two layers. Raises an
+        error of OUT_OF_MEMORY if the slot's address space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, most)

@@ -28,8 +28,8 @@ are multiples of 16, and further kernels for other strides."""
 
 
 class TritonRows:
-    """Attention of the spans of a step (consecutive new tokens of one sequence) that have few new tokens and KV in
-    pages. The pages are in one pool, or in two pools for different layers."""
+    """Attention of those spans of a step whose KV is in pages and that have few new tokens. A span is a run of
+    consecutive new tokens of one sequence. The pages are in one pool, or in two pools that hold different layers."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
         """Collect the kernel arguments of the spans (consecutive new tokens of one sequence). `spans`: for each span,
@@ -47,15 +47,15 @@ class TritonRows:
         self._windows = windows
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the keys and values of these sequences' new tokens to their pages. `k_TGH` and `v_TGH` contain the keys
-        and values of all tokens of the step."""
+        """Write the keys and values of the new tokens of all spans to the pages of their sequences. `k_TGH` and `v_TGH`
+        contain the keys and values of all tokens of the step."""
         pool, pages_PS2GH = self._of_layer(layer)
         append_kv(self._of_rows(k_TGH), self._of_rows(v_TGH), pages_PS2GH, pool.new_rows)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the attention output of these sequences' new tokens, `[B, N, H]`, in the dtype of the queries. `q_TNH`
-        contains the queries of all tokens of the step. With `picks`, each sequence attends to exactly the selected
-        keys, and the layer's sliding window is not applied."""
+        """Return the attention output of the new tokens of all spans, `[B, N, H]`, in the dtype of the queries. `q_TNH`
+        contains the queries of all tokens of the step. If `picks` is given, each sequence attends to exactly the
+        selected keys, and the layer's sliding window is not applied."""
         pool, pages_PS2GH = self._of_layer(layer)
         if picks is None:
             seen = SeenKeys(window=self._windows[layer], unseen_B2=pool.unseen_B2)
@@ -98,11 +98,11 @@ class _Pool:
             most_queries=power_of_two(max(place.num_new for place in places)),
             most_keys=most_keys,
         )
-        """Kernel argument for attention: block table and number of keys of each sequence. All keys are counted."""
+        """Kernel argument for attention: block table and total number of keys of each sequence."""
         self.new_rows = self.rows
-        """Kernel argument for writing the keys and values of new tokens. Equal to `rows` if the keys of new tokens are
-        the last keys of all sequences. Otherwise the keys of each sequence are counted only up to the new token's
-        key."""
+        """Kernel argument for writing the keys and values of new tokens. The kernel writes to the end of a sequence's
+        keys. If a new token's key must not be the last key of its sequence (`KvPlace.own`), this argument counts the
+        keys of that sequence only up to the new token's key. If there is no such sequence, it equals `rows`."""
         if any(place.own is not None for place in places):
             ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
             self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))

@@ -8,11 +8,12 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32)
 KeyLists = tuple[Tensor, Tensor]
-"""Selected keys of each new token and kv head, int32, as a pair. First the lists of keys, `[B, G, K]` for one layer or
-`[L, B, G, K]` for all layers. Then the lengths of the lists, `[B, G]`, which are the same in all layers."""
+"""Selected keys of each new token and kv head, as a pair of int32 tensors. The first contains the lists of keys:
+`[B, G, K]` for one layer, or `[L, B, G, K]` for all layers. The second contains the lengths of the lists, `[B, G]`,
+which are the same in all layers."""
 Table = tuple[Tensor | None, int]
-"""Block tables, as a pair. First the addresses of the pages that hold the keys of each new token, int64, or None if KV
-is contiguous. Then the number of tokens of a page."""
+"""Block tables, as a pair: the addresses (int64) of the pages that hold the keys of each new token, and the number of
+tokens of a page. If KV is contiguous, the addresses are None."""
 NO_TABLE: Table = (None, 0)
 
 
@@ -21,8 +22,9 @@ class RowKeys(NamedTuple):
     int64 on the CPU."""
 
     addresses_B: Tensor
-    """Address of the first key of each new token: `[B]` for one layer, or `[L, B]` for all layers. If KV is in pages,
-    each entry is instead the number of bytes from the first layer's memory to the layer's memory."""
+    """Memory address, for each new token, of the first key that `lengths_B` counts: `[B]` for one layer, or `[L, B]`
+    for all layers. If KV is in pages, an entry is instead an offset in bytes: the distance from a page's memory in the
+    pool's first layer to the same page's memory in the layer of the entry."""
     lengths_B: Tensor
     """Number of keys of each new token, up to and including its own key."""
     table: Table = NO_TABLE
@@ -56,7 +58,7 @@ def row_keys(
     keys: RowKeys, num_kv_heads: int, picks: KeyLists | None, *, num_layers: int = 1
 ) -> tuple[int | None, ...]:
     """Check the keys to which new tokens attend. Return them as kernel arguments, in the order of the struct RowKeys in
-    attention/decode_checks.h. With `picks`, the tokens attend only to the selected keys."""
+    attention/decode_checks.h. If `picks` is given, the tokens attend only to the selected keys."""
     B = keys.lengths_B.numel()
     lengths = numbers(keys.lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous")
     listed = num = queries = unseen = None

@@ -125,8 +125,8 @@ class Operators(SparseOperators):
         product: str,
         picks: KeyLists | None = None,
     ) -> Tensor:
-        """Return the attention output `[B, N, H]` of rows (new tokens), each over its own keys. With `picks`, rows
-        attend only to the selected keys."""
+        """Return the attention output `[B, N, H]` of rows (new tokens), each over its own keys. If `picks` is
+        given, rows attend only to the selected keys."""
         _check_rows(q_BNH)
         B, N, H = q_BNH.shape
         require(keys.lengths_B.numel() == B, "a length for each row")
@@ -142,8 +142,8 @@ class Operators(SparseOperators):
         self, q_TNH: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], causal: bool, product: str
     ) -> tuple[Tensor, Tensor]:
         """Return the attention output `[T, N, H]` and the log-sum-exp `[T, N]` of the scores. `keys` and `values` are
-        lists of tensors `[S, G, H]`, one for each segment of keys. Queries attend to all keys. With `causal`, query t
-        attends only to keys 0 to t of the last segment."""
+        lists of tensors `[S, G, H]`, one for each segment of keys. Queries attend to all keys of all segments. If
+        `causal` is set, the last segment is masked: query t attends only to keys 0 to t of this segment."""
         dtype = q_TNH.dtype
         require(q_TNH.dim() == 3 and q_TNH.stride(2) == 1, "queries have 3 dimensions, the last contiguous")
         require(dtype in FLOATS and q_TNH.is_cpu, "queries must be bfloat16 or float32")
@@ -240,7 +240,7 @@ class DecodeLayers:
         """Run all layers on the hidden states, in place, and append the keys and values of the new tokens to their KV.
 
         `factors`: cosines and sines of RoPE, both `[T, H]`. `keys`: keys of the new tokens, with the addresses of all
-        layers, `[L, T]`. With `picks`, tokens attend only to the selected keys.
+        layers, `[L, T]`. If `picks` is given, tokens attend only to the selected keys.
         """
         T, num_layers = len(hidden_TD), len(self._held) // 4
         require(num_layers > 0, "layers are not complete")

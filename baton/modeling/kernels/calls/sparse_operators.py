@@ -43,16 +43,19 @@ class SparseOperators:
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Find each selected key in its sequence's cache on the device, and assign a cache slot to each key that is
-        missing (sparse/hot_keys.cpp). A cache has numbered places, each for one key. The first places hold the keys of
-        the latest tokens. The remaining places, the slots, hold other keys.
+        missing (sparse/hot_keys.cpp). A cache has numbered places, each for one key of each kv head. The first places
+        hold the keys of the latest tokens. The remaining places are called slots and hold other keys.
 
         Return the place of each selected key, `[B, G, K]`, the missing keys as pairs of key and place, `[B, G, K, 2]`,
         and the number of missing keys, `[B, G]`.
 
-        `records_B`: address of each sequence's records, which list the keys in its slots. `rows`: four tensors with one
-        entry for each sequence: the number of slots, the index of the first of the latest tokens that have a place, the
-        number of tokens, and True if the cache contains only the key of the new token. `sizes`: number of places for
-        latest tokens, and maximum number of slots.
+        `records_B`: address of each sequence's records, which list the keys in its slots. `sizes`: number of places for
+        latest tokens, and maximum number of slots. `rows`: four tensors with one entry for each sequence:
+
+        - the number of slots,
+        - the index of a token: this token and all later tokens are the latest tokens,
+        - the number of tokens,
+        - True if the cache contains no key except that of the new token.
         """
         num_slots_B, latest_B, num_tokens_B, is_fresh_B = rows
         require(picks_BGK.dim() == 3, _LISTS)
@@ -133,8 +136,8 @@ class SparseOperators:
 
         `basis_GHR`: matrix of each kv head by which its keys are multiplied. `columns_GR`: columns of a key that make
         up its partial key. None if the matrices do more than select columns. `addresses`: address of the partial keys
-        of each token's sequence. `numbers_`: index of each token in its sequence. If both have only one element, the
-        tokens are consecutive tokens of one sequence, and the element belongs to the first token.
+        of each token's sequence. `numbers_`: index of each token in its sequence. If `addresses` and `numbers_` have
+        only one element each, they describe the first token, and all tokens are consecutive tokens of one sequence.
         """
         require(
             k_TGH.dim() == 3 and k_TGH.stride(2) == 1 and k_TGH.is_cpu, "keys must be [T, G, H], a head's in one piece"
@@ -166,15 +169,17 @@ class SparseOperators:
     ) -> Tensor:
         """Record a layer's selected keys in the sequences' pools, and choose victims: the tokens to evict next
         (sparse/pool_notes.cpp). Each kv head of a sequence has a pool with a limited number of places, each for the KV
-        of one token. A place has a record of when, or how often, its token was selected.
+        of one token. For each place, a record states how often its token was selected, or in which step it was last
+        selected.
 
-        Return the place of the victim for each sequence and kv head, `[B, G]`. It is meaningful only for sequences
-        whose pool is full.
+        Return the place of the victim for each sequence and kv head, `[B, G]`. If the pool of a sequence is not full,
+        ignore the victim.
 
         `rows`: address of each sequence's records, and position of the sequence's new token. `limits` contains five
         numbers: the number of places, the start and the end of the range of places that may be evicted, the number of
-        bits of a record that hold the token's position, and the largest value of a selection counter. If the largest
-        value is 0, a record has no counter. It stores the position of the last step that selected the token instead.
+        bits of a record that hold the token's position, and the largest value of a selection counter. If this largest
+        value is 0, records have no counters. They then contain the position of the sequence's new token in the last
+        step that selected the token.
         """
         (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
         lists = "picks must be int32, contiguous"

@@ -4,9 +4,10 @@ parts. Imports Triton.
 A program serves one kv head of one sequence. It computes M pairs of a query and one of the R heads that share the kv
 head, and reads the keys only once for all pairs.
 
-A program attends to the keys in a *list*. Without selected keys, the list contains the keys from the first key to which
-some query attends, without the keys that the sequence excludes. Otherwise it contains the keys that the kv head
-selects. Each split takes `split_keys` entries of the list. Keys that are not in the list are not read.
+A program attends to the keys in a *list*. If keys are selected, the list contains the keys that the kv head selects.
+Otherwise the list begins with the first key to which some query attends. It contains this key and all later keys of the
+sequence, except the keys that the sequence excludes. Each split takes `split_keys` entries of the list. Keys that are
+not in the list are not read.
 
 Shape letters: B sequences, T tokens, N heads, G kv heads, R = N / G, H head dim (padded), M pairs, S keys of a tile, X
 splits, K selected keys.
@@ -111,8 +112,8 @@ def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) 
 def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tuple, shape: tl.constexpr) -> tl.tuple:
     """Return the key index for each entry of a list of keys, and a mask that is True for valid keys. `span`: the number
     of keys of the sequence, the first key in the list, the first excluded key, and the number of excluded keys.
-    `entry_S`: indices of the entries in the list. If keys are selected, indices in the memory of the lists of all
-    sequences and kv heads."""
+    `entry_S`: index of each entry in the list. If keys are selected, it is instead the index in `rows.picks`, which
+    contains the lists of all sequences and kv heads one after another."""
     length, first, gap, num_left_out = span
     if shape.has_picks:
         key_S = tl.load(rows.picks + entry_S, mask=is_entry_S, other=-1)

@@ -62,8 +62,9 @@ def gate(x_TI: Tensor) -> Tensor:
 
 def turn_heads(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
     """Apply RoPE to the heads of all tokens in place. Dimension i of a head is paired with i + H / 2. `sin_T1H` must be
-    negated in the first half of each head. Only each head must be contiguous. Does not wait for the device. Raises
-    RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed."""
+    negated in the first half of each head. `x_TNH` may be a strided view, but each head must be contiguous. Does
+    not wait for the device. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not
+    installed."""
     require_triton()
     from baton.modeling.kernels.triton import pointwise_kernels as kernels
 

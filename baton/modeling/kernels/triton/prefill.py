@@ -38,7 +38,7 @@ def prefill_attention(
     """Return the attention output `[T, N, H]` over the keys of the segment, in the dtype of the queries, and the
     natural log-sum-exp `[T, N]` of the scores in fp32. Does not wait for the device.
 
-    Queries, keys and values may be strided views, such as those of `KvRows`. Only each head must be contiguous. Scores
+    Queries, keys and values may be strided views, such as those of `KvRows`, but each head must be contiguous. Scores
     are scaled by 1 / sqrt(H). Softmax and sums are computed in fp32. For a query that attends to no key, the output is
     zero, and the log-sum-exp is finite and below -1e29, so that results can be merged.
 

@@ -16,8 +16,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def product(a_MX: tl.tensor, b_XY: tl.tensor, widen: tl.constexpr) -> tl.tensor:
-    """Multiply two matrices with fp32 accumulation. fp32 operands are not rounded to TF32. With `widen`, operands are
-    converted to fp32 first."""
+    """Multiply two matrices with fp32 accumulation. fp32 operands are not rounded to TF32. If `widen` is set, operands
+    are converted to fp32 first."""
     if widen:
         a_MX = a_MX.to(tl.float32)
         b_XY = b_XY.to(tl.float32)
