@@ -48,8 +48,8 @@ class Keepalive:
 
 
 def channel_options(keepalive: Keepalive) -> Options:
-    """Return the gRPC options of a client's channel. The channel has its own connection, and attempts to reconnect at
-    most one second after the connection breaks."""
+    """Return the gRPC options of a client's channel. The channel has its own connection. If the connection breaks, the
+    channel reconnects, and waits about one second or less between two attempts."""
     return (
         *common_options(keepalive),
         ("grpc.primary_user_agent", USER_AGENT),

@@ -153,7 +153,7 @@ class Client(_BaseClient[Stream]):
     def requests(
         self, timeout_s: float = 10.0, *, num_ended: int = 64, metadata: Mapping[str, str] | None = None
     ) -> RequestList:
-        """Return the waiting and running requests, and the last `num_ended` requests that have ended. Prompts and
+        """Return the waiting and running requests, and the `num_ended` requests that ended most recently. Prompts and
         outputs are not included. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
         DeadlineExceededError if the server does not answer within `timeout_s`."""
         request, sent = orchestrator_pb2.GetRequestsRequest(num_ended=num_ended), self._sent(metadata)
@@ -221,7 +221,7 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def requests(
         self, timeout_s: float = 10.0, *, num_ended: int = 64, metadata: Mapping[str, str] | None = None
     ) -> RequestList:
-        """Return the waiting and running requests, and the last `num_ended` requests that have ended. Prompts and
+        """Return the waiting and running requests, and the `num_ended` requests that ended most recently. Prompts and
         outputs are not included. `metadata` is sent as gRPC metadata. Raises UnavailableError or DeadlineExceededError
         if the server does not answer within `timeout_s`."""
         request, sent = orchestrator_pb2.GetRequestsRequest(num_ended=num_ended), self._sent(metadata)

@@ -139,8 +139,8 @@ class ChainError(BatonError):
 
 
 class NotFiniteError(BatonError):
-    """The logits of a sequence contain NaN or infinity, so no next token can be selected. Weights or KV are damaged, or
-    the model overflows."""
+    """The logits of a sequence contain NaN or plus infinity, so no probabilities of tokens can be computed. Weights or
+    KV are damaged, or the model overflows."""
 
     retryable = True
 

@@ -1,5 +1,5 @@
-"""Conversion between Baton's values and the protobuf messages that clients exchange (proto/baton/v1). All functions are
-pure.
+"""Conversion between Baton's values and the protobuf messages that clients and servers exchange (proto/baton/v1). All
+functions are pure.
 
 Functions named `x_from_proto` validate their messages. Messages from hostile or newer peers may raise
 InvalidArgumentError or VersionMismatchError, but never fail an assert.

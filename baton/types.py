@@ -50,7 +50,7 @@ each output channel."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 DeviceName = Literal["auto", "cpu", "cuda", "emulated"]
 """Device that a worker computes on. `emulated` is a GPU emulated by the CPU, with separate device memory behind a
-simulated link. `auto` is the CPU."""
+simulated link. `auto` selects the CPU."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Number of bytes of one element, by the dtype's name in messages."""
 
@@ -127,7 +127,8 @@ class Lease:
     request_id: RequestId
     attempt: int
     num_tokens: int
-    """Number of tokens whose KV must be in the slot before the lease can be committed, at positions [0, num_tokens)."""
+    """Number of tokens, at positions [0, num_tokens), whose KV must be in the slot before the lease can be
+    committed."""
     endpoint: str
     """Address (`host:port`) of the KvReceiver service that granted the lease."""
     ttl_s: float
@@ -191,7 +192,8 @@ class DraftRound:
     num_accepted: int
     """Number of draft tokens that were accepted."""
     num_tokens: int
-    """Number of output tokens of the step. It is the accepted drafts plus one, unless the choice ended with a draft."""
+    """Number of output tokens of the step. It is the number of accepted drafts plus one. If the choice ended at an
+    accepted draft, it is only the number of accepted drafts."""
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,8 @@ class TokenEvent:
     """Prompt tokens with their logprobs, if the request asked for prompt logprobs. Set only in the event with position
     0 of choice 0."""
     drafts: DraftRound | None = None
-    """Statistics of the drafts that one step verified for the choice. Set in the event of the step's last token;
-    otherwise None."""
+    """Statistics of the drafts that one step verified for the choice. Only the event with the last token of that step
+    has them; they are None in all other events."""
     origin: TokenOrigin | None = None
     """Groups that computed the token. None if they are the same as for the choice's previous token."""
 

@@ -41,7 +41,7 @@ class OwnCluster:
 @contextlib.asynccontextmanager
 async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[str], None]) -> AsyncIterator[OwnCluster]:
     """Start a cluster with the options of `baton serve` on a free port, and yield its addresses. The cluster's name
-    starts with `purpose`. The cluster is shut down at the end of the block.
+    starts with `purpose`. The cluster is shut down at the end of the `async with` block.
 
     `report` is called with each line that the child prints. Raises ConfigError or UnavailableError, with the reason, if
     the cluster does not start.

@@ -23,7 +23,8 @@ _CALL_S = 0.05
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all numbers of keys and return 0. Kernels that cannot run on this machine are left out of the results."""
+    """Measure all kernels with each number of keys, and return 0. Kernels that cannot run on this machine are left out
+    of the results."""
     shape, pairs = ResolvedModel(resolve(args)).shape(args.dtype), QUICK_PAIRS if args.quick else PAIRS
     use_cores(sorted(os.sched_getaffinity(0))[:1], 1)
     reporter, kernels = Reporter("attention", args.json), runnable(list(KERNELS))

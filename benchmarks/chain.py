@@ -91,7 +91,7 @@ class Arena:
         return found | {"model": [predicted_s] * contest.pairs}
 
     def searched(self, num_tokens: int, kernel: str) -> tuple[TokenRange, ...]:
-        """Return the chunks of the ranks that the search (KVR-S) finds for a prompt of `num_tokens` tokens."""
+        """Return the chunk of each rank for a prompt of `num_tokens` tokens. The chunk lengths are searched (KVR-S)."""
         return as_ranges(search(num_tokens, len(self._ranks), self._calibrations[kernel].cost, BATON), 0)
 
     def _round(self, contest: Contest, num_tokens: int, seed: int) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""Measures the cost of the orchestrator's bookkeeping for given numbers of blocks, workers and groups. Its parts are
-the prefix index, the statuses of workers, and the view of the cluster (the list of all groups).
+"""Measures the cost of the orchestrator's bookkeeping for given numbers of blocks, workers and groups. The measured
+parts are the prefix index, the statuses of workers, and the view of the cluster (the list of all groups).
 
     prefix index    eight stores of 125,000 blocks each: memory per block, and the times to write a block, to look up a
                     block in one store, and to find all stores that have a block
     worker_poller   CPU time of the orchestrator for the status of one worker. Scripted generation groups in another
                     process report the statuses. In a busy cluster, the orchestrator queries every worker twice a
-                    second, and the supervisor once a second with the same call
+                    second. The supervisor makes the same call to every worker once a second
     view            time to parse a view of `num_groups` groups, which the supervisor pushes once a second
 """
 

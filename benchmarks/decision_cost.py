@@ -7,7 +7,7 @@ different numbers of groups.
                 sequences and its own prefix store. The stores of an eighth of the groups have one to five of the
                 prompt's blocks. All other groups may fetch these blocks, and generation groups may prefill locally
     shortlist   placement in the traffic simulator, which compares only a few candidate groups
-    autoscaler  one decision of the autoscaler, which may run at most this number of groups
+    autoscaler  one decision of the autoscaler, whose maximum number of groups is the number in the first column
 
 The planner uses nominal costs of Llama-3.1-8B on H100s. Half of the groups are prefill groups, half are generation
 groups. Values are median milliseconds of a few calls on this machine.
@@ -158,8 +158,8 @@ def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> 
 
 
 def autoscaler_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
-    """Return the median milliseconds of one decision of the autoscaler that may run at most `num_groups` groups, under
-    a load that needs all of them."""
+    """Return the median milliseconds of one decision of the autoscaler. It may run at most `num_groups` groups, and the
+    load is so high that all of them are needed."""
     half = num_groups // 2
     config = AutoscalingConfig(min=2, max=num_groups)
     autoscaler = Autoscaler(config, ServiceModel(planner, 1, 32), LeadTimes(30.0, 2.0))

@@ -2,13 +2,13 @@
 with another server.
 
 The cases (cells) are pairs of a batch size and a context length. The sequences of a batch have different lengths,
-spread evenly within a tenth of the context. Their KV is stored as in a served request. A step is one step of the
-engine, including sampling and detokenization (`benchmarks.sides.engine_rows`).
+evenly spread from 10 % below to 10 % above the context length. Their KV is stored as in a served request. A step is one
+step of the engine, including sampling and detokenization (`benchmarks.sides.engine_rows`).
 
 If `--peer-python` is given, Baton is compared with vLLM-CPU (benchmarks/peers). vLLM's engine runs steps of sequences
 with the same lengths in a separate process; `--peer-model` is the folder of vLLM's model. Otherwise Baton is compared
-with transformers (`plain`). Baton and the other system alternate after every four steps, each time after one warm-up
-step. The waiting system is idle.
+with transformers (`plain`). Baton and the other system alternate. Each time, a system runs one warm-up step and four
+measured steps, while the other one is idle.
 
 `floor` is the number of bytes that a step must read, as counted by the engine, divided by the bandwidth with which all
 threads read memory. `operations` is the sum over matrices and attention of max(time to read, time to compute), with
@@ -247,7 +247,7 @@ def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> It
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cases. With --bars, return 1 if a required value is missed, otherwise 0."""
+    """Measure all cases. Return 0, or 1 if `--bars` is given and a value misses its limit."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))

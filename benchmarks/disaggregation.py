@@ -49,7 +49,8 @@ NUM_SHORT, NUM_LONG, SECONDS = 40, 2, 24.0
 QUICK_SHORT, QUICK_LONG, QUICK_SECONDS = 5, 1, 3.0
 NUM_STREAMS = 4
 BAR = 1.0
-"""Minimum ratio of the time to first token with the policy `always` or `never` to that with `auto`."""
+"""Minimum ratio of another policy's time to first token to that of `auto`. Applies to both other policies, `always` and
+`never`, and both to the mean and to the 95th percentile."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregatio
 
 
 def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggregation, list[Served]]) -> None:
-    """Report `auto` compared with each other policy. The scheduler gives a reason for each choice between the chain and
-    local prefill. Print, for each policy, each reason and its number of prompts."""
+    """Report `auto` compared with every other policy. The scheduler gives a reason for each choice between the chain
+    and local prefill. Print, for each policy, each reason and its number of prompts."""
     name = case(streams=NUM_STREAMS, ranks=1, policy="auto", trace="mixed")
     for way in WAYS[1:]:
         for metric, unit, attribute in (

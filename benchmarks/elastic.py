@@ -1,16 +1,16 @@
 """Benchmark of elastic chain width: the scheduler decides for each prompt how many ranks of a chain prefill it (the
 width of the chain).
 
-Each round has a burst of prompts: two of 6,000 tokens arrive at once, and ten of 256 tokens arrive 0.2 to 2 s later.
-Each prompt requests one output token. The benchmark compares two settings of the orchestrator: `elastic`, and the
-baseline `static`, which prefills each prompt on all ranks in order of arrival.
+Each round has a burst of prompts: two of 6,000 tokens arrive at its start, and ten of 256 tokens arrive 0.2 to 2 s
+later. Each prompt requests one output token. The benchmark compares two settings of the orchestrator: `elastic`, and
+the baseline `static`, which prefills each prompt on all ranks in order of arrival.
 
 Prompts pass through a whole local cluster: an orchestrator, a chain of two ranks with one thread each, and a generation
 engine. Both settings use the same workers and the same cost model, which is calibrated first. They serve the same burst
 one after the other. Output rows: mean time to first token (TTFT) of the short prompts, and of the long prompts.
 
-With `--bars`, the benchmark fails unless the mean TTFT of short prompts is at least 3 times better, and that of long
-prompts at most 15 % worse.
+With `--bars`, the benchmark fails unless the mean TTFT of short prompts with `elastic` is at most a third of that with
+`static`, and the mean TTFT of long prompts is at most 15 % higher than with `static`.
 """
 
 import argparse
@@ -55,7 +55,7 @@ QUICK_LONG_TOKENS = 600
 SHORT_BAR = 3.0
 """Minimum ratio of the mean TTFT of `static` to that of `elastic`, for short prompts."""
 LONG_BAR = 0.15
-"""Maximum increase of the long prompts' mean TTFT with `elastic`, as a fraction of that with `static`."""
+"""Maximum increase of the long prompts' mean TTFT by `elastic`, as a fraction of their mean TTFT with `static`."""
 _POLICIES = {"elastic": True, "static": False}
 
 

@@ -148,7 +148,7 @@ class PeerSide:
         self._peer = peer
 
     async def measure(self, sizes: Sizes) -> Felt:
-        """Run one round in the vLLM process."""
+        """Run one round in the vLLM process, and return its measurements."""
         await asyncio.to_thread(self._peer.ask, {"rows": [STREAM_TOKENS] * sizes.num_streams})
         question = {
             "beside": [each.num_tokens for each in sizes.arrivals],

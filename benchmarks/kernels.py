@@ -1,4 +1,4 @@
-"""Benchmark of the automatic choice between kernels for linear layers, for decode steps of few sequences and for long
+"""Benchmark of the automatic choice between kernels for linear layers. Measures decode steps of few sequences, and long
 prefills.
 
 Three sides are measured alternately. Each runs the whole decoder in its own process:
@@ -78,7 +78,8 @@ class SideSpec:
 
     def choice(self) -> KernelChoice:
         """Return which kernel runs a linear layer, Baton's or torch's, by the number of rows of the layer's input. The
-        side `chosen` measures which kernel is faster. The side `panels` always uses Baton's, and `torch` torch's."""
+        side `chosen` measures which kernel is faster. The side `panels` always uses Baton's kernel, and the side
+        `torch` always uses torch's kernel."""
         chosen = measure_choice(tiles=self.tiles)
         if self.name == "panels":
             return replace(chosen, torch_rows=None)
@@ -95,7 +96,7 @@ class Cell:
     batch: int
     context: int
     num_runs: int
-    """Number of measured runs of each side (`chosen`, `panels`, `torch`)."""
+    """Number of runs of each side of the comparison (`chosen`, `panels`, `torch`). The first run is a warm-up run."""
 
     @property
     def num_threads(self) -> int:

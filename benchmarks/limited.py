@@ -14,8 +14,8 @@ With `--device emulated --link 4GBps` the engine's device has separate memory, a
 (docs/devices.md). Without it, on a CPU, no data crosses a link: `host` copies each layer's KV and reads the copy, and
 `infinigen` reads keys in place and copies nothing. The ratio on a CPU therefore does not apply to a device.
 
-With `--bars`, the benchmark fails unless `infinigen` is at least 1.5 times as fast, and its memory at the end is at
-most 1.05 times that at the start. A refused request ends the benchmark.
+With `--bars`, the benchmark fails unless each measured policy is at least 1.5 times as fast as `host`, and the engine's
+memory at the end of the period is at most 1.05 times its memory at the start. A refused request ends the benchmark.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Benchmark of the traffic simulator: compares a live cluster with the simulator's predictions.
 
 The cluster has a real orchestrator and supervisor, gRPC, KV transfers, and one process per worker. Only the engines are
-paced (`tests.support.paced`): they compute with a tiny model, then wait until the time has passed that the cost model
+paced (`tests.support.paced`): they compute with a tiny model, then wait until they have taken as long as the cost model
 predicts for a large model. The same traces are sent to the cluster in an open loop, and run through the simulator with
 the same cost model. The cost model includes the time that a request spends outside its prefill chain, measured on the
 idle cluster as in `baton calibrate`.

@@ -42,8 +42,8 @@ SUMMARY_TOKENS = 6000
 _CHAT_TOKENS = 40, 250
 _ANSWER_TOKENS = 160
 TAIL_BAR = 1.10
-"""Maximum ratio of `auto` to `off`. Applies to the 99th percentiles of the time to first token and of the time per
-output token."""
+"""Maximum ratio of a 99th percentile with `speculation = auto` to the same percentile with `speculation = off`. Applies
+to the time to first token and to the time per output token."""
 _METRICS = (
     ("tpot_ms", "ms"),
     ("tokens_s", "tokens/s"),

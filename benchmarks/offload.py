@@ -6,11 +6,12 @@ device in each step (after FlexGen), and `infinigen` fetches only the keys that 
 `infinigen` has memory for the weights and for the fraction `--room` of all KV.
 
 All policies run the same sequences. Each sequence contains the beginning of a novel, and is fed the novel's next
-tokens. The policies alternate after every two steps, each time after one warm-up step. Output rows: milliseconds of a
-step compared with `device` and with `host`, bytes over the link per step compared with `host`, and the maximum number
-of bytes on the device compared with all KV. `--also` names additional policies, which run on devices like that of
-`infinigen`. The table at the end, and `--plot`, show all policies and cases as in InfiniGen's figures 14 to 16: the
-step time, the speedup over `host`, and the time of a step of `device` divided by the time of a step of the policy.
+tokens. The policies alternate. Each time, a policy runs one warm-up step and two measured steps. Output rows:
+milliseconds of a step compared with `device` and with `host`, bytes over the link per step compared with `host`, and
+the maximum number of bytes on the device compared with all KV. `--also` names additional policies, which run on devices
+like that of `infinigen`. The table at the end, and `--plot`, show all policies and cases as in InfiniGen's figures 14
+to 16: the step time, the speedup over `host`, and the time of a step of `device` divided by the time of a step of the
+policy.
 
 `--breakdown CASE` measures the parts of each policy's steps in one additional case (InfiniGen's figure 18): waiting for
 transfers, the policy's own work, attention, linear layers, and the rest. For each policy, timed steps alternate with
@@ -19,7 +20,7 @@ untimed ones (`benchmarks.sides.timed_steps`).
 With `--bars`, the benchmark fails unless all of these are true:
 
 - a step of `infinigen` takes at most 1.6 times as long as one of `device`, and at most a third of one of `host`
-- the bytes over the link of `infinigen` are at most 15 % of those of `host`, and the link's own
+- `infinigen` moves at most 15 % as many bytes over the link as `host`, and the link's own
   counters give the same number of bytes as the steps report
 - at least 70 % of the fetch time of `infinigen` overlaps with computation
 - the device never stores more than its memory limit

@@ -4,7 +4,7 @@ A local cluster runs an orchestrator, a prefill rank and a generation engine wit
 at random times, regardless of earlier answers (`benchmarks.support.open_loop`). The capacity in requests per second is
 measured first, with streams that each send a new request when their previous request has ended. The limits apply to a
 machine with at least as many cores as computing threads. With fewer cores, each thread slows down the others, and the
-order of requests has no effect.
+order in which requests are served has no effect on the results.
 
 `trace=overload` sends three times as many requests as can be served. `BOUND_S` is the maximum time in seconds until an
 admitted request should have its first token. There are two policies:
@@ -65,7 +65,7 @@ UNEQUAL = 20.0
 LIGHT_PART = 0.1
 """Request rate of the light tenant, as a fraction of the cluster's measured capacity (requests per second)."""
 BOUND_S = 3.0
-"""Maximum time to first token, in seconds, of a request that is not refused."""
+"""Time in seconds within which a request that is not refused should receive its first token."""
 NUM_SLOTS = 12
 NUM_RESERVED = 4
 """Number of slots that are reserved for the light tenant."""

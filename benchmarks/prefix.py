@@ -5,8 +5,8 @@ A whole local cluster runs: an orchestrator, a chain of ranks with one thread ea
 sends a new prompt (`cold`), then a prompt with the same prefix and a different end. The second prompt reuses the
 prefix's KV, which the ranks stored for the first one.
 
-A second case is the next turn of a chat (named `turn`, with the number of tokens of the first answer). The prompt of
-the next turn begins with an earlier prompt and the answer to it. It is compared with a new prompt of the same length.
+A second case is the next turn of a chat (`turn=N` in the row's name: the first answer has N tokens). The prompt of the
+next turn begins with an earlier prompt and the answer to it. It is compared with a new prompt of the same length.
 
 Output rows: time to first token, and KV bytes pushed to the generation engine. The bytes pushed are also compared with
 the bytes that must be pushed (`missing`). The engine's node already has the KV of the cached prefix in whole blocks, so
@@ -91,8 +91,9 @@ async def ask(scheduler: RequestScheduler, prompt_ids: tuple[int, ...], num_toke
 async def measure(
     scheduler: RequestScheduler, num_shared: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
-    """Measure prompts with a cached prefix, and prompts of the same length without one. Return both lists, with one
-    entry per round. A warm-up round is discarded."""
+    """Measure `pairs` rounds, after a warm-up round. A round sends two prompts, which share their first `num_shared`
+    tokens and differ in their last `num_new` tokens. The second prompt reuses the cached KV of the first. Return
+    (results of the second prompts, results of the first prompts), with one entry per round."""
     warm, cold = [], []
     with progress(f"{num_shared} shared tokens, {num_new} new", pairs + 1) as advance:
         for seed in range(pairs + 1):
@@ -107,8 +108,9 @@ async def measure(
 async def measure_turns(
     scheduler: RequestScheduler, num_first: int, num_answer: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
-    """Measure second turns of chats, and new prompts of the same length. Return both lists, with one entry per round. A
-    warm-up round is discarded."""
+    """Measure `pairs` rounds, after a warm-up round. A round sends a prompt of `num_first` tokens and requests
+    `num_answer` tokens. It then sends the second turn of this chat, with `num_new` more tokens, and a new prompt of the
+    same length. Return (results of the second turns, results of the new prompts), with one entry per round."""
     second, cold = [], []
     with progress(f"second turn after {num_first} tokens and an answer of {num_answer}", pairs + 1) as advance:
         for seed in range(pairs + 1):

@@ -1,9 +1,9 @@
 """Benchmark of KV in host memory: measures the added time per step, and how many more sequences fit.
 
 Compares the policies `host` and `device` (`generate_workers.residency`) in the same engine, on the same sequences with
-different lengths. The policies alternate after every two steps, each time after one warm-up step. The baseline
-`formula` is the number of bytes that `host` must move over the link in a step: all cached KV to the device, and the KV
-of each sequence's new token back to the host.
+different lengths. The policies alternate. Each time, a policy runs one warm-up step and two measured steps. The
+baseline `formula` is the number of bytes that `host` must move over the link in a step: all cached KV to the device,
+and the KV of each sequence's new token back to the host.
 
 When steps are measured, the policy `host` runs on a device with `--device-gib` GiB for weights and KV, and the policy
 `device` runs without a limit. The limit is also enforced on a CPU. Afterwards, a separate check runs the case that
@@ -46,8 +46,9 @@ def compare(
     decoder: Decoder, folder: Path, lengths: list[int], num_pairs: int, device_bytes: int = 0
 ) -> tuple[Pairs, int, int]:
     """Measure steps with the residency policies `host` and `device` alternately. `device_bytes`: limit of the device
-    memory with policy `host`; 0: no limit. Return the step times in milliseconds, the bytes that the last step with
-    `host` moved over the link, and the bytes that `link_bytes` predicts for this step."""
+    memory with policy `host`; 0: no limit. Return three values: the milliseconds per step as Pairs of (`host`,
+    `device`), the bytes that the last step with `host` moved over the link, and the bytes that `link_bytes` predicts
+    for this step."""
     num_steps = (num_pairs + 1) * (_STEPS + 1)
     slot_tokens = max(lengths) + num_steps + 2
 
@@ -63,8 +64,8 @@ def compare(
 
 
 def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, bars: Bars) -> None:
-    """Check that a device of `device_bytes` bytes can hold `batch` sequences with the residency policy `host`, and
-    fewer with the policy `device`."""
+    """Check two limits of a device with `device_bytes` bytes of memory. With the residency policy `host`, `batch`
+    sequences of `context` tokens must fit. With the policy `device`, fewer than `batch` must fit."""
     console = Console(stderr=True, highlight=False)
     for policy in ("host", "device"):
         config = EngineConfig(

@@ -91,7 +91,7 @@ def reversals(events: Iterable[ScalerEvent]) -> int:
 
 
 def traces(capacities: dict[Lengths, float], load: float, seed: int) -> list[Trace]:
-    """Return the traces for one load and seed: one shifting trace, and one steady trace of each kind."""
+    """Return the traces for one load and seed: one shifting trace, and one steady trace for each kind of request."""
     kinds = [(PROMPT_HEAVY, OUTPUT_HEAVY)[phase % 2] for phase in range(NUM_PHASES)]
     made = [shifting([Phase(PHASE_S, load * capacities[kind], kind) for kind in kinds], seed)]
     return made + [steady(load * rate, PHASE_S, seed, kind) for kind, rate in capacities.items()]

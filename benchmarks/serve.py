@@ -67,8 +67,8 @@ class Place:
 
     @classmethod
     def pinned(cls, num_threads: int, cores: Collection[int]) -> Self:
-        """Pin the engine to the first `num_threads` of `cores`, and all other processes to the remaining cores. If no
-        cores remain, the other processes share the engine's cores."""
+        """Return a Place that pins the engine to the first `num_threads` of the sorted `cores`, and all other processes
+        to the remaining cores. If no cores remain, the other processes share the engine's cores."""
         mine, others = tuple(sorted(cores)[:num_threads]), tuple(sorted(cores)[num_threads:])
         return cls(num_threads, mine, others or mine)
 
@@ -140,8 +140,8 @@ class _Bench:
         return ratio
 
     async def spans(self, chain: ServedSide) -> float:
-        """Measure and report the stages of the time to first token. Return the milliseconds spent outside the prefill
-        chain."""
+        """Measure and report the stages of the time to first token. Return the median of the milliseconds that a
+        request spends outside the prefill chain."""
         num_requests = QUICK_SPAN_REQUESTS if self.args.quick else SPAN_REQUESTS
         found = []
         with progress("spans", num_requests + 1) as advance:
@@ -163,7 +163,8 @@ class _Bench:
 
 
 async def measure(args: argparse.Namespace) -> int:
-    """Measure every number of streams compared with both baselines, then the stages of the time to first token."""
+    """Compare the whole stack with both baselines for every number of streams. Then measure the stages of the time to
+    first token. Return 0."""
     bench = _Bench(args)
     place = Place.pinned(args.threads, _all_cores()) if args.pin else Place(args.threads)
     async with bench.sides(place, with_single=True) as (chain, baselines):

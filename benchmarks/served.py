@@ -13,7 +13,7 @@ If a peer is not installed, the benchmark skips it and prints the name of its se
 whole benchmark and are warmed up. A load is sent to a server only when all servers are idle, because vLLM's worker
 busy-waits on a core for a second after its last step. This process is the client of all servers, and all times are from
 its clock. All streams of a load are sent at once, for outputs of fixed length, sampled greedily. Prompts are passages
-of novels with different beginnings, the same for all servers.
+of novels. All servers get the same prompts, and no two of these begin with the same tokens.
 
 The loads are the cells of `--grid`, written as STREAMSxPROMPT:OUTPUT: the number of streams, and their numbers of
 prompt and output tokens. A cell that ends with +PROMPT:OUTPUT@SECONDS has one more prompt, which is sent SECONDS
@@ -88,10 +88,10 @@ STALLED_MS = 500.0
 """Threshold in milliseconds of the 99th percentile of the times between messages of vLLM's streams. Above it, vLLM's
 streams count as stalled."""
 STALLED_BAR = 0.5
-"""Maximum ratio of the 99th percentile of the times between messages of Baton's streams to that of vLLM's. Applies if
+"""Maximum ratio of Baton's 99th percentile of the times between messages of a stream to vLLM's percentile. Applies if
 vLLM's percentile is above STALLED_MS."""
 GAP_BAR = 1.2
-"""Maximum ratio of the 99th percentile of the times between messages of Baton's streams to that of vLLM's. Applies if
+"""Maximum ratio of Baton's 99th percentile of the times between messages of a stream to vLLM's percentile. Applies if
 vLLM's percentile is at most STALLED_MS."""
 IDLE_BAR = 0.02
 """Maximum number of cores used by Baton's own processes while no request runs."""

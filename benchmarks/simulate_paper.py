@@ -35,8 +35,8 @@ REFERENCE = "llama-7b"
 NVLINK = 300e9
 A100_MEMORY = 1.555e12
 A100_MATMUL = 1.56e14
-"""Rate of attention on an A100, in FLOP/s, with kernels that do not store the scores in memory. Assumed to be half of
-the peak rate of dense fp16 matrix products."""
+"""Rate in FLOP/s of an attention kernel that does not store its scores in memory, on an A100. Assumed to be half of the
+peak rate of dense fp16 matrix products."""
 RESOLUTION = 64
 RANKS = (4, 8)
 SLOW_RANKS = (2, 4)
@@ -66,8 +66,8 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Error of the prediction: relative for times, absolute for speedups. Positive if the prediction is too
-        large."""
+        """Error of the prediction, positive if the prediction is too large. For times, it is a fraction of the paper's
+        time. For speedups, it is the difference between prediction and paper."""
         return self.ours - self.paper if self.what == "speedup" else self.ours / self.paper - 1
 
 
@@ -82,8 +82,8 @@ class SlowRow:
     ours: dict[int, float]
 
     def best_in_paper(self) -> int:
-        """Return the number of ranks with the shortest time in the paper. If several are equally fast, return the
-        smallest number."""
+        """Return how many ranks are fastest in the paper: the key of `paper` with the shortest time. If several keys
+        have the same time, return the smallest."""
         return min(self.paper, key=lambda ranks: (self.paper[ranks], ranks))
 
     def best_of_ours(self, margin: float) -> int:

@@ -124,8 +124,8 @@ class _Bench:
                 self._draw_lines(num_tokens, costs)
 
     def curve(self, num_tokens: int) -> Curve:
-        """Return the data to plot for one prompt length: the measured times of all rounds, and the predicted times by
-        bandwidth as medians over the rounds."""
+        """Return the data to plot for one prompt length: the measured times of all rounds, and for each bandwidth the
+        median of the times that the rounds predict."""
         times = self.times[num_tokens]
         lines = {
             name: [statistics.median(rounds) for rounds in zip(*times.lines[name], strict=True)] for name in SCHEMES

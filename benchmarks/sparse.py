@@ -3,7 +3,7 @@
 Compares the policies `infinigen` and `device` (`generate_workers.residency`) on the same sequences of different
 lengths. The sequences contain the beginning of a novel, because the number of selected keys depends on the text. A step
 feeds the next token of the novel to every sequence. It includes decoder, policy, logits and greedy sampling, without
-the engine's other work. The policies alternate after every two steps, each time after one warm-up step.
+the engine's other work. The policies alternate. Each time, a policy runs one warm-up step and two measured steps.
 
 The file given by `--selection`, or else the file that `baton prepare` wrote for the model, configures how keys are
 selected. If there is no such file, the benchmark first fits a key selection itself, with the threshold (alpha) and the
@@ -58,13 +58,13 @@ _SELECTION = Selection(alpha=5.0, most_share=0.2, num_first=4, num_last=16)
 
 @dataclass(frozen=True)
 class FittedHere(SelectionSource):
-    """Key selection that this benchmark fits itself. Used if `baton prepare` has written none for the model."""
+    """Key selection that this benchmark fits itself. Used if `baton prepare` has not written one for the model."""
 
     text: Sequence[int] = ()
 
     def load(self) -> PreparedSelection:
-        """Fit a key selection to the beginning of `text`, and return it. It scores keys by only some of the columns
-        (channels) of each head: those with the largest queries and keys."""
+        """Fit a key selection to the beginning of `text`, and return it. The selection scores keys by only some of the
+        columns (channels) of each head: those with the largest queries and keys."""
         decoder, kind = self.decoder, BasisKind.COLUMNS
         num_columns = max(1, int(decoder.config.head_dim * _COLUMNS))
         with torch.inference_mode():
@@ -118,8 +118,8 @@ class Side:
 def compare(
     decoder: Decoder, contexts: Sequence[Context], source: SelectionSource, num_pairs: int
 ) -> tuple[Pairs, Pairs]:
-    """Measure steps of `infinigen` and of `device` alternately. Return the step times in milliseconds, and the bytes of
-    KV that attention read in the last step of each policy."""
+    """Measure steps of `infinigen` and of `device` alternately. Return two Pairs of (`infinigen`, `device`): the
+    milliseconds per step, and the bytes of KV that attention read in the last step."""
     with (
         running(decoder, "infinigen", contexts, source) as sparse,
         running(decoder, "device", contexts, None) as device,
@@ -131,9 +131,9 @@ def compare(
 
 
 def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionSource:
-    """Return the source of the key selection with which `infinigen` selects keys. If `path` is given, it is this file.
-    If `path` is None, it is the file that `baton prepare` wrote for the model. If there is no such file, it is a source
-    that fits a key selection when `load` is called."""
+    """Return the source from which `infinigen` loads its key selection. If `path` is given, the source is this file. If
+    `path` is None, the source is the file that `baton prepare` wrote for the model. If that file does not exist, the
+    source fits a new key selection when its method `load` is called."""
     console = Console(stderr=True, highlight=False)
     if path is None and not prepared_path(decoder.layout.model_fingerprint).is_file():
         console.print("  nothing was prepared for this model (baton prepare): a basis is fitted here", style="dim")

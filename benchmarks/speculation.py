@@ -61,10 +61,10 @@ NUM_KEYS = "128,256,512"
 NUM_DRAFTS = "1,2,3,4,6"
 ROUNDS = 3
 _TOKENS = 64
-"""Number of measured tokens per sequence and round."""
+"""Number of measured tokens per sequence, in each round of the benchmark."""
 _BEFORE = 32
-"""Number of tokens per sequence and round that are generated before the measurement starts. During this time the
-planner learns the costs and the acceptance rate."""
+"""Number of tokens per sequence that are generated before the measurement starts, in each round of the benchmark.
+During this time the planner learns the costs and the acceptance rate."""
 SPEEDUP_BARS = {(16, 4096): (1.2, 1.5), (16, 7500): (1.4, 1.8)}
 """Minimum speedup of `speculation = auto` over steps without drafts, by (batch size, context length). Each value is
 (without AMX, with AMX)."""
@@ -86,8 +86,8 @@ _DATA = Path(__file__).parents[1] / "tests/data"
 _STRIDE = 9000
 """Distance in tokens between the starts of two prompts that are taken from the same text."""
 _QUOTED_PART = 4
-"""Divisor of a prompt's length. If `--texts quotes` is given, the last part of each prompt is a copy of its beginning,
-and has the prompt's length divided by this number."""
+"""Divisor that gives the length of a quotation: the prompt's length divided by this number. If `--texts quotes` is
+given, the end of each prompt is a quotation of the prompt's beginning."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class Choice:
     speculation: str
     """Name of the drafting method: a value of `generate.speculation`, or a method of `baton_lab.comparators.drafts`."""
     num_drafts: int = 0
-    """Number of drafts per sequence and round. 0: the engine plans the number."""
+    """Number of drafts per sequence and step. 0: the engine plans the number, or makes no drafts if speculation is
+    off."""
     num_keys: int = 256
 
     def config(self, batch: int, context: int, num_tokens: int, residency: str) -> EngineConfig:
@@ -146,8 +147,8 @@ class Found:
 def texts_of(
     decoder: Decoder, tokenizer: Tokenizer, batch: int, context: int, *, quotes: bool = False
 ) -> list[PrefilledText]:
-    """Return `batch` prefilled prompts of `context` tokens, taken from the texts alternately. If `quotes` is true, the
-    end of each prompt is a copy of its beginning."""
+    """Return `batch` prefilled prompts of `context` tokens. Successive prompts are taken from different novels of
+    `_TEXTS`. If `quotes` is true, the end of each prompt is a copy of its beginning."""
     ids = [tokenizer.encode(gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode()) for name in _TEXTS]
     starts = [(ids[row % len(ids)], row // len(ids) * _STRIDE + _STRIDE // 4) for row in range(batch)]
     with progress(f"prefill {batch} x {context}", batch) as advance:

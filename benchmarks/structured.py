@@ -98,7 +98,7 @@ class Rows:
             engine.close()
 
     def step_ms(self) -> float:
-        """Return the mean milliseconds of `_STEPS` steps."""
+        """Run `_STEPS` steps, and return the mean duration of a step in milliseconds."""
         start_s = time.perf_counter()
         for _ in range(_STEPS):
             self._engine.step()

@@ -8,13 +8,13 @@ alternately:
     plain    the same bytes in plain protobuf messages, over loopback gRPC
 
 In Baton's pushes, the receiver checks the lease's stamp, the layout, the byte count and the checksum, and writes the
-data in place. In the baseline `plain`, protobuf parses `KvPiece` messages, which are not checked, and the receiver
-writes them piece by piece. All schemes write to new memory, as for a leased slot. Both processes rarely collect
-garbage, as workers do.
+data in place. In the baseline `plain`, protobuf parses `KvPiece` messages. The receiver does not check the messages,
+and writes their data piece by piece. All schemes write to new memory, as for a leased slot. Both processes rarely
+collect garbage, as workers do.
 
 Output rows, by `scheme`: gb_s, GB per second; gb_cpu_s, GB per second of processor time of both processes together. If
-`--bars` is given, the benchmark fails if `shared` moves less than twice as many bytes per second of processor time as
-`stream` for a prompt of 512 tokens or more (docs/gaps.md, "KV of short prompts through shared memory").
+`--bars` is given, the benchmark fails if, for a prompt of 512 tokens or more, gb_cpu_s of `shared` is less than twice
+that of `stream` (docs/gaps.md, "KV of short prompts through shared memory").
 """
 
 import argparse

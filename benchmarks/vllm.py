@@ -1,19 +1,20 @@
 """Benchmark of the prefill of a long prompt: compares Baton with vLLM's CPU build, and with the minimum time that the
 processor needs.
 
-Baton uses two ranks with one thread each, the native kernel, and chunk sizes that are searched for the prompt (KVR-S).
-vLLM uses the same number of threads. It requires `--peer-python PATH`, the Python that `peers/setup_vllm_cpu.sh`
-installs, and `--peer-model DIR`; without them the results do not include vLLM. vLLM runs in one process during the
-whole benchmark. Baton and vLLM are measured alternately, and each is idle while the other is measured.
+Baton uses two ranks with one thread each, the native kernel, and the chunk sizes that a search finds for the prompt
+(KVR-S). vLLM uses the same number of threads. It requires `--peer-python PATH`, the Python that
+`peers/setup_vllm_cpu.sh` installs, and `--peer-model DIR`; without them the results do not include vLLM. vLLM runs in
+one process during the whole benchmark. Baton and vLLM are measured alternately, and each is idle while the other is
+measured.
 
 The baseline `bound` is the time for the model's FLOPs, divided evenly among the ranks. It is computed from the rates of
-a layer's matrix products and of attention, which are measured separately, on all ranks at the same time. The time above
-the bound is reported in three parts: the time in which the last rank waits for earlier ranks' KV, the time to send
-commands and to sample, and all other work of the busiest rank (norms, rotations, residuals, merging partial attention,
-lower rates, uneven chunks).
+a layer's matrix products and of attention. The two rates are measured one after the other, each on all ranks at the
+same time. The time above the bound is reported in three parts: the time in which the last rank waits for earlier ranks'
+KV, the time to send commands and to sample, and all other work of the busiest rank (norms, rotations, residuals,
+merging partial attention, lower rates, uneven chunks).
 
-If `--bars` is given, the benchmark fails if Baton takes more than 0.8 of vLLM's time, or more than 0.95 if the
-processor has AMX, which vLLM's matrix products use.
+If `--bars` is given, the benchmark fails if Baton takes more than 0.8 times as long as vLLM. On a processor with AMX,
+which vLLM's matrix products use, the limit is 0.95.
 """
 
 import argparse

@@ -90,7 +90,7 @@ class SamplingBody(BaseModel):
     user: str | None = None
     """Accepted and ignored. Callers are identified by their API keys."""
     top_k: int | None = None
-    """Number of most likely tokens from which a token is sampled. 0 or -1: all tokens."""
+    """Number of most likely tokens from which a token is sampled. None, 0 or -1: all tokens."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
@@ -119,7 +119,8 @@ class CompletionBody(SamplingBody):
     """One prompt or several, as text or as token ids."""
     max_tokens: int | None = 16
     logprobs: int | None = None
-    """Number of most likely tokens to report for each token. None: no logprobs."""
+    """Number of most likely tokens to report at each position, with their logprobs, in addition to the token's own
+    logprob. None: no logprobs."""
     echo: bool | None = None
     best_of: int | None = None
     """Only 1 and the value of `n` are accepted: all generated choices are returned, so no best one remains to
@@ -127,7 +128,8 @@ class CompletionBody(SamplingBody):
 
 
 class Part(BaseModel):
-    """Part of a message's content. Supported are only parts with text, and refusals in messages of the assistant."""
+    """Part of a message's content: a text or, in a message of the assistant, a refusal. Other parts are not
+    supported."""
 
     model_config = ConfigDict(extra="ignore")
 

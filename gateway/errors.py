@@ -58,8 +58,8 @@ _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (errors.UnavailableError, 503, "service_unavailable_error", None),
     (errors.BatonError, 500, "server_error", None),
 )
-"""HTTP status, type and code of each class of errors. For an error, the first entry with a class of the error is
-used."""
+"""HTTP status, type and code of errors, by class. For an error, the first entry is used whose class is the error's
+class or a base class of it."""
 _FIELD = re.compile(r"[a-z_]+")
 
 
@@ -70,8 +70,8 @@ class FieldNames:
     fields: Collection[str] = ()
     """Names of fields that may be the value of `param` in an error."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Mapping from the names of fields in Baton's errors to the names that the client uses. A name is replaced at the
-    beginning of an error's text, and after `sampling.`."""
+    """Mapping from the names of fields in Baton's errors to the names that the client uses. A name is replaced if it
+    begins the error's text, or if it follows the prefix `sampling.`, which is removed."""
 
     def text(self, error: BatonError) -> str:
         """Return the text of `error`, with the names of fields replaced by those that the client uses."""

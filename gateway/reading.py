@@ -53,7 +53,8 @@ class Asked:
     includes_usage: bool = False
     """True if a stream must end with a chunk that reports the usage."""
     logprobs: int | None = None
-    """Number of most likely tokens to report for each token. None: no logprobs."""
+    """Number of most likely tokens to report at each position, with their logprobs, in addition to the token's own
+    logprob. None: no logprobs."""
     output: OutputRules = PLAIN
     """Rules for parsing the output into reasoning, text and tool calls."""
 

@@ -33,43 +33,43 @@ class EngineConfig:
     max_slot_tokens: Count = 8192
     """Maximum number of tokens of a sequence in a slot, prompt and output together."""
     max_prefill_tokens_per_step: Count = 256
-    """Maximum number of prompt tokens that a step prefills; up to 4 times as many in a burst if burst_step_s is set."""
+    """Maximum prompt tokens of a step. If burst_step_s is set: up to 4 times as many, while no output streams."""
     max_waiting: Count = 64
-    """Maximum number of choices to prefill that wait for a slot. Choices for which a slot is free do not count."""
+    """Maximum number of choices without a lease that wait for a slot, in addition to one per free slot."""
     max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
     """Maximum time of a decode step that also prefills, relative to its time without prefill; inf: no limit."""
     mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Seconds that a decode step with prefill may always take, even if max_step_stretch allows less."""
     burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds beyond max_step_stretch and mixed_step_s to end all waiting prefills (refilled slowly); 0: none."""
+    """Seconds to exceed max_step_stretch and mixed_step_s if all prefills then end (refills slowly); 0: none."""
     residency: ResidencyName = "device"
-    """Policy that stores KV. device, host: all KV in that memory. Others: attend to fewer keys, use 4 bits, or both."""
+    """KV policy: device or host (memory of all KV), infinigen (fewer keys), int4 (4 bits), infinigen_int4 (both)."""
     selection_file: AbsolutePath = ""
     """File that `baton prepare` wrote for policies that select keys; empty: the default path of this model's file."""
     pool_tokens: Annotated[int, Field(ge=0)] = 0
-    """Maximum KV tokens of a sequence in each layer but the first two, for residency infinigen only; 0: no limit."""
+    """Maximum tokens whose KV a sequence keeps per layer, except in layers 0 and 1 (only infinigen); 0: no limit."""
     pool_eviction: EvictionName = "counter"
     """Token to evict if pool_tokens is reached: least often selected (counter), least recently (lru), oldest (fifo)."""
     kv_memory_bytes: Bytes = 0
-    """KV memory of each engine, like "4GiB"; 0: enough for all slots, at most free memory / (2 * num_groups)."""
+    """KV memory of each engine, like "4GiB"; 0: what all slots need, at most free host memory / (2 * num_groups)."""
     device_memory_bytes: Bytes = 0
     """Device memory for weights and KV, like "1GiB" (CPU: only counted). 0: 90 % of free GPU memory (CPU: no limit)."""
     speculation: SpeculationName = "auto"
-    """Source of drafts: off, auto, ngram (the text), model (draft_model). Others: the served model, with fewer keys."""
+    """Draft source: off, auto, ngram (known text), model (draft_model). Others: served model, with fewer keys."""
     draft_model: str = ""
-    """Name, folder or GGUF file of the draft model, for speculation model. It must have the same tokenizer."""
+    """Name, folder or GGUF file of the draft model (speculation = model). It needs the served model's tokenizer."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Number of drafts per sequence and step; 0: chosen automatically from costs and acceptance rate."""
     acceptance: AcceptanceName = "coupled"
     """Rule for accepting drafts: coupled (the output depends only on the seed) or maximal (accepts more drafts)."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys that a draft step attends to; snapkv: up to 1.5 times. May be halved or doubled if draft_tokens is 0."""
+    """Keys of a draft step (snapkv: up to 1.5 times as many). The engine may halve or double it if draft_tokens=0."""
     step_graphs: bool = True
     """Run decode steps as CUDA graphs (device cuda with Triton); false: launch each kernel, for comparison."""
     growth_tokens: Count = 256
-    """Output tokens in a new sequence's first memory reservation. Fewer: more sequences fit, more are preempted."""
+    """Output tokens for which a new sequence reserves memory. A low value lets more sequences in, but preempts more."""
     watchdog_floor_s: Seconds = 10.0
-    """Minimum seconds without progress after which a step counts as hung and the engine is replaced."""
+    """Shortest time in seconds without progress after which a step counts as hung and the engine is replaced."""
 
     @model_validator(mode="after")
     def _a_pool_evicts(self) -> Self:

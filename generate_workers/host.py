@@ -51,9 +51,9 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
 
 
 def measured_cost(place: WorkerPlace) -> WorkCost | None:
-    """Return the measured costs of steps on engines of this kind, read from the file `place.step_times`. Return None if
-    no costs were measured. If the file is damaged or has another version, log a warning and return None. Blocks on the
-    disk."""
+    """Return the costs of generation steps that were measured earlier, read from the file `place.step_times`. Return
+    None if the file does not exist, or if its costs were not measured. If the file is damaged or has another version,
+    log a warning and return None. Blocks on the disk."""
     try:
         found = load_kept(Path(place.step_times)) if place.step_times else None
     except ConfigError as error:

@@ -67,8 +67,9 @@ class GroupPrefixes:
     are copied to the store."""
 
     def __init__(self, place: PrefixPlace, slots: SlotTable, secret: ClusterSecret) -> None:
-        """`secret` is sent in calls to workers of other nodes, and protects the store's folders. Raises ConfigError if
-        a folder cannot be created."""
+        """`place`: location of the node's prefix store. `secret`: secret of the cluster, which is sent in calls to
+        workers of other nodes. It also determines the alternative name of a store folder whose name is taken by another
+        user. Raises ConfigError if a folder cannot be created."""
         self._node = place.open(slots.layout, slots.clock, secret.text)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
@@ -99,8 +100,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     async def Streams(
         self, commands: AsyncIterator[generate_pb2.StreamCommand], context: Context
     ) -> AsyncIterator[generate_pb2.StreamEvents]:
-        """Yield the events of all streams that `commands` opens. Ends when all streams have ended and the client sends
-        no more commands."""
+        """Yield the events of all streams that `commands` opens. Ends when the client has ended `commands` and all
+        streams have ended."""
         reader = SharedReader(self._streams, _event_to_proto, _end_to_proto)
         obeying = asyncio.create_task(self._obey(commands, reader))
         try:
@@ -148,8 +149,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     def close(self) -> None:
-        """Stop the timers of streams whose events no call reads any more. Must be called when no gRPC call is
-        running."""
+        """Stop the timers of streams that no call reads. Must be called only when no gRPC call is running."""
         self._streams.close()
 
     async def GetStatus(
@@ -211,9 +211,9 @@ class GenerationServer:
 
         `place.num_engines` is the number of engines, including this one, that share the machine's memory.
         `prefix_place`: folders of the node's prefix store; None: no store is used. The folders are created if missing,
-        and are removed by their last user. Slots may begin with blocks from the store, and answers are saved to it.
-        Raises ConfigError if the server cannot listen, a folder cannot be created, memory cannot be allocated, or the
-        speculation is not supported.
+        and are removed by the last process that uses them. Slots may begin with blocks from the store, and answers are
+        saved to it. Raises ConfigError if the server cannot listen, a folder cannot be created, memory cannot be
+        allocated, or the configured speculation is not supported.
         """
         secret, decoder = ClusterSecret(place.secret), model.decoder
         memory = make_memory(decoder, config, place.num_engines, draft_model=model.draft_model)
@@ -266,8 +266,8 @@ async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus
 
 
 def messages_of(batch: Iterable[generate_pb2.StreamEvent]) -> Iterator[generate_pb2.StreamEvents]:
-    """Yield the events of a batch, in order, in messages of limited size. Only logprobs of prompts are large enough
-    that a batch needs several messages."""
+    """Yield the events of a batch, in order, in messages of limited size. A batch needs several messages only if it
+    contains large logprobs of prompts."""
     events: list[generate_pb2.StreamEvent] = []
     num_bytes = 0
     for event in batch:

@@ -41,7 +41,7 @@ class BlockThreads:
             asyncio.get_running_loop().run_in_executor(self._sinks, work).add_done_callback(self._end)
 
     def take_evicted(self) -> tuple[str, ...]:
-        """Return the names of the blocks that were evicted by copies to disk since the last call."""
+        """Return the names of the blocks that copies to disk have evicted since the last call of this method."""
         evicted, self._evicted = self._evicted, []
         return tuple(evicted)
 

@@ -89,16 +89,16 @@ class ChainJob:
 
     @property
     def starved(self) -> bool:
-        """Return True if the job cannot continue or end before it receives more KV from earlier ranks."""
+        """Return True if the job waits for KV of earlier ranks, without which it can neither continue nor end."""
         if self._needs is not None:
             return self._needs != _MASKS and not self.pipeline.has_received(self._needs)
         return self._computed and not self.pipeline.has_received(self._decoder.config.num_layers - 1)
 
     @property
     def runnable(self) -> bool:
-        """Return True if the engine may call `turn`, which computes about one layer, now. Return False if all
-        computations of the job are done, if the job is over, or if it waits for KV of earlier ranks or for its output
-        grammar."""
+        """Return True if the engine may now call `turn`, which computes about one layer. Return False in three cases:
+        all computations of the job are done, the job is over, or the job waits for KV of earlier ranks or for its
+        output grammar."""
         masks = self.job.masks
         waits = self._needs == _MASKS and masks is not None and not masks.done()
         return not (self._computed or self.over or self.starved or waits)

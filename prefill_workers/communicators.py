@@ -108,7 +108,8 @@ class CommunicatorBackend(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the name and version of the backend. Two ranks can be connected only if both values are equal."""
+        """Return the name and version of the backend. Two ranks can be connected only if this value is the same on
+        both."""
 
     @property
     def device_id(self) -> str:
@@ -255,8 +256,8 @@ def _greet(communicator: Communicator, place: int, epoch: Epoch) -> None:
 
 
 class NcclCommunicator(GroupCommunicator):
-    """NCCL communicator between two GPUs. The docstring of the module lists the properties of NCCL and torch that it
-    relies on."""
+    """NCCL communicator between two GPUs. The docstring of the module lists the properties of NCCL and torch on which
+    this class relies."""
 
     def __init__(self, group: Group, peer: int, device: torch.device) -> None:
         super().__init__(group, peer)

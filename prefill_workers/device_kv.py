@@ -45,8 +45,9 @@ class JobKv(Protocol):
         links and pushes may send this KV."""
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV of the cached prefix and the KV that earlier ranks computed in this layer. The KV of earlier
-        ranks must have arrived. The result is valid until `leave` is called."""
+        """Return this layer's KV of the tokens before the rank's own: the cached prefix, and the tokens that earlier
+        ranks compute. The KV of earlier ranks must have arrived. The result is valid until `leave` is called for this
+        layer."""
 
     def leave(self, layer: int) -> None:
         """Record that attention of this layer is complete and that the layer's KV is not read any more."""
@@ -64,24 +65,24 @@ class HomeKv:
         self._pipeline = pipeline
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the KV of the rank's own tokens in this layer. It is in the buffer from which it is pushed to the
-        slot."""
+        """Return the KV of the rank's own tokens in this layer. The result is a view of the buffer from which the KV is
+        pushed to the slot."""
         return self._pipeline.kv.own.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV of the cached prefix, which is in the prefix store, and the KV that earlier ranks computed in
-        this layer, which is in the memory of the KvPipeline."""
+        """Return this layer's KV of the tokens before the rank's own. The KV of the cached prefix is in the prefix
+        store. The KV that earlier ranks computed is in the memory of the KvPipeline."""
         rows = [piece.rows(layer, tokens) for piece, tokens in self._pipeline.kv.job.cached_pieces]
         return [*rows, self._pipeline.earlier_rows(layer)] if len(self._pipeline.earlier) else rows
 
     def leave(self, layer: int) -> None:
-        """Notify the KvPipeline that this rank does not read the layer's KV of earlier ranks any more. Its memory may
-        then be freed."""
+        """Notify the KvPipeline that this rank does not read the earlier ranks' KV of this layer any more. The
+        KvPipeline may then free the memory of this KV."""
         if len(self._pipeline.earlier):
             self._pipeline.attended(layer)
 
     def close(self) -> None:
-        """Do nothing, because all memory belongs to the pipeline and the sender."""
+        """Do nothing, because this object owns no memory: all KV buffers belong to the KvPipeline and the KvSender."""
 
 
 class FetchedPrefix:
@@ -119,7 +120,7 @@ class FetchedPrefix:
             there.release(layer)
 
     def close(self) -> None:
-        """Wait for the last copy to the device, and free its memory."""
+        """Wait for the last copy to the device, and free the device memory of the prefix."""
         if self._fetching is not None:
             self._fetching.wait()
         for *_, there in self._pieces:
@@ -162,8 +163,8 @@ class StagedKv:
         return self._own.rows(layer, self.tokens)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV of the cached prefix and the KV that earlier ranks computed in this layer, on the device. The
-        copy of the prefix was started by `own_rows`. The KV of earlier ranks is copied during this call."""
+        """Return this layer's KV of the tokens before the rank's own, in device memory. The copy of the cached prefix
+        to the device was started by `own_rows`. The KV of earlier ranks is copied during this call."""
         rows = self._prefix.rows(layer)
         earlier = self._pipeline.earlier
         if len(earlier):
@@ -175,8 +176,9 @@ class StagedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the layer's KV on the device, so that its memory can hold the next layer. Notify the KvPipeline that the
-        layer's KV of earlier ranks is not read any more. Its host memory may then be freed."""
+        """Free the layer's KV on the device, so that the memory can hold the next layer. Notify the KvPipeline that the
+        earlier ranks' KV of this layer is not read any more. The KvPipeline may then free the host memory of this
+        KV."""
         self._own.release(layer)
         self._prefix.leave(layer)
         if self._has_earlier:
@@ -212,9 +214,9 @@ class LinkedKv:
         return self._own_kv.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the KV of the cached prefix and the KV that earlier ranks computed in this layer. The copy of the
-        prefix was started by `own_rows`. The KV of earlier ranks needs no copy, because links receive it directly into
-        device memory."""
+        """Return this layer's KV of the tokens before the rank's own, in device memory. The copy of the cached prefix
+        to the device was started by `own_rows`. The KV of earlier ranks needs no copy, because links receive it
+        directly into device memory."""
         rows = self._prefix.rows(layer)
         if len(self._pipeline.earlier):
             rows.append(self._pipeline.earlier_rows(layer))
@@ -222,7 +224,7 @@ class LinkedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the cached prefix of this layer, so that its memory can hold the next layer. The KV of earlier ranks
+        """Free the cached prefix of this layer, so that the memory can hold the next layer. The KV of earlier ranks
         is not freed yet, because the device may still read it. Links do not wait for the device, and could overwrite
         freed memory too early."""
         self._prefix.leave(layer)
@@ -236,8 +238,8 @@ class LinkedKv:
         self._read_last()
 
     def _read_last(self) -> None:
-        """Notify the KvPipeline that this rank does not read earlier ranks' KV of the layer passed to `leave` any more.
-        Call this after the device has completed this thread's earlier work."""
+        """Notify the KvPipeline that the device has read all KV of earlier ranks in the layer that was last passed to
+        `leave`. Call this after the device has completed this thread's earlier work."""
         if self._left is not None and len(self._pipeline.earlier):
             self._pipeline.attended(self._left)
         self._left = None

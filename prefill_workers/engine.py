@@ -49,8 +49,8 @@ from prefill_workers.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 MAX_JOBS = 1024
-"""Maximum number of unfinished jobs on a rank. Each job holds a lease on a slot, so in practice the number of slots is
-the lower limit."""
+"""Maximum number of unfinished jobs on a rank. Usually there are fewer jobs, because each job holds a lease on a
+slot, and there are fewer slots than this."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class PrefillEngineStatus:
     """Reason why the engine cannot serve jobs now; empty while an epoch is running."""
     num_jobs: int
     progress: int
-    """Number of turns that have run, plus number of messages that were sent and received. A turn is the work on about
-    one layer of a job. The supervisor uses this number to detect progress."""
+    """Number of turns that have run, plus the number of messages sent, and of headers and payloads received. A turn is
+    the work on about one layer of a job. The supervisor uses this number to detect progress."""
     num_jobs_done: int
     """Number of jobs that have ended, including failed ones."""
     stall: str = ""
@@ -106,7 +106,7 @@ class PrefillEngine:
         self._starting = threading.Lock()
         self._num_jobs_done = 0
         self._progress = 0
-        """Number of turns (the work on about one layer of a job) that have run, plus the number of messages of all
+        """Number of turns (the work on about one layer of a job) that have run, plus `EpochSession.num_messages` of all
         epochs before the current one. The session of the current epoch counts its own messages."""
         self._session: EpochSession | None = None
         self._closing = False

@@ -55,7 +55,7 @@ class EpochSession:
         self.error: BatonError | None = None
         """Error that ended the epoch; None while the epoch is running."""
         self.num_messages = 0
-        """Number of messages that were sent and received in this epoch."""
+        """Number of messages that were sent in this epoch, plus the number of headers and of payloads received."""
         self.job_scheduler = JobScheduler()
         self._changed = lock
         self._watchdog = watchdog
@@ -85,8 +85,9 @@ class EpochSession:
                 self._changed.notify_all()
 
     def announce(self, number: JobId) -> None:
-        """Record that a caller is preparing this job for submission, so that messages of the job wait. The caller must
-        call `withdraw` when it has submitted the job, or when it gives up submitting the job."""
+        """Record that a caller is preparing this job for submission. Messages that arrive for the job then wait and are
+        not dropped. The caller must call `withdraw` when it has submitted the job, or when it gives up submitting the
+        job."""
         with self._changed:
             self._announced[number] += 1
 
@@ -159,8 +160,8 @@ class EpochSession:
 
         If the engine has made progress (`has_worked`), one message per job goes to the next rank of the job's chain.
         For each job that is still being prepared on this rank (`announce`), one message goes to all other ranks,
-        because earlier ranks may wait for this rank to receive KV, and later ranks may wait for this rank's KV. Ranks
-        to which an earlier message still waits to be sent get no ALIVE message.
+        because earlier ranks may wait for this rank to receive KV, and later ranks may wait for this rank's KV. A rank
+        gets no ALIVE message while another message to this rank waits to be sent.
         """
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)

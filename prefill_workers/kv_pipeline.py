@@ -96,8 +96,8 @@ class KvPipeline:
         self._num_received = self._num_layers if self.source is None else 0
         self._num_projected = 0
         self._final: dict[int, list[TokenRange]] = {}
-        """Pieces that are complete but not sent yet, by layer. A piece is listed as its range of tokens. A layer's
-        pieces wait until all earlier layers have been sent."""
+        """Pieces that were received or projected but are not sent yet, by layer. A piece is the KV of a range of tokens
+        in one layer, and is listed as this range. A layer's pieces wait until all earlier layers have been sent."""
         self._passing_layer = self._num_passed = 0
         """`_passing_layer` is the layer that is being sent. `_num_passed` is the number of pieces of this layer
         that were passed to the link."""
@@ -117,7 +117,7 @@ class KvPipeline:
         return self.num_sent == self._num_layers * self._num_pieces
 
     def has_received(self, layer: int) -> bool:
-        """Return True if the KV of all earlier ranks in `layer` has arrived."""
+        """Return True if all KV of earlier ranks has arrived for the layer `layer`."""
         return layer < self._num_received
 
     def arrived_s(self, layer: int) -> float:
@@ -170,8 +170,8 @@ class KvPipeline:
             return self.kv.earlier.span(layer, self.earlier)
 
     def attended(self, layer: int) -> None:
-        """Record that this rank will not read the KV of earlier ranks in `layer` any more, so that its memory may be
-        reused. Must not be called if there are no earlier ranks."""
+        """Record that this rank has read the earlier ranks' KV of the layer `layer` for the last time, so that the
+        memory of this KV may be reused. Must not be called if there are no earlier ranks."""
         with self._lock:
             self._used(layer)
 
@@ -194,8 +194,8 @@ class KvPipeline:
         self._tell(LinkStatus.ALIVE)
 
     def abort(self) -> None:
-        """Send an ABORT message to the next rank, unless that rank has received all KV of this job. No more KV is sent
-        afterwards."""
+        """Send an ABORT message to the next rank, unless all KV of this job has already been queued for that rank. No
+        more KV is sent afterwards."""
         self._tell(LinkStatus.ABORT)
 
     @property

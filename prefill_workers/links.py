@@ -109,8 +109,8 @@ class LinkHandler(Protocol):
         ...
 
     def broken(self, error: ChainError) -> None:
-        """Handle a broken link. One broken link ends all links of this rank. May be called for several links, but not
-        after `close`."""
+        """Handle a broken link. One broken link ends all links of this rank. May be called once for each broken link.
+        Not called after `close`."""
         ...
 
 
@@ -133,8 +133,8 @@ class Links(Protocol):
 
     def close(self) -> None:
         """Close the links, and return immediately. Queued messages are dropped, and all peers are notified. Messages
-        that are being sent or received are completed, and the handler is called for them and for no other message. To
-        the peers, the links appear broken. May be called on any thread. Idempotent."""
+        that are being sent or received are completed. After them, the handler is called for no further message. To the
+        peers, the links appear broken. May be called on any thread. Idempotent."""
         ...
 
     def wait_closed(self, timeout_s: float) -> bool:

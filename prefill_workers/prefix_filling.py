@@ -86,9 +86,9 @@ class PrefixFilling:
             room.drop()
 
     def sink(self, stored: Sequence[str]) -> list[str]:
-        """Copy blocks from memory to the store on disk. Return the names of the blocks that the store on disk evicted
-        to make room and that are not in memory. `stored` are the names of the blocks that `finish` has stored. Does
-        nothing if the node keeps no blocks on disk. Waits until the copies are complete."""
+        """Copy blocks from memory to the store on disk, which may evict other blocks to make room. Return the names of
+        those evicted blocks that are not in memory either. `stored` are the names of the blocks that `finish` has
+        stored. Does nothing if the node keeps no blocks on disk. Waits until the copies are complete."""
         try:
             return self._store.sink(stored, self._tokens(len(stored)), self._block_tokens)
         except (BatonError, OSError) as error:

@@ -51,7 +51,7 @@ class Watchdog:
         self._unsent[peer] += 1
 
     def sent(self, peer: Rank) -> None:
-        """Record that a message was sent and that `peer` received it, which is a sign of life."""
+        """Record that a message was sent and that `peer` received it. The receipt is a sign of life from `peer`."""
         self._unsent[peer] -= 1
         self.heard(peer)
 

@@ -343,7 +343,7 @@ def sample(root: Path, number: int) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print one line per refused hit, and the number of refused hits. Return 1 if there are any, else 0."""
+    """Run what the command line selects. Return 1 if the check prints any hits or other complaints, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--update-baseline", action="store_true", help="lower the counts of the baseline to today's")

@@ -35,7 +35,7 @@ class GroupState:
     """Number of leaked slots or prefill jobs of the group. A slot or job is leaked if it has been in use for more than
     2 s without belonging to a request that the orchestrator knows."""
     num_requests: int
-    """Number of requests that the group serves for this orchestrator."""
+    """Number of this orchestrator's requests that the group serves now."""
     is_drained: bool = False
     """True if the group receives no new requests because an operator drained it."""
     is_broken: bool = False
@@ -64,8 +64,8 @@ class GroupState:
 
     @property
     def prefix_store(self) -> PrefixStoreStatus | None:
-        """Status of the prefix store on the group's node, as one of the group's workers reported it. None if the node
-        has no prefix store."""
+        """Status of the prefix store on the group's node, as one of the group's workers reported it. None if no worker
+        reported a prefix store."""
         return next((each.prefix_store for each in self.statuses if each.HasField("prefix_store")), None)
 
     @property
@@ -100,11 +100,11 @@ class Scaling:
     forecast_rate: float = 0.0
     """Predicted request rate, in requests per second."""
     ttft_p95_s: float = 0.0
-    """Predicted 95th percentile of the time to first token in seconds, with the desired numbers of groups. Infinity if
-    the groups would be overloaded, 0 without traffic."""
+    """95th percentile of the time to first token in seconds, as predicted for the desired numbers of groups. Infinity
+    if the groups would be overloaded, 0 if there is no traffic."""
     itl_p95_s: float = 0.0
-    """Predicted 95th percentile of the time between tokens in seconds, with the desired numbers of groups. Infinity if
-    the groups would be overloaded, 0 without traffic."""
+    """95th percentile of the time between tokens in seconds, as predicted for the desired numbers of groups. Infinity
+    if the groups would be overloaded, 0 if there is no traffic."""
     changes: tuple[ScalingChange, ...] = ()
     """Latest decisions to change the number of groups, oldest first. In advise mode they were only reported."""
 

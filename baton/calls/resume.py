@@ -39,12 +39,12 @@ class Reconnect:
     last attempt, the stream raises the error."""
     num_resumes: int = 20
     """Maximum number of consecutive failed attempts without a new token (>= 0), for a server that has answered this
-    client before. An attempt either resumes a lost stream, or sends a request again that the server has not accepted
+    client before. An attempt either resumes a lost stream, or repeats a request that the server has not accepted
     yet."""
     first_delay_s: float = 0.1
-    """Delay in seconds before the second attempt. Each further attempt doubles the delay."""
+    """Maximum delay in seconds before the second attempt. Each further attempt doubles the maximum."""
     max_delay_s: float = 5.0
-    """Maximum number of seconds between two attempts."""
+    """Maximum delay in seconds before any attempt, unless the server asks for a longer delay."""
 
     def delay_s(self, num_failed: int, fraction: float) -> float:
         """Return the number of seconds to wait after `num_failed` consecutive failures. `fraction` is a random number
@@ -113,8 +113,8 @@ class StreamState:
         return self._outputs[0].finish
 
     def next_request(self) -> orchestrator_pb2.GenerateRequest:
-        """Return the next message to send. It contains the tokens received so far, after which the server continues,
-        and the time that remains until the deadline."""
+        """Return the next message to send. It contains the time that remains until the deadline, and the tokens
+        received so far. The server continues the output after these tokens."""
         if self._started is not None:
             del self._request.outputs[:]
             for output in self._outputs:
@@ -125,7 +125,8 @@ class StreamState:
         return self._request
 
     def timeout_s(self) -> float | None:
-        """Return the timeout of the call in seconds. None: no timeout."""
+        """Return the timeout in seconds for a call that starts now. It ends DEADLINE_GRACE_S seconds after the
+        deadline. None: the request has no deadline."""
         return None if self._end_s is None else max(0.0, self._end_s - self._clock.now_s()) + DEADLINE_GRACE_S
 
     def accept(self, message: orchestrator_pb2.GenerateEvent | None) -> TokenEvent | None:
@@ -176,7 +177,7 @@ class StreamState:
             self.is_over = True
 
     def raise_failure(self) -> None:
-        """Raise the error that the stream ended with, if it failed."""
+        """Raise the error that ended the stream. Does nothing if the stream has not failed."""
         if self._failure is not None:
             raise self._failure
 

@@ -59,7 +59,8 @@ class BaseStream(Generic[CallT]):
 
     @property
     def usage(self) -> Usage | None:
-        """Number of tokens and attempts of the request. None until the server's last message has arrived."""
+        """Numbers of prompt tokens, output tokens and attempts of the request. None until the server's last message has
+        arrived."""
         return self._state.usage
 
     @property

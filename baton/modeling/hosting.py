@@ -76,9 +76,9 @@ class LoadedModel:
         self._decoder: Decoder | None = None
 
     def load(self, place: WorkerPlace) -> Decoder:
-        """Pin the process to cores and select its kernels according to `place`, and return the model. The model is not
-        loaded again if it is already loaded with the same settings on the same device. Raises ModelError or ConfigError
-        with a one-line message."""
+        """Load the model that `place` describes, and return it. Before that, pin the process to cores and select the
+        kernels of the process. A model that is already loaded with the same settings on the same device is not loaded
+        again. Raises ModelError or ConfigError with a one-line message."""
         allow_files()
         num_threads = place.num_threads or os.cpu_count() or 1
         use_cores(place.cores, num_threads)

@@ -57,13 +57,13 @@ class CostModel:
     pair_s: float
     kv_bytes: int
     project_share: float = 0.25
-    """Fraction of a layer's matrix products that must be computed before the chunk's KV can be sent. These are the
-    query, key and value projections."""
+    """Fraction of a layer's matrix products that must be computed before the chunk's KV can be sent. These products are
+    the query, key and value projections."""
     fixed_s: float = 0.0
     issue_s: float = 0.0
     head_s: float = 0.0
     """Seconds in which the last token's logits are computed. If measured while serving requests, this includes all time
-    of a request outside its chain."""
+    that a request spends outside its prefill chain."""
     copy_s: float = 0.0
     """Seconds to copy the KV of one token in one layer. Only protocols that need contiguous KV copy it. Baton's
     protocol does not copy KV."""
@@ -95,9 +95,10 @@ class Kernel(Enum):
     the rank's chunk. The keys are all keys up to the end of the chunk."""
 
     DENSE = "dense"
-    """All pairs are computed and masked afterwards, as in the KV-Runahead paper."""
+    """All (query, key) pairs are computed. Pairs whose key is after the query are masked afterwards, as in the
+    KV-Runahead paper."""
     CAUSAL = "causal"
-    """Only pairs in which the key is not after the query are computed, as in Baton."""
+    """Only (query, key) pairs whose key is the query's own key or an earlier one are computed, as in Baton."""
 
     @property
     def own_part(self) -> float:
@@ -129,8 +130,8 @@ class Protocol:
     """True: each rank's chunk is a separate message, and the next rank forwards it as soon as it arrives. False: a rank
     sends the KV of a layer as one message, together with the KV of earlier ranks."""
     skip_last: bool = True
-    """True: in the last layer, only the KV and the output of the last token are computed. False: the outputs of all
-    tokens are computed."""
+    """True: in the last layer, the KV of all tokens is computed, but only the output of the last token. False: the
+    outputs of all tokens are computed."""
     num_copies: int = 0
     """Number of times that a rank copies the KV of a layer before it sends the KV."""
 

@@ -84,7 +84,7 @@ class CoreRates:
     """Measured rates of one core of a kind of processor, for one dtype."""
 
     linear_flops: float
-    """FLOP/s of one core in matrix products of a layer with a chunk of a prompt."""
+    """FLOP/s of one core when it multiplies the hidden states of a prompt's chunk by the weights of a layer."""
     pair_flops: float
     """FLOP/s of one core in the attention kernel."""
     memory_bandwidth: float

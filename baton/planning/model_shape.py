@@ -31,7 +31,7 @@ class ModelShape:
     """Number of experts in each layer. 1: the model is not a mixture of experts. The weights of routers are not
     counted."""
     num_active_experts: int = 1
-    """Number of experts in each layer that process a token. 1 if the model is not a mixture of experts."""
+    """Number of experts that process each token in one layer. 1 if the model is not a mixture of experts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -4,9 +4,11 @@ and for other durations that are only estimates before the first observation.
 Nominal costs may be wrong by a factor, which is nearly the same for all prompts of a model. They also do not include a
 job's fixed time, for messages and for waking threads. Therefore two values correct a prediction:
 
-    factor      observed seconds / nominal seconds: the median over the longer recent jobs, weighted by nominal seconds,
-                or the same median over all recent observed jobs if that is smaller
-    fixed part  observed seconds - factor x nominal seconds: the minimum over the shorter recent jobs, at least 0
+    factor      weighted median of observed seconds / nominal seconds, with nominal seconds as weights: the smaller one
+                of the median over recent long jobs and the median over all recent observed jobs
+    fixed part  observed seconds - factor x nominal seconds: the minimum over recent short jobs, at least 0
+
+A job is long if its nominal seconds are at least half of those of the longest recent job. All other jobs are short.
 
 The calculation starts with one assumed job, which took exactly its nominal time. A short first prompt that was slower
 than predicted therefore does not change the factor, which applies to long prompts too. It was probably slower because
@@ -25,7 +27,7 @@ from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
 _NUM_RECENT = 16
-"""Maximum number of recent jobs from which the median is computed."""
+"""Maximum number of recent jobs from which `factor` and `fixed_s` are computed."""
 _PASSED_OVER = 64
 """Number of consecutive calls of `pass_over` after which a Pace object drops its oldest observation. Each call records
 that an option was not chosen because of its predicted duration. An option is for example to fetch cached KV."""

@@ -2,8 +2,8 @@
 of generation steps.
 
 A running cluster takes all predictions from the planner: to choose the partition and the number of ranks of a chain, to
-order jobs, and to detect stalled chains. Measured costs are used unchanged. Nominal costs are scaled by the durations
-of finished jobs (`baton.planning.pace`). The scaling restarts when the orchestrator starts.
+order jobs, and to detect stalled chains. Measured costs are used unchanged. Nominal costs are corrected by the observed
+durations of finished jobs (`baton.planning.pace`). The observations are lost when the orchestrator restarts.
 
 Partitions are interpolated between knots, as KVR-P in KV-Runahead (ICML 2024, section 4.2). Knots are partitions that
 are searched when the planner is created; see docs/kv_runahead.md.
@@ -54,7 +54,7 @@ class PredictionBasis:
 
     calibration: Calibration
     cost: CostModel
-    """Costs of the calibration. If they are nominal, they are scaled by the durations of finished jobs."""
+    """Costs of the calibration. If they are nominal, they are corrected by the observed durations of finished jobs."""
     knots: PartitionTable
 
 
@@ -105,13 +105,13 @@ class ChainPlanner:
 
     @property
     def table(self) -> PartitionTable:
-        """Table of partitions that was searched for the current calibration."""
+        """Table of the partitions that were found for the current calibration."""
         return self._basis.knots
 
     @property
     def cost(self) -> CostModel:
-        """Costs that are used for predictions. If the calibration is nominal, its costs are scaled by the durations of
-        finished jobs."""
+        """Costs that are used for predictions. If the calibration is nominal, its costs are corrected by the observed
+        durations of finished jobs."""
         return self._basis.cost
 
     def use_steps(self, steps: StepTimes) -> None:
@@ -141,7 +141,7 @@ class ChainPlanner:
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
         """Record the durations that the ranks of `group` measured for a finished job. If costs are nominal, they are
-        scaled by these durations from now on. If costs are measured, only the predicted time of pushing KV to the
+        corrected by these durations from now on. If costs are measured, only the predicted time of pushing KV to the
         generation group changes."""
         basis = self._basis
         if not ranks:
@@ -166,9 +166,9 @@ class ChainPlanner:
         For few ranks and without cached tokens, the partition is interpolated between knots (best partitions for some
         context lengths). Otherwise this interpolated partition is compared with chunks of equal compute times, and the
         one with the shorter predicted time is returned. The comparison is necessary for two reasons: knots for many
-        ranks are far apart, and knots are searched without cached tokens, after which the best chunks are more equal.
-        If `num_ranks` exceeds the limit up to which knots are searched, a few partitions for slow links are compared
-        instead of the interpolated one.
+        ranks are far apart, and knots are searched without cached tokens. If cached tokens precede the chunks, the best
+        chunks are more equal. If `num_ranks` exceeds the limit up to which knots are searched, a few partitions for
+        slow links are compared instead of the interpolated one.
 
         Raises InvalidArgumentError if there are no tokens, or if `num_ranks` is not in 1 to `max_ranks`.
         """
@@ -209,8 +209,9 @@ class ChainPlanner:
         already sent.
 
         The KV of the last layer is always sent after the computation. On a slow link, so is some KV of earlier layers.
-        The time is computed from the link's nominal bandwidth, and scaled by the durations of earlier pushes. Returns 0
-        if the costs contain a link for pushing KV (`cost.push`), because `ttft_s` then includes the push.
+        The time is computed from the link's nominal bandwidth, and multiplied by the factor by which earlier pushes
+        took longer than predicted. Returns 0 if the costs contain a link for pushing KV (`cost.push`), because `ttft_s`
+        then includes the push.
         """
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
@@ -232,7 +233,7 @@ class ChainPlanner:
         itself.
 
         The first is the duration of the prompt's computation. The second is the total duration of the decode steps of
-        other sequences, which delay the prompt.
+        other sequences. The prompt has to wait for these steps.
 
         Tokens before `tokens.start` are cached. `num_rows` is the number of other sequences in the batch, and `context`
         their mean number of tokens. Both durations are multiplied by `local_factor`, and an observed fixed time is
@@ -265,8 +266,8 @@ class ChainPlanner:
 
     def fetch_s(self, num_tokens: int, *, is_far: bool) -> float:
         """Return the predicted time in seconds of fetching the cached KV of `num_tokens` tokens from a prefix store.
-        `is_far` is True if the store is on another node. Uses the link's nominal bandwidth and latency, scaled by
-        observed fetches."""
+        `is_far` is True if the store is on another node. The time is computed from the link's nominal bandwidth and
+        latency, and multiplied by the factor by which earlier fetches took longer than predicted."""
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._fetch_pace.factor * self._nominal_fetch_s(num_bytes, is_far=is_far)
 

@@ -39,14 +39,14 @@ class Prospect:
 @dataclass(frozen=True)
 class Round:
     """Plan for a round of speculative decoding (draft steps, and one step that verifies the drafts): the number of
-    drafts of each sequence, and the expected tokens and seconds."""
+    drafts of each sequence, the expected number of tokens, and the predicted durations of the steps."""
 
     num_drafts: tuple[int, ...]
     """Number of drafts of each sequence, in the order of the sequences. If all numbers are 0, the round is a normal
     decode step."""
     offers: tuple[int, ...]
-    """Index of the prospect (option for making drafts) that is chosen for each sequence. It is an index into the list
-    of this sequence that was passed to `plan_round`. 0 for a sequence without drafts."""
+    """Chosen prospect (option for making drafts) of each sequence, as an index into the sequence's list in the argument
+    `rows` of `plan_round`. If the sequence gets no drafts, the entry is 0 and has no meaning."""
     num_tokens: float
     """Expected number of tokens from the round, summed over all sequences."""
     draft_s: float
@@ -107,8 +107,8 @@ def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: W
 
 @dataclass(frozen=True)
 class _Priced:
-    """Prospect (option for making drafts) together with the seconds that one of its drafts adds to a draft step and to
-    the step that verifies."""
+    """Prospect (option for making drafts) with two costs of each of its drafts. `draft_s` is the time in seconds that
+    the draft adds to a draft step, and `verify_s` the time that it adds to the step that verifies the drafts."""
 
     prospect: Prospect
     draft_s: float

@@ -94,12 +94,12 @@ class WorkCost:
     step_s: float
     """Fixed time of a step in seconds, for reading the weights and for function calls."""
     token_s: float
-    """Time in seconds of the matrix products for one token, in all layers."""
+    """Time in seconds of the matrix products for one token, summed over all layers."""
     key_s: float
-    """Time in seconds to read one key and its value, in all layers."""
+    """Time in seconds to read one token's key and value, summed over all layers."""
     pair_s: float
-    """Time in seconds to compare one more query with a key that the step already reads for another query, in all
-    layers."""
+    """Time in seconds of one additional pair of a query and a key, summed over all layers. Additional pairs arise when
+    several queries are compared with the same key: the first pair of each key is included in `key_s`."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

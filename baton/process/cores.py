@@ -8,8 +8,8 @@ from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _GIVEN_WAY = 10
-"""Number of nice levels by which the priority of other threads is lowered. On a shared core, such a thread then gets
-about a tenth of the processor time of the preferred thread."""
+"""Number by which the nice values of other threads exceed that of the preferred thread (see `give_way_to`). If another
+thread shares a core with the preferred thread, it gets about a tenth of that thread's processor time."""
 _NICEST = 19
 
 

@@ -3,8 +3,7 @@ computing, and the stack trace of the crash.
 
 The process creates its note when it starts. At each step, its engine writes the requests of the step to the note
 (`ComputedNow`). If a signal such as SIGSEGV or SIGABRT ends the process, Python's faulthandler appends a stack trace.
-No trace is appended if the process is killed. After the process has ended, its supervisor reads the note
-(`read_crash`).
+No trace is appended if SIGKILL ends it. After the process has ended, its supervisor reads the note (`read_crash`).
 
 A note is a file in a memory file system. The head of the file holds the fingerprints of requests, and is mapped into
 the engine's memory. The trace follows the head. The process holds a lock on its note. Notes that are not locked and
@@ -28,8 +27,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED_TOKENS = 4
-"""Number of first tokens of each choice during which the worker's crash note records the request. If a request crashes
-its worker at a later token, the crash note does not identify the request."""
+"""Number of tokens at the start of each choice. While one of them is computed, the worker's crash note records the
+request. If a request crashes its worker at a later token, the crash note does not identify the request."""
 _MEMORY = Path("/dev/shm")
 NOTE_PREFIX = "baton-crash-note"
 _HEAD_BYTES = mmap.PAGESIZE
@@ -54,8 +53,8 @@ class Crash:
 
 def fingerprint(request_id: str, prompt_ids: Sequence[int]) -> bytes:
     """Return the fingerprint by which crash notes identify a request. All attempts of a request have the same
-    fingerprint. If one choice is retried as a separate request, its id ends in "/" and the choice's number. This ending
-    does not change the fingerprint."""
+    fingerprint. If one choice is retried as a separate request, the id of that request ends in "/" and the choice's
+    number. This ending does not change the fingerprint."""
     name, _, choice = request_id.rpartition("/")
     made = hashlib.blake2b(digest_size=_NAME_BYTES)
     made.update((name if choice.isdigit() else request_id).encode() + b"\0")

@@ -24,13 +24,14 @@ async def repeat(
     what: str, turn: Callable[[], Awaitable[None]], pauses: Backoff, report: Report | None = None
 ) -> NoReturn:
     """Call `turn` again and again until this task is cancelled. If a call fails, log and report the failure, and call
-    `turn` again after a pause of `pauses`. `what` names the work in the report."""
+    `turn` again after a delay that `pauses` determines. `what` names the work in the report."""
     while True:
         await until_done(what, turn, pauses, report)
 
 
 async def until_done(what: str, step: Callable[[], Awaitable[T]], pauses: Backoff, report: Report | None = None) -> T:
-    """Call `step` until it succeeds, and return its result. After each failure, wait for a pause of `pauses`.
+    """Call `step` until it succeeds, and return its result. After each failure, wait for a delay that `pauses`
+    determines.
 
     Each failure is logged, with a traceback unless it is a BatonError. It is also reported in one line that contains
     `what`. The only error that is raised is the cancellation of this task.
@@ -72,8 +73,8 @@ def describe(error: BaseException) -> str:
 
 
 def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[Any]], None]:
-    """Return a done-callback for a task that should run forever. If the task ends, the callback logs and reports its
-    error. `what` names the task in the message."""
+    """Return a done-callback for a task that should run forever. If the task ends, even without an error, the callback
+    logs and reports that `what` (the name of the task) has ended, with the error if there is one."""
 
     def tell(task: asyncio.Task[Any]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()

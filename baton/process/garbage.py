@@ -5,7 +5,7 @@ import gc
 
 _NUM_NEW = 50_000
 """Number of allocations, minus deallocations, that starts a collection of the youngest generation. Python's default is
-700, which is less than one iteration of a busy event loop allocates."""
+700. One iteration of a busy event loop allocates more objects than that."""
 _NUM_YOUNG, _NUM_MIDDLE = 20, 50
 
 

@@ -41,8 +41,8 @@ as a multiple of the turn's expected duration. After a longer time, the engine i
 _LOOKS = 4
 """Number of checks (calls of `look`) within the shortest time after which an engine may be considered hung."""
 _ENDLESS = 30
-"""Maximum duration of a turn (unit of an engine's work), even if it uses processor time. It is a multiple of the limit
-on the time without processor time (`limit_s`)."""
+"""Maximum duration of a turn (unit of an engine's work), as a multiple of `limit_s`, the maximum time without processor
+time. It also limits a turn that uses processor time throughout."""
 _WORK = 0.01
 """Minimum fraction of the elapsed time that a thread must use as processor time to count as working."""
 _LEAST_PERIOD = 0.1
@@ -120,7 +120,7 @@ class TurnWatch:
 
     def look(self, has_work: bool = False) -> bool:
         """Check whether the engine's thread hangs, and set `stall` to the reason, or to an empty string. Return True if
-        the engine has been busy since the last call and is not considered hung.
+        the engine is not considered hung, and a turn was running or work was waiting at some time since the last call.
 
         `has_work` is True if work waits for the engine's next turn (unit of work). The duration of a turn is measured
         from the first call of `look` during the turn. The time that work waits between two turns is measured in the

@@ -1,4 +1,4 @@
-"""Writes files atomically. Readers see the complete file or no file, even if the writer is killed or several processes
+"""Writes files atomically. Readers never see an incomplete file, even if the writer is killed or several processes
 write the same file."""
 
 import contextlib

@@ -16,7 +16,7 @@ class Usage:
     num_attempts: int
     """Number of times that the server attempted the request. The count restarts when a client resumes the request."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens whose KV was found in the prefix cache and not computed by the last attempt."""
+    """Number of prompt tokens whose KV the last attempt took from the prefix cache instead of computing it."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Completion:
     has accepted the request."""
     exact: bool | None
     """True: all tokens were computed with full attention, and are the same as without speculative decoding. False: some
-    tokens may be computed with an approximate residency policy (`timings.residency`). None: not accepted by the server
-    yet."""
+    tokens may be computed with an approximate residency policy (`timings.residency`). None: the server has not accepted
+    the request yet."""
     num_prompt_tokens: int | None
     """Number of prompt tokens; None until the server has accepted the request."""
     usage: Usage | None
-    """Numbers of tokens and attempts, from the server's last message. None until this message has arrived, and if the
-    stream ended without it."""
+    """Numbers of tokens and attempts, from the server's last message. None while this message has not arrived. It never
+    arrives if the stream breaks off."""
     timings: Timings | None
-    """Start and end times of the request's stages, from the server's last message. None until this message has arrived,
-    and if the stream ended without it."""
+    """Start and end times of the request's stages, from the server's last message. None while this message has not
+    arrived. It never arrives if the stream breaks off."""
     num_resumes: int
     """Number of times that the client lost the connection to the server and resumed the stream."""
 

@@ -52,11 +52,11 @@ class WidthOption:
 
     width: int
     own_s: float
-    """Predicted time in seconds until the end of the request's prefill. It includes the time in which the ranks compute
-    earlier requests."""
+    """Predicted time in seconds from the request's placement to the end of its prefill. It includes the time in which
+    the ranks compute earlier requests."""
     others_s: float
-    """Predicted delay of other prompts in seconds, summed over these prompts. It includes the prompts in the
-    prefill group's queue, and an equal number of prompts that are assumed to arrive later."""
+    """Predicted seconds by which this option delays other prompts, summed over these prompts. They are the prompts in
+    the prefill group's queue, and an equal number of prompts that are assumed to arrive later."""
 
     @property
     def cost_s(self) -> float:
@@ -97,7 +97,7 @@ class WidthChoice:
 class PlacementTerms:
     """Predicted times, in seconds, for one option to prefill a request. The request is prefilled either by a chain of
     prefill ranks, or by the generation group itself. The time from the request's placement to its first token is the
-    sum of all fields except `others_s`, which is the delay of other requests."""
+    sum of all fields except `others_s`, the time by which this option delays other requests."""
 
     queue_s: float
     """Seconds that the request waits for earlier requests."""
@@ -168,8 +168,8 @@ class PrefixFetch:
     source: str
     """Name of a worker group on the node from which the KV was fetched."""
     num_tokens: int
-    """Number of tokens whose KV was requested. It includes tokens whose KV was already in the target node's prefix
-    store."""
+    """Number of tokens whose KV was requested. It includes tokens whose KV was already in the prefix store of the node
+    that received the KV."""
     num_bytes: int
     """Number of bytes of KV that were fetched."""
     predicted_s: float

@@ -64,7 +64,7 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     model_folder: Path = field(kw_only=True)
     """Hugging Face folder of the model. It is already downloaded and converted."""
     model: str = ""
-    """Name by which a node without a folder of the model finds or downloads the model. Empty: the worker fails."""
+    """Name for finding or downloading the model if a node has no folder of it. Empty: the worker then fails."""
     model_search: tuple[Path, ...] = ()
     """Folders in which a folder named like `model_folder` is searched, if a node has no `model_folder` itself."""
     host: str = LOOPBACK

@@ -55,8 +55,8 @@ class ControlTokens:
 
 
 def cut(text: str) -> list[str]:
-    """Split a rendered chat at its marks into parts that must be encoded separately. The result has at least one
-    part."""
+    """Split a rendered chat into parts that must be encoded separately. It is split at the marks that
+    `ControlTokens.mark` inserted. The result has at least one part."""
     return [part for part in text.split(MARK) if part] or [""]
 
 

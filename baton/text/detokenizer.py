@@ -19,9 +19,9 @@ from itertools import islice
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Maximum number of tokens that form one character. If too many tokens are pending, `_cut` keeps this number of last
-tokens, and returns the text of the tokens before them. The cut can therefore split only invalid UTF-8. The last
-character of a prompt is always within this number of last tokens."""
+"""Maximum number of tokens that form one character. If `_MAX_PENDING_TOKENS` tokens are pending, `_cut` keeps this
+number of last tokens, and returns the text of the tokens before them. The cut can therefore split only invalid UTF-8.
+The last character of a prompt is always within this number of last tokens."""
 
 
 def text_after(
@@ -52,7 +52,7 @@ class Detokenizer:
         prompt_ids: Sequence[int] = (),
     ) -> None:
         """Create a detokenizer. `decode` converts token ids to text, and skips the ids for which `is_silent` returns
-        True. `prompt_ids` are the tokens before the first pushed token. If it is empty, the pushed tokens begin a
+        True. `prompt_ids` are the tokens before the first pushed token. If there are none, the pushed tokens begin a
         text."""
         self._decode = decode
         self._is_silent = is_silent

@@ -64,8 +64,9 @@ class _Child:
         self._is_ready = False
 
     def ready(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float) -> None:
-        """Send the model's tokenizer to the child process, unless this was done before. A blocking call. Raises
-        _ChildEndedError if the process ends."""
+        """Send the model's tokenizer and limits to the child process, unless this was done before. `load_json` returns
+        the tokenizer in the format of tokenizer.json. `cpu_s` is the limit of processor time for each check, in
+        seconds. A blocking call. Raises _ChildEndedError if the process ends."""
         if not self._is_ready:
             self._ask((load_json(), list(eos_token_ids), cpu_s))
             self._is_ready = True

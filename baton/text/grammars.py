@@ -3,9 +3,9 @@ form is, for example, a JSON schema or a regular expression in a request. A Matc
 an output is generated.
 
 The orchestrator has already checked in a child process that a request's form can be compiled
-(`baton.text.form_prover`). The child process uses this module too. Workers compile the form again, and `prepare` the
-token masks of each choice (`baton.text.token_masks`). Prefill ranks need the masks for the first token, and generation
-engines for all tokens.
+(`baton.text.form_prover`). The child process uses this module too. Workers compile the form again, and compute the
+token masks of each choice (`Grammars.prepare`, `baton.text.token_masks`). Prefill ranks need the masks for the first
+token, and generation engines for all tokens.
 
 The compiler is the library llguidance, whose stack use grows with the depth of a form. Nothing is loaded before the
 first request with a structured output.
@@ -29,8 +29,8 @@ from baton.text.json_schemas import schema_grammar
 from baton.text.token_masks import ChoiceMasks, Matcher
 
 _LEAST_BYTES = 64 * 2**10
-"""Minimum size in bytes with which a grammar counts towards the limit of the cache. It is also used for a grammar whose
-size was not measured."""
+"""Minimum size in bytes that the cache counts for a grammar. A grammar that is smaller, or whose size was not measured,
+is counted with this size."""
 _STACKS = Lock()
 """Lock that is held while the stack size of new threads is changed. The stack size is a setting of the whole
 process."""

@@ -43,8 +43,8 @@ class StopStrings:
         self.is_included = is_included
         self.tables = tuple((pattern, _borders(pattern)) for pattern in dict.fromkeys(stop))
         """Distinct stop strings, each with the matching table of the Knuth-Morris-Pratt algorithm. The table has one
-        entry for each prefix of the stop string: the length of the longest shorter string with which this prefix both
-        begins and ends."""
+        entry for each prefix of the stop string: the length of the prefix's longest border. A border is a string
+        shorter than the prefix with which the prefix both begins and ends."""
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self:
@@ -74,8 +74,8 @@ class _Matcher:
 
 
 def _borders(pattern: str) -> tuple[int, ...]:
-    """Return one number for each prefix of `pattern`: the length of the longest shorter string with which this prefix
-    both begins and ends."""
+    """Return one number for each prefix of `pattern`: the length of the prefix's longest border. A border is a string
+    shorter than the prefix with which the prefix both begins and ends."""
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):

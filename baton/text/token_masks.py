@@ -83,7 +83,7 @@ class Matcher:
         return _CEILINGS_OF_BYTE.take(bits, axis=0).reshape(-1)[: self._vocab_size]
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of `token_ids`, counted from the first, the grammar allows as the next tokens. The state is
+        """Return the number of leading tokens in `token_ids` that the grammar allows as the next tokens. The state is
         not changed."""
         if self._end is not None or not token_ids:
             return 0
@@ -129,8 +129,8 @@ class ChoiceMasks:
         return self._masks[self._place].result()
 
     def append(self, token_id: int) -> None:
-        """Append the next token. Start to compute the mask of the position that follows it, unless that was started
-        before."""
+        """Append the next token, and start to compute the mask of the position after this token. If this mask was
+        already started for the same token, that computation is reused."""
         if self._token_ids[self._place : self._place + 1] != [token_id]:
             del self._token_ids[self._place :], self._masks[self._place + 1 :]
             num_before = self._start + self._place
@@ -145,9 +145,9 @@ class ChoiceMasks:
         self._place -= num_tokens
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Block until the grammar has checked the drafts `token_ids`, and return how many of them, counted from the
-        first, it allows as the next tokens. Then start to compute, in the background, the masks of the positions that
-        follow them."""
+        """Return the number of leading drafts in `token_ids` that the grammar allows as the next tokens. Blocks until
+        the grammar has checked the drafts. Starts to compute, in the background, the mask of the position after each
+        allowed draft."""
         num_known = 0
         for known, token_id in zip(self._token_ids[self._place :], token_ids, strict=False):
             if known != token_id:

@@ -3,9 +3,9 @@ nodes.
 
 The orchestrator calls Fetch on a worker of the node where a request will run. This worker calls Read on a worker of the
 node that has the blocks (`baton.transport.block_pieces`). The store is an interface (`baton.transport.block_store`).
-The exchange runs on the process's asyncio loop. It calls methods of the store in its own threads, because they wait for
-locks and disks. A call keeps one block in memory at a time. At most `_MOST_AT_ONCE` calls of each kind run at the same
-time; further calls wait.
+The exchange runs on the process's asyncio loop. It calls the store's methods in a thread pool, because these methods
+wait for locks and disks. A call keeps one block in memory at a time. At most `_MOST_AT_ONCE` calls of each kind run at
+the same time; further calls wait.
 """
 
 import asyncio
@@ -81,8 +81,8 @@ class BlockExchange:
         """Serve Read: yield the requested blocks as encoded pieces, one block after another. Each piece is a copy of
         the block's memory.
 
-        Raises StalePrefixError at the first block that is not in the store, LayoutMismatchError for another KV layout,
-        and InvalidArgumentError for an invalid field.
+        Raises StalePrefixError at the first block that is not in the store, LayoutMismatchError if the caller's KV
+        layout differs from the store's, and InvalidArgumentError for an invalid field.
         """
         layout = self._store.layout
         if request.layout_fingerprint != layout.fingerprint:
@@ -100,8 +100,8 @@ class BlockExchange:
                 del block  # lets the store evict it
 
     async def fetch(self, request: exchange_pb2.FetchBlocksRequest, context: Context) -> exchange_pb2.FetchBlocksReply:
-        """Serve Fetch: copy the requested blocks that are not in this node's store from another worker. The reply
-        contains how many of the requested blocks, counted from the first, are stored afterwards.
+        """Serve Fetch: from the worker that the request names, copy the requested blocks that this node's store lacks.
+        The reply contains the number of leading blocks of the request that are stored afterwards.
 
         If copying fails, the reply contains the reason, and blocks that were already copied stay in the store. Raises
         InvalidArgumentError for an invalid field.

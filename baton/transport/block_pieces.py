@@ -84,9 +84,9 @@ class BlockAssembly:
         return self._layer == self.layout.num_layers
 
     def add(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Add the next piece of the block. Raises LayoutMismatchError for KV of another layout, RangeError if the piece
-        is not the expected next one, ByteCountError for a payload of the wrong length, and ChecksumError for a damaged
-        payload."""
+        """Add the next piece of the block. Raises LayoutMismatchError if the piece's KV layout differs from the
+        block's, RangeError if the piece is not the expected next one, ByteCountError for a payload of the wrong length,
+        and ChecksumError for a damaged payload."""
         where = f"block {self.name}, layer {header.layer}"
         if header.layout_fingerprint != self.layout.fingerprint:
             raise LayoutMismatchError(

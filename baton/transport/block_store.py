@@ -44,8 +44,9 @@ class BlockStore(Protocol):
     def put_block(
         self, name: str, tokens: TokenRange, pieces: Sequence[BlockPiece], spared: Collection[str]
     ) -> tuple[bool, Sequence[str]]:
-        """Store a complete block. `pieces` must contain all tokens of all layers, each exactly once. Return True if the
-        block is stored afterwards, and the names of the blocks that were evicted to make space.
+        """Store a complete block. `pieces` must contain all tokens of all layers, each exactly once. Return a pair: a
+        bool, and the names of the blocks that were evicted to make space. The bool is True if the block is stored
+        afterwards, and False if there was not enough space.
 
         Blocks whose names are in `spared` are not evicted. If the call fails, no part of the block is stored. Raises
         OSError, and ConfigError if the store's folder no longer exists.

@@ -29,8 +29,8 @@ class KvClient:
     def __init__(
         self, channel: grpc.aio.Channel, *, timeout_s: float = 10.0, errors: TranslateErrors = translate_rpc_errors
     ) -> None:
-        """Create a client that uses `channel`. `timeout_s` is the timeout in seconds of all methods except `commit`,
-        which may have to wait for other writers."""
+        """Create a client that uses `channel`. `timeout_s` is the timeout in seconds of all methods except `commit`.
+        `commit` has its own timeout, because it may have to wait for pushes."""
         self._stub = KvReceiverStub(channel)
         self._timeout_s = timeout_s
         self._errors = errors
@@ -50,7 +50,8 @@ class KvClient:
             await self._stub.Renew(request, timeout=self._timeout_s)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], *, timeout_s: float | None = None) -> int:
-        """Complete the lease with the first token of each choice. Return the number of bytes of KV in its slot.
+        """Wait until all KV of a lease has arrived, and record the first token of each choice. Return the number of
+        bytes of KV in its slot.
 
         Waits until the KV of all writers has arrived, for at most `timeout_s` seconds (None: no separate limit) and at
         most the lease's TTL. Raises IncompletePushError if KV is still missing then. May be called again.

@@ -38,8 +38,8 @@ MAX_TTL_S = 3600.0
 """Maximum TTL of a lease in seconds. It limits the time for which a lost lease occupies its slot."""
 MAX_REPLY_S = 0.5
 """Maximum time in seconds that a Commit reserves for sending its answer. The Commit stops waiting for missing KV when
-only the reserved time is left until the caller's deadline. The reserved time is this maximum, or a quarter of the time
-that the Commit had when it arrived, if that is shorter."""
+only the reserved time is left until the caller's deadline. The reserved time is the shorter of two times: this maximum,
+and a quarter of the time from the arrival of the Commit to the deadline."""
 
 
 class KvReceiverServicer:
@@ -76,9 +76,9 @@ class KvReceiverServicer:
     async def reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
         """Serve Reserve: reserve slots for KV in the sink's layout, and return the lease.
 
-        A repeated call with the same number returns the same lease. Raises LayoutMismatchError for another layout,
-        InvalidArgumentError for an invalid field, LeaseError if the Reserve call with this number was aborted, and the
-        errors of the sink's `reserve`.
+        A repeated call with the same number returns the same lease. Raises LayoutMismatchError if the caller's layout
+        differs from the sink's, InvalidArgumentError for an invalid field, LeaseError if the Reserve call with this
+        number was aborted, and the errors of the sink's `reserve`.
         """
         _check_layout(self._sink.layout, request.layout_fingerprint)
         spec = _reserve_spec(request)
@@ -141,11 +141,11 @@ class KvReceiverServicer:
         yield kv_pb2.SharedAnswer(total=writer.reply)
 
     async def commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
-        """Serve Commit: complete a lease with the first token of each choice. Return the number of bytes of KV in its
-        slot.
+        """Serve Commit: wait until all KV of a lease has arrived, and record the first token of each choice. Return the
+        number of bytes of KV in the lease's slot.
 
-        If KV is missing, waiting ends shortly before the caller's deadline. The error that names the missing KV can
-        then still reach the caller.
+        If KV is missing, the wait ends shortly before the caller's deadline, so that the error that names the missing
+        KV can still reach the caller.
         """
         if not request.first:
             raise InvalidArgumentError("first is missing: commit carries each choice's first token")
@@ -178,9 +178,9 @@ class _Writer:
     async def write(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
         """Check a piece, pass it to the sink, and count it.
 
-        Raises InvalidArgumentError if the piece belongs to another lease than the first piece. Raises
-        LayoutMismatchError for another layout, ByteCountError for a payload of the wrong length, and ChecksumError for
-        a damaged payload. Raises the errors of `KvSink.open_push` and `PushTarget.write`.
+        Raises InvalidArgumentError if the piece and the first piece of the push belong to different leases. Raises
+        LayoutMismatchError if the piece's layout differs from the sink's, ByteCountError for a payload of the wrong
+        length, and ChecksumError for a damaged payload. Raises the errors of `KvSink.open_push` and `PushTarget.write`.
         """
         ref, layout = _lease_ref(header), self._sink.layout
         _check_layout(layout, header.layout_fingerprint)

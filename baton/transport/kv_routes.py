@@ -24,8 +24,8 @@ from baton.v1 import kv_pb2
 MAX_PIECE_BYTES = 2**20
 """Maximum payload of one piece in bytes. A piece always has at least one token, even if it is larger than this.
 
-Larger pieces have less overhead. Smaller pieces let an event loop that checks and copies pieces serve other calls in
-between.
+Larger pieces have less overhead. Smaller pieces occupy the event loop for a shorter time when they are checked and
+copied, so other calls wait less.
 """
 NUM_CELLS = 16
 """Number of cells (units of shared memory) of one push. It limits the push's shared memory to about the amount of data
@@ -44,8 +44,8 @@ _SharedCall = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer
 
 
 class Route(Protocol):
-    """Route on which one push sends its pieces to the receiver. After the call has ended, `send`, `flush` and `finish`
-    raise AioRpcError or InvalidStateError, and `reply` raises the receiver's error."""
+    """Route on which one push sends its pieces to the receiver. After the push's gRPC call has ended, `send`, `flush`
+    and `finish` raise AioRpcError or InvalidStateError, and `reply` raises the receiver's error."""
 
     is_shared: bool
     """True if payloads are sent through shared memory. False if they are sent over gRPC."""

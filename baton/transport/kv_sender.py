@@ -40,7 +40,7 @@ class PushSummary:
     """Number of payload bytes that were sent. The receiver has counted the same number; duplicates are included."""
     num_pieces: int
     first_unix_ns: int
-    """Time at which the first piece was offered, in unix nanoseconds."""
+    """Time of the first call of `PushSession.offer`, in unix nanoseconds."""
     last_unix_ns: int
     """Time at which the receiver's acknowledgement of the last piece arrived, in unix nanoseconds."""
     num_duplicates: int = 0

@@ -22,7 +22,7 @@ class ReserveSpec:
     request_id: RequestId
     attempt: int
     num_tokens: int
-    """Number of tokens whose KV will be pushed, at positions [0, num_tokens); at least 1."""
+    """Number of tokens whose KV will be pushed; at least 1. Their positions are [0, num_tokens)."""
     capacity_tokens: int
     """Number of tokens that the slot must be able to hold in total, including later output; at least `num_tokens`."""
     ttl_s: float
@@ -73,8 +73,8 @@ class PushTarget(Protocol):
 
 
 class KvPrefixes(Protocol):
-    """Interface of a KV sink that also has a prefix cache. It grants leases on slots and fills the slots with the
-    cached KV of a prompt's leading blocks, which is cached on the sink's own node."""
+    """Interface of a KV sink that also has a prefix cache. It grants leases on slots. It fills the slots with the KV of
+    those leading blocks of a prompt that are cached on the sink's node."""
 
     async def reserve(self, request: ReserveSpec) -> Lease:
         """Reserve slots as `KvSink.reserve` does, and fill them with the KV of the leading blocks that this node has
@@ -124,7 +124,8 @@ class KvSink(Protocol):
         ...
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
-        """Complete a lease with the first token of each choice. Return the number of bytes of KV in the slot.
+        """Wait until all KV of a lease has arrived, and record the first token of each choice. Return the number of
+        bytes of KV in the slot.
 
         Waits for KV that is missing or still being copied to a device, for at most `wait_s` seconds and at most the
         lease's TTL. Raises IncompletePushError if KV is still missing then; the error names the first missing token

@@ -11,7 +11,7 @@ SECONDS = 60.0
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the server and how requests are sent to it."""
+    """Add the options that specify the server and the form of its requests."""
     group = parser.add_argument_group("server")
     where = group.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", metavar="URL", help="server that speaks OpenAI's API, like http://127.0.0.1:8000")

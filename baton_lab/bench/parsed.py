@@ -142,6 +142,6 @@ def _replayed(
 
 
 def within(made: Shape, context_tokens: int | None) -> Shape:
-    """Return the shape with the context length that the server reports. If an option set the context length, return the
-    shape unchanged."""
+    """Return the shape `made` with the context length `context_tokens` that the server reports (None: not reported). If
+    an option set the context length, return the shape unchanged."""
     return made if made.context_tokens is not None else replace(made, context_tokens=context_tokens)

@@ -17,9 +17,8 @@ _BEGINNING = 8
 """Number of words that form the beginning of a passage. No two passages have the same beginning. A block of cached KV
 has more words, so passages do not share cached blocks."""
 _LOAD_STRIDE = 7919
-"""Number of entries in the random list of passages between the text of a block in one load and its text in the next
-load. The same block of a trace therefore gets different texts in consecutive loads, and loads do not share cached
-blocks."""
+"""Distance between the texts that a block of a trace gets in two consecutive loads, in entries of the random list of
+start positions. Because these texts differ, loads do not share cached blocks."""
 _GZIP = b"\x1f\x8b"
 
 

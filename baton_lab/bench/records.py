@@ -47,8 +47,8 @@ class MessageLog:
         self._texts.append(text)
 
     def merge(self, num_messages: int) -> None:
-        """Replace the latest `num_messages` messages by one message. All of them came from one step; the new message
-        has the arrival time of the last."""
+        """Replace the latest `num_messages` messages by one message. The replaced messages came from one step. The new
+        message has the arrival time of the latest of them."""
         self.message_s[-num_messages:] = self.message_s[-1:]
 
     @property

@@ -64,8 +64,8 @@ class Summary:
     server reported the number of these tokens; NaN if there are none."""
     latencies: Mapping[str, Percentiles]
     """Latencies in seconds by metric. `ttft`: from the scheduled time of the request to the first message. `tpot`: mean
-    per output token after the first message. `itl`: between two messages. `e2el`: from the scheduled time to the end of
-    the answer."""
+    time per output token after the first message. `itl`: between two consecutive messages. `e2el`: from the scheduled
+    time to the end of the answer."""
     lateness: Percentiles
     """Percentiles of the generator's lateness: seconds from the scheduled time of a request to the time at which it was
     sent."""

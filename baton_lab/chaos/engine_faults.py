@@ -2,7 +2,7 @@
 whose process is slow.
 
 An engine that hangs must be killed within the hang limit and replaced. An engine limited to a fifth of a core must not
-be killed, and must continue to make steps. Both faults are injected from outside the worker's process (`held_thread`,
+be killed, and must continue to run steps. Both faults are injected from outside the worker's process (`held_thread`,
 `slow_process`). Runs on the cluster's event loop.
 """
 
@@ -52,7 +52,7 @@ class EngineTrials:
 
     async def hang(self, name: str) -> Trial:
         """Stop the engine's thread in the worker `name` at a time when the engine has sequences. Wait until the
-        supervisor has killed the worker and its replacement serves. Return the outcome."""
+        supervisor has killed the worker, and then until a new worker serves in its place. Return the outcome."""
         try:
             async with asyncio.timeout(self._start_s):
                 worker, held, step_s = await self._hold(name)
@@ -79,7 +79,8 @@ class EngineTrials:
 
     async def slow(self, name: str) -> Trial:
         """Limit the process of the engine `name` to the fraction SHARE of a core for SLOW_S seconds. Return the
-        outcome; the cluster passes if the process survives and makes steps."""
+        outcome. The cluster reacted as required if the same process still answers and has run at least one step in this
+        time."""
         worker = self._cluster.worker(name)
         before = await self._cluster.engine_status(name, self._start_s)
         share = await slow_down(worker, SHARE, SLOW_S, self._clock)

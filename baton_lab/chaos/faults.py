@@ -37,7 +37,7 @@ class FaultPlan(Protocol):
     """Interface that decides which fault, if any, each call gets. Thread-safe."""
 
     struck: Counter[tuple[str, Fault]]
-    """Number of faults selected so far, by the name of the call and the fault."""
+    """Number of faults selected so far, by (name of the called method, fault)."""
 
     def next(self, name: str, possible: Collection[Fault]) -> Strike | None:
         """Return the fault to inject into the next call of the method `name`; None for no fault. The fault is one of

@@ -34,7 +34,8 @@ class CalmJudge:
 
     @property
     def has_too_many_exceptions(self) -> bool:
-        """Return True if more tokens differ from the undisturbed run than rounding can explain."""
+        """Return True if the number of tolerated differences from the undisturbed run exceeds its limit. The limit is
+        1, or `_EXCEPTIONS_PER_TOKEN` times the number of compared tokens if that is larger."""
         return self.num_exceptions > max(1, _EXCEPTIONS_PER_TOKEN * self.num_tokens)
 
     def __call__(self, ask: Ask, choice: int, tokens: Sequence[SampledToken]) -> str:

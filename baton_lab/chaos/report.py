@@ -62,7 +62,8 @@ class Report:
     """One line of text for each engine fault, which describes its outcome."""
     num_calls_struck: int = 0
     num_exceptions: int = 0
-    """Number of tokens that differ from the run without faults, but only where two candidates were almost equal."""
+    """Number of tolerated differences from the run without faults: tokens for which two candidates had almost equal
+    scores."""
     complaints: list[str] = field(default_factory=list)
     """Descriptions of the violated conditions; empty if all conditions were met."""
     settled_s: float = 0.0

@@ -29,7 +29,7 @@ _LOOK_S = 0.05
 _STATE_S = 2.0
 """Timeout in seconds for a query of the cluster's state."""
 _WATCH_S = 0.25
-"""Seconds between two checks that each group's slot and byte counts add up."""
+"""Seconds between two checks that the slot counts and the byte counts of each group are consistent."""
 _FAILED_PART = 0.25
 """Maximum fraction of requests that may end with a retryable error."""
 
@@ -43,11 +43,11 @@ class Bounds:
     """Time limits in seconds for requests and for the recovery of the cluster."""
 
     request_s: float = 60.0
-    """Maximum duration of a request without a deadline, in seconds. Also the maximum time until the replacement of a
-    hung worker serves."""
+    """Maximum duration of a request without a deadline, in seconds. Also the maximum time from the end of a hung worker
+    until its replacement serves."""
     late_s: float = 5.0
-    """Maximum time in seconds from a request's deadline to its end. It is above 0 to allow for delays on a busy
-    machine."""
+    """Maximum time in seconds from a request's deadline to the request's end. It is above 0 to allow for delays on a
+    busy machine."""
     settle_s: float = 10.0
     """Maximum time in seconds from the end of the last request until all workers serve and the cluster has released all
     slots, KV memory and jobs."""
@@ -127,7 +127,8 @@ class ChaosRun:
         return answer
 
     async def _watch_books(self, client: AsyncClient, over: asyncio.Event) -> None:
-        """Check that slot and byte counts balance, until `over` is set. Checks without an answer are skipped."""
+        """Check that the slot counts and the byte counts of each group are consistent, until `over` is set. Checks
+        without an answer are skipped."""
         while not over.is_set():
             with contextlib.suppress(BatonError):  # hit by a fault, or no orchestrator: the next round tries again
                 amiss = set(imbalances(await client.cluster_state(_STATE_S)))
@@ -261,5 +262,5 @@ def holdings(state: ClusterState) -> str:
 
 
 def imbalances(state: ClusterState) -> list[str]:
-    """Return one line for each group whose slot counts or byte counts do not add up."""
+    """Return one line for each group whose counts of slots or bytes are inconsistent."""
     return [f"{group.name}: {group.imbalance}" for group in state.groups if group.imbalance]

@@ -12,8 +12,9 @@ sequences share this memory. Then the kept keys of the prompt are copied to the 
 The host stores the KV of all layers except the first two. It stores dropped keys too, because sequences with the same
 prefix need them. The device stores the KV of the first two layers, the entries, and the positions and sums of the kept
 keys. It also has memory for one layer of one sequence, and memory for one piece of KV, through which sequences with
-several new tokens in one step read KV. The link carries the KV of new tokens to the host. For a prompt, it carries to
-the device all KV that the prompt attends to, and once more the KV of the keys to weigh.
+several new tokens in one step read KV. The link between host and device carries the KV of new tokens to the host. For a
+prompt, it carries to the device all KV that the prompt attends to. It carries the prompt's KV once more when the
+prompt's keys are weighed.
 
 B sequences with one new token, T tokens, N heads, G kv heads, H head dim, K kept keys, S tokens of a sequence, P
 entries of device memory (`places`).
@@ -151,7 +152,7 @@ class KeptKeys:
         return self._kv.bytes_for(self.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Start to use the slot for a sequence with a prompt of `num_tokens` tokens."""
+        """Start to use the slot for a sequence with a prompt of `num_tokens` tokens. `capacity_tokens` is not used."""
         self.own_place = self.num_places(num_tokens) - 1
         self._kv.open(self.own_place + 1, self._most_places)
 
@@ -287,8 +288,8 @@ class FetchedH2oStep(H2oStep[KeptRow]):
 
     def end(self, layer: int) -> None:
         """Finish a layer. Start to store the new tokens' KV in host memory. For sequences with several new tokens, add
-        the attention weights of the new tokens' queries to the keys' sums. For sequences with one new token, move its
-        key and value within device memory to where the dropped key was stored."""
+        the attention weights of the new tokens' queries to the keys' sums. For each sequence with one new token, move
+        the token's key and value within device memory to where the dropped key was stored."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return

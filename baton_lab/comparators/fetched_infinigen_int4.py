@@ -13,11 +13,11 @@ the bytes.
     link in:                         fetch l + 1 ------->|
     link out:                                                         store l ---->
 
-The host stores all layers except the first two, packed. The device stores the first two layers and the partial keys. It
-also has an area for one layer, a double buffer for the packed KV of two layers, and memory for one piece of pushed
-keys. The link carries packed KV. For a sequence with one new token, it carries the selected keys and values of earlier
-tokens to the device. For a sequence with several new tokens, it carries all tokens before them to the device. In both
-cases it carries the step's new tokens to the host.
+The host stores the packed KV of all layers except the first two. The device stores the KV of the first two layers, and
+the partial keys. It also has an area for one layer, a double buffer for the packed KV of two layers, and memory for one
+piece of pushed keys. The link between host and device carries packed KV. For a sequence with one new token, it carries
+the selected keys and values of earlier tokens to the device. For a sequence with several new tokens, it carries the KV
+of all tokens before them to the device. In both cases it carries the KV of the new tokens to the host.
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, G kv heads, H head dim, K selected keys at most.
 """
@@ -79,7 +79,7 @@ class FetchedInt4Row(ScoredInt4Row):
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
         """Compute the partial keys of `tokens` and store them on the device. Partial keys are projections of the keys
-        to fewer dimensions, from which the scores that select keys are computed. `kv_T2GH` is the tokens' KV in host
+        to fewer dimensions. They are used to compute the scores that select keys. `kv_T2GH` is the tokens' KV in host
         memory."""
         bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 

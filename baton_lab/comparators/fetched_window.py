@@ -8,9 +8,9 @@ stores the token in host memory.
 The host stores the KV of all layers except the first two, for all tokens. A long span (several new tokens of one
 sequence in one step, as in local prefill) and sequences that share a prefix need this KV. The device stores the KV of
 the first two layers. For the other layers, it stores the first keys and the latest keys, and has spare entries for
-later new tokens. It also has memory for one piece of KV, through which long spans read KV. The link carries the KV of
-new tokens to the host. To the device, it carries the KV of all tokens before a long span. In the first step after a
-long span or a copied prefix, it also carries the window, once.
+later new tokens. It also has memory for one piece of KV, through which long spans read KV. The link between host and
+device carries the KV of new tokens to the host. To the device, it carries the KV of all tokens before a long span. In
+the first step after a long span or a copied prefix, it also carries the window, once.
 
 B sequences with one new token, T tokens, G kv heads, H head dim, K maximum number of selected keys. An entry (`place`)
 is the device memory for the KV of one token.
@@ -89,7 +89,8 @@ class WindowKeys:
         return self._kv.bytes_for(self.num_places(num_tokens))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Start to use the slot for a new sequence. The device does not hold any keys of this sequence yet."""
+        """Start to use the slot for a new sequence. `capacity_tokens` is not used. The device does not hold any keys of
+        this sequence yet."""
         self._kv.open(self.num_places(num_tokens), self._most_places)
         self.start, self._end = self._selection.num_first, 0
 

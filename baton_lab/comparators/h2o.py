@@ -77,13 +77,13 @@ class HitterIndex:
         return len(self._layers) * self._num_kv_heads * num_tokens * self._key_bytes
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Start to use the slot for a sequence with a prompt of `num_tokens` tokens."""
+        """Start to use the slot for a sequence with a prompt of `num_tokens` tokens. `capacity_tokens` is not used."""
         self.num_prompt = num_tokens
         self.hitters = {layer: self._make(self._num_kv_heads) for layer in self._layers}
 
     def weigh(self, layer: int, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
         """Add the attention weights of the last T tokens' queries to the sums of all kept keys. Return the positions of
-        the keys whose sums were increased, `[G, K]`. If the prompt is complete, drop the keys that exceed the next
+        all keys whose sums were increased, `[G, K]`. If the prompt is complete, drop the keys that exceed the next
         step's budget."""
         positions_GK = self.hitters[layer].take(q_TNH, k_SGH)
         if len(k_SGH) >= self.num_prompt:
@@ -91,13 +91,13 @@ class HitterIndex:
         return positions_GK
 
     def drop(self, layer: int) -> None:
-        """Drop the keys that exceed the budget of the next step in one layer. The prompt must be complete."""
+        """Drop the keys of one layer that exceed the next step's budget. The prompt must be complete."""
         num_heavy, num_recent = self._budget.of(self.num_prompt)
         self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
 
     def copy_from(self, other: "HitterIndex", num_tokens: int) -> None:
-        """Copy the heavy hitters of `other`, the index of another sequence. Their sums must include the first
-        `num_tokens` tokens."""
+        """Copy the heavy hitters of `other`, the index of another sequence. The keys' sums must already include the
+        attention weights of the queries of the first `num_tokens` tokens."""
         self.num_weighed, self.num_prompt = other.num_weighed, other.num_prompt
         for layer, hitters in self.hitters.items():
             hitters.copy_from(other.hitters[layer])

@@ -4,9 +4,9 @@ attention so far.
 Used by residency `h2o`, on the engine's thread. Each kept key has a sum: the softmax weights that it got from all
 queries of the prompt and of every step. Each kv head of each sequence has its own sums. A kv head's sum adds the
 weights of all query heads that share the kv head. (The published code sums over the batch, and does not support shared
-kv heads.) A sequence keeps the keys with the largest sums and the latest keys. All other keys are dropped permanently.
-Early keys have larger sums because they got weights from more queries. This bias of H2O is known and is not corrected
-here.
+kv heads.) A sequence keeps its latest keys, and the earlier keys with the largest sums. All other keys are dropped
+permanently. Early keys have larger sums because they got weights from more queries. This bias of H2O is known and is
+not corrected here.
 
 G kv heads, J query heads per kv head, H head dim, K kept keys, T tokens.
 """
@@ -31,8 +31,8 @@ class HeavyBudget:
     heavy_share: float
     """Number of keys kept for their sums of attention weights, as a fraction of the prompt's length, in [0, 1]."""
     recent_share: float
-    """Number of latest keys that are kept, as a fraction of the prompt's length, in (0, 1]. It includes the new token's
-    own key, and is at least 1 key."""
+    """Number of latest keys that are kept, as a fraction of the prompt's length, in (0, 1]. The new token's own key
+    counts as one of them. At least 1 key is kept."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.heavy_share <= 1:
@@ -68,7 +68,8 @@ class HeavyHitters:
 
     def take(self, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
         """Add the last T keys of `k_SGH` to the kept keys. Then add the attention weights of `q_TNH`, the queries of
-        the same tokens, to the sums of all kept keys. Return the positions of these keys, `[G, K]`."""
+        the same tokens, to the sums of all kept keys. Return the positions of all kept keys, including the new ones,
+        `[G, K]`."""
         first = len(k_SGH) - len(q_TNH)
         self._add(TokenRange(first, len(k_SGH)))
         return self._weigh(q_TNH, self._kept(k_SGH))
@@ -76,7 +77,7 @@ class HeavyHitters:
     def take_kept(self, q_TNH: Tensor, first: int, k_GKH: Tensor) -> Tensor:
         """Add new keys, at position `first` and later, to the kept keys. Then add the attention weights of `q_TNH`, the
         queries of the same tokens, to the sums of all kept keys. `k_GKH` contains the kept keys and the new keys, but
-        no dropped keys. Return the positions of the keys whose sums were increased, `[G, K]`."""
+        no dropped keys. Return the positions of all kept keys, including the new ones, `[G, K]`."""
         self._add(TokenRange(first, first + len(q_TNH)))
         return self._weigh(q_TNH, k_GKH.float())
 

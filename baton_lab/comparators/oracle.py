@@ -46,7 +46,8 @@ class OracleStep(SelectiveStep[SelectiveRow]):
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
         """Return the number of bytes of host memory that the step reads in a layer. It includes all keys and values of
-        the sequences that select keys, because all keys are scored. Return 0 if attention does not read host memory."""
+        the sequences that select keys, because all keys are scored. Return 0 if attention does not read host memory.
+        `num_bytes`, the size of the selected keys and values, is not used."""
         num_all = sum(tokens.end for _, tokens in self.choosing) * self.layout.row_bytes
         return super().fetch(layer, picks, num_all)
 
@@ -60,8 +61,8 @@ class OracleResidency(RowResidency[SelectiveRow]):
         self, shape: KvShape, make_memory: MakeMemory, selection: Selection, *, reads_home: bool = True
     ) -> None:
         """Create the residency for all slots. `reads_home`: True if attention reads KV directly from host memory. False
-        if `make_memory` allocates separate device memory, which then holds all KV, because all keys are scored. Raises
-        an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
+        if `make_memory` allocates separate device memory. Device memory then holds all KV, because all keys are scored.
+        Raises an error in OUT_OF_MEMORY if the slots' address space cannot be allocated."""
         rows = [SelectiveRow(shape, make_memory, reads_home=reads_home) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: OracleStep(shape.layout, rows, selection))
 
@@ -79,7 +80,8 @@ def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
 
 def best_keys(scores_GS: Tensor, selection: Selection) -> list[Tensor]:
     """Return the positions of each kv head's selected keys, ascending: the keys with the best scores, and always the
-    first keys and the last keys. If scores are equal, the earlier key is selected."""
+    first `selection.num_first` keys and the last `selection.num_last` keys. If scores are equal, the earlier key is
+    selected."""
     num_keys = scores_GS.shape[-1]
     mean = (scores_GS > -selection.alpha).sum(-1).double().mean()
     num_picks = max(min(math.ceil(mean), selection.most_by_score(num_keys)), 1)

@@ -10,7 +10,7 @@ Models with learned positions are not supported, because they add the positions 
 
 The rerun attends to the pushed KV and stores no KV. It costs as much as a local prefill.
 
-T tokens, S tokens up to them, N heads, G kv heads, H head dim, V vocabulary, C = G x H.
+T tokens of a chunk, S tokens up to the end of the chunk, N heads, G kv heads, H head dim, V vocabulary, C = G x H.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ from baton.modeling.kv.buffers import KvRows
 from baton.types import TokenRange
 
 UseQueries = Callable[[int, Tensor, TokenRange], None]
-"""Function that receives the queries of some tokens. Its arguments are the layer, the queries `[T, N, H]` as attention
-uses them, and the range of the tokens."""
+"""Function that receives the queries of some tokens. Its arguments are the layer, the queries `[T, N, H]` (after RoPE),
+and the range of the tokens."""
 
 ReadKv = Callable[[int, TokenRange], Tensor]
 """Function that returns the KV `[T, 2, G, H]` of a token range in a layer."""

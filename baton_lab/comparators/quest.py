@@ -49,7 +49,7 @@ class Pages:
         num_layers = max(layout.num_layers - NUM_WHOLE_LAYERS, 0)
         shape = (num_layers, max_tokens // PAGE_KEYS, 2, layout.num_kv_heads, layout.head_dim)
         self.num = 0
-        """Number of pages that are stored."""
+        """Number of pages whose smallest and largest values are stored."""
         self.data_LP2GH = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
         """Smallest and largest value of each channel in each page. In the third dimension, index 0 is the smallest and
         index 1 the largest value."""
@@ -79,7 +79,8 @@ class QuestView:
         self._num_keys = num_keys
         self._pages: dict[Row, Pages] = {}
         self._pages_of: dict[SlotId, Pages] = {}
-        """Stored smallest and largest key values, by slot, of the sequences passed to the latest call of `begin`."""
+        """Smallest and largest key values of each page, by slot. Contains the sequences that were passed to the latest
+        call of `begin`."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Prepare draft steps for the sequences `rows`. Store the smallest and largest key values of each page (16
@@ -104,7 +105,7 @@ class QuestView:
             yield DraftStep(step.spans, ChoosingTurns(choose))
 
     def forget(self, row: Row) -> None:
-        """Delete the stored values of a sequence's pages."""
+        """Delete the smallest and largest key values that are stored for a sequence's pages."""
         self._pages.pop(row, None)
 
     def _best(self, layer: int, q_NH: Tensor, slot: SlotId, tokens: TokenRange) -> Tensor:
@@ -118,12 +119,13 @@ class QuestView:
 
 
 def page_scores(q_NH: Tensor, pages_P2GH: Tensor) -> Tensor:
-    """Return the upper bound on the scores of each page's keys, summed over the query heads of each kv head, fp32 `[G,
-    P]`.
+    """Return an upper bound on the scores of each page's keys, fp32 `[G, P]`. The bound of a kv head is the sum of the
+    bounds of its query heads.
 
-    In each channel, the bound uses the largest value if the query is positive, and the smallest value if the query is
-    negative. Therefore the positive and the negative parts of the queries are first summed over the heads separately.
-    These sums are then multiplied by the largest and the smallest values.
+    In each channel, the bound multiplies a positive query value by the page's largest key value, and a negative query
+    value by the page's smallest key value. Positive and negative query values are therefore summed over the heads
+    separately. The positive sums are then multiplied by the largest values, and the negative sums by the smallest
+    values.
     """
     least_GHP, largest_GHP = pages_P2GH.float().permute(1, 2, 3, 0)
     q_GJH = by_kv_head(q_NH.unsqueeze(0), len(least_GHP)).squeeze(2)

@@ -2,10 +2,10 @@
 determines which keys the draft steps of speculative decoding attend to. This one serves only for comparison and saves
 no time.
 
-It shows the fraction of accepted drafts that other draft views could reach if they predicted the attention weights
-perfectly. Each draft step scores all keys of its sequences. It therefore reads all keys, which are half of the KV, in
-addition to the KV that it attends to. A kv head selects the keys with the largest softmax weights, summed over the
-query heads that share the kv head. The new token's own key is always selected.
+With this draft view, the fraction of accepted drafts is the one that other draft views could reach if they predicted
+the attention weights perfectly. Each draft step scores all keys of its sequences. To score them, it reads all keys,
+which are half of the KV. It also reads the KV that it attends to. A kv head selects the keys with the largest softmax
+weights, summed over the query heads that share the kv head. The new token's own key is always selected.
 
 Used on the engine's thread. B sequences with one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a
 sequence.

@@ -2,9 +2,9 @@
 
 This is a Residency for `engine.model_runner` that serves as a comparison for InfiniGen. It never reads keys outside its
 window. The parameters that `baton prepare` wrote for the model (`Selection`) set the size of the window: the number of
-latest keys is the maximum number of keys that other policies select by score, but at least `num_last`. The first keys
-are added. Keys keep their positions in the text, because all keys are still stored. In the paper, keys get new
-positions within the window.
+latest keys is the maximum number of keys that other policies select by score, but at least `num_last`. The window also
+contains the first `num_first` keys. Keys keep their positions in the text, because all keys are still stored. In the
+paper, keys get new positions within the window.
 
 B sequences with one new token, N heads, G kv heads, H head dim, K maximum number of selected keys.
 """
@@ -54,8 +54,8 @@ def num_latest(num_tokens: int, selection: Selection) -> int:
 
 
 def first_and_last(lengths_B: Tensor, selection: Selection, num_kv_heads: int) -> Picks:
-    """Return the positions of each sequence's first and latest keys. They are the same for all kv heads. `lengths_B`:
-    number of tokens of each sequence, int32."""
+    """Return the positions of the keys in each sequence's window: the first `selection.num_first` keys and the latest
+    `num_latest` keys. They are the same for all kv heads. `lengths_B`: number of tokens of each sequence, int32."""
     latest_B = torch.tensor([num_latest(length, selection) for length in lengths_B.tolist()], dtype=torch.int32)
     num_B = (latest_B + selection.num_first).minimum(lengths_B)
     at_K = torch.arange(int(num_B.max()), dtype=torch.int32)

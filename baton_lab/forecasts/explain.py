@@ -3,7 +3,8 @@ shows when each is faster.
 
 The times are predicted with the same formulas that a cluster's scheduler uses to place requests
 (`baton.planning.terms`, through `baton_lab.study.break_even`). For a named kind of hardware, its rates come from
-`baton.planning.hardware`. With `--hardware here`, the planner of a cluster on this machine is used.
+`baton.planning.hardware`. With `--hardware here`, the predictions come from the planner that `baton serve` would create
+on this machine.
 """
 
 import argparse
@@ -58,7 +59,7 @@ class Explanation:
     together: "Side | None"
     """Prediction with prefill by the generation engines; None if the workers cannot sustain the demand."""
     capacities: tuple[float, float]
-    """Highest rates in requests per second that can be sustained: (apart, together)."""
+    """Highest sustainable rates in requests per second, as (with disaggregated prefill, with colocated prefill)."""
     by_prompt: dict[str, tuple["Span", ...]]
     """Ranges of prompt lengths in tokens, each with the better kind of prefill: disaggregated ("apart") or colocated
     ("together"). The key "first token" compares times to the first token, and the key "whole answer" compares times to

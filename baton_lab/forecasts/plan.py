@@ -1,8 +1,8 @@
 """`baton plan`: predicts the duration of a generation step, tokens per second, and the batch that fits into memory.
 
 It needs no cluster and no weights, because it uses the roofline model (`baton_lab.study.roofline`). With `--hardware
-here`, it first measures this machine (`deploy.machine.probe`). torch is needed only for this measurement, and if MODEL
-is a folder.
+here`, it first measures this machine (`deploy.machine.probe`). torch is needed only in two cases: for this measurement,
+and to read the configuration of a MODEL that is not a built-in name.
 """
 
 import argparse
@@ -130,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> StepForecast | SpeculationForecast | explain.Explanation:
-    """Compute the forecast that the options describe: of steps, of speculation, or the comparison of --explain. With
-    `--hardware here`, blocks while it measures. Raises the errors of `find_model`."""
+    """Compute what the options request: a forecast of steps, a forecast of speculation, or the comparison of --explain.
+    With `--hardware here`, blocks while it measures. Raises the errors of `find_model`."""
     speculation.check_options(args)
     explain.check_options(args)
     if args.explain:

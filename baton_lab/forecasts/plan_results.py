@@ -87,5 +87,5 @@ class SpeculationForecast:
     """Probability that a draft token is accepted, by the number of keys that a draft step attends to."""
     pays_from: dict[int, int | None]
     """Smallest context length in tokens from which speculation is faster than plain steps, by batch size. None: it is
-    not faster at any length up to the maximum."""
+    not faster at any length up to `speculation.LONGEST`."""
     cells: tuple[RoundCell, ...]

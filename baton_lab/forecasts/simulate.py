@@ -133,8 +133,8 @@ def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
 
 
 def times_table(title: str, rows: "list[Comparison]") -> "Table":
-    """Return a table of the predicted times, with one line per context length and one column per scheme. The fastest
-    scheme of each line is highlighted, not counting the lower bounds."""
+    """Return a table of the predicted times, with one line per context length. There is one column for each scheme and
+    each lower bound. The fastest scheme of each line is highlighted; a lower bound never is."""
     from deploy.options.screen import number_table
 
     headings = "tokens|1 rank|KVR-E|KVR-S|KVR-P|TSP\ndense|TSP\ncausal|zigzag|bound|TTFT*"
@@ -149,7 +149,8 @@ def times_table(title: str, rows: "list[Comparison]") -> "Table":
 def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
     """Return a table of the predicted times of KVR-S, by number of ranks. In KVR-S, ranks prefill consecutive chunks of
     the prompt, and a search finds the best chunk lengths. The table also shows the smallest number of ranks whose time
-    is close to the shortest, and the percentage of the prompt that each rank computes."""
+    exceeds the shortest time by at most the fraction `_ENOUGH_MARGIN`. For the last number of ranks, it shows the
+    percentage of the prompt that each rank computes."""
     from baton_lab.study.comparison import enough_ranks
     from deploy.options.screen import number_table
 

@@ -155,11 +155,12 @@ def find_rate(args: argparse.Namespace) -> float:
 def find_settings(args: argparse.Namespace) -> list[Setting]:
     """Return the settings (residency policies with parameters) to compare, according to the options.
 
-    A policy that is named with a budget (`NAME:BUDGET`) gets only this budget. Any other policy gets each value of
-    `--budget` if the policy has a budget, and each value of `--alpha` if it has this parameter. If no value applies,
-    the policy gets its default parameters. A policy that needs a basis gets these settings for each file of
-    `--selection`. A policy with a pool gets them without a pool, and also with each size of `--pool` and each eviction
-    policy. Raises InvalidArgumentError for invalid options, and ConfigError for an unknown policy.
+    A policy that is named with a budget (`NAME:BUDGET`) gets one setting with this budget. Any other policy gets one
+    setting for each value of `--budget` if it has the parameter `budget`, and one for each value of `--alpha` if it has
+    the parameter `alpha`. If no value applies, it gets one setting with its default parameters. For a policy that needs
+    a basis, these settings are repeated for each file of `--selection`. For a policy with a pool, each setting is used
+    without a pool, and also with each combination of a size of `--pool` and an eviction policy. Raises
+    InvalidArgumentError for invalid options, and ConfigError for an unknown policy.
     """
     from generate_workers.config import EvictionName  # imports pydantic
 

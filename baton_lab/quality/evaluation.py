@@ -11,8 +11,8 @@ class Setting:
 
     policy: str
     budget: float | None = None
-    """Fraction of a sequence's tokens to select. The number of selected keys then does not depend on their scores.
-    None: the parameters in the selection file determine the number."""
+    """Fraction of a sequence's keys to select, regardless of the keys' scores. None: the parameters in the selection
+    file determine the number of selected keys."""
     alpha: float | None = None
     """Maximum distance of a key's score from the best score. The keys within this distance are counted to determine how
     many keys are selected. None: the value in the selection file."""

@@ -1,6 +1,6 @@
 """Texts of `baton evaluate` with a fact in the first half of the context, and a question about it at the end.
 
-Only the facts are random, with a fixed seed.
+The facts are random, with a fixed seed. The rest of the context comes from the files of `--text`.
 """
 
 import random

@@ -116,8 +116,8 @@ def evaluate(
 
 
 def gather(decoder: Decoder, texts: NeedleTexts, context: int, size: Size, console: Console) -> Material:
-    """Prefill all passages of one context length. Raises InvalidArgumentError if the texts are too short, and
-    ConfigError if there is not enough memory."""
+    """Prefill all passages of one context length, and return the results with the lengths of the needles' answers.
+    Raises InvalidArgumentError if the texts are too short, and ConfigError if there is not enough memory."""
     passages = texts.passages(context, size.num_steps)
     needles = texts.needles(context, size.num_steps) if size.has_needles else []
     wanted = [*passages, *(needle.passage for needle in needles)]
@@ -136,8 +136,8 @@ def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size,
 
 
 def num_found(choices_BM: Tensor, material: Material) -> int:
-    """Return the number of needles whose whole answer was predicted. `choices_BM`: most likely token of each of the M
-    steps of each passage."""
+    """Return the number of needles whose whole answer was predicted. `choices_BM`: most likely token, by passage (B)
+    and step (M)."""
     answers = zip(choices_BM.tolist(), material.facts, material.answers, strict=True)
     return sum(choices[-length:] == list(fact.passage.token_ids[-length:]) for choices, fact, length in answers)
 
@@ -214,7 +214,7 @@ def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
 
 
 def perplexities(losses_BM: Tensor, chunk_steps: int) -> list[float]:
-    """Return the perplexity of each consecutive chunk of `chunk_steps` steps, over all sequences. Remaining steps are
-    left out."""
+    """Return the perplexity of each consecutive chunk of `chunk_steps` steps, over all sequences. Steps after the last
+    whole chunk are left out."""
     num_chunks = losses_BM.shape[1] // chunk_steps
     return [perplexity(losses_BM.narrow(1, chunk * chunk_steps, chunk_steps)) for chunk in range(num_chunks)]

@@ -96,13 +96,13 @@ class Side:
     """Fraction of time in which a prefill group (disaggregated side) or an engine (colocated side) is busy with
     prompts."""
     answer_s: float
-    """Seconds from the time at which a request is assigned to its workers to its last token. Waiting for other requests
-    is not included."""
+    """Seconds until the last token of a request, counted from its assignment to workers. The time that it waits for
+    other requests is not included."""
 
     @property
     def first_s(self) -> float:
-        """Seconds from the time at which a request is assigned to its workers to its first token. Waiting for other
-        requests is not included."""
+        """Seconds until the first token of a request, counted from its assignment to workers. The time that it waits
+        for other requests is not included."""
         return self.terms.own_s
 
 
@@ -128,8 +128,8 @@ class BreakEven:
     workers."""
 
     def __init__(self, planner: ChainPlanner, pools: Pools) -> None:
-        """Create a comparison that uses the planner's predictions. Raises InvalidArgumentError if the planner has no
-        step times or no local prefill, or if it has fewer ranks than `pools`."""
+        """Create a comparison that uses the planner's predictions. Raises InvalidArgumentError if the planner does not
+        predict step times or local prefill, or if a prefill group of `pools` has more ranks than it plans for."""
         if planner.local is None or planner.steps is None:
             raise InvalidArgumentError("the planner has no step times, or no local prefill: give it both")
         if planner.max_ranks < pools.num_ranks:
@@ -191,7 +191,8 @@ class BreakEven:
 
     def capacities(self, demand: Demand) -> tuple[float, float]:
         """Return the highest rates in requests per second that can be sustained with the prompt and output lengths of
-        `demand`, as (apart, together): disaggregated and colocated prefill. 0 if no rate can be sustained."""
+        `demand`: (rate with disaggregated prefill, rate with colocated prefill). A rate is 0 if none can be
+        sustained."""
         return self._capacity(self.apart, demand), self._capacity(self.together, demand)
 
     def by_prompt(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:

@@ -78,9 +78,9 @@ def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol
 
 
 def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
-    """Return the smallest number of ranks whose time is at most (1 + `margin`) times the shortest time. The times are
-    that of one rank, and the times of chains with searched chunk lengths (KVR-S) in `comparisons`. All comparisons must
-    be of one prompt."""
+    """Return the smallest number of ranks whose time is at most (1 + `margin`) times the shortest time. Two kinds of
+    time are considered: `single` for one rank, and `kvr_s` (searched chunk lengths) for the number of ranks of each
+    comparison. All comparisons must be of the same prompt."""
     times = {1: comparisons[0].single} | {each.num_ranks: each.kvr_s for each in comparisons}
     return min(ranks for ranks, ttft_s in times.items() if ttft_s <= min(times.values()) * (1 + margin))
 

@@ -1,4 +1,5 @@
-"""Published shapes of models, and which of them share the weights of head and embedding."""
+"""Published shapes of models, and the names of the models whose output head shares its weights with the token
+embedding."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
 """Predicted times to first token of alternatives to a chain of ranks: tensor/sequence parallel prefill (TSP), a zigzag
 ring, and one process.
 
-In all of them, the ranks get equal parts of the prompt, and every rank holds a cached prefix. With n ranks, an
+In all of them, the ranks get equal parts of the prompt, and every rank has the KV of a cached prefix. With n ranks, an
 all-gather is n - 1 ring steps of one message each, which do not overlap with computation. In the zigzag ring, the
 message of a step overlaps with the attention of the same step.
 
@@ -41,8 +41,8 @@ def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int
 
 
 def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """Return an approximate lower bound of the time to first token in seconds. It assumes no communication, causal
-    attention kernels, and all work divided evenly among `num_ranks` ranks.
+    """Return an approximate lower bound of the time to first token in seconds. It assumes that communication takes no
+    time, that attention kernels are causal, and that all work is divided evenly among `num_ranks` ranks.
 
     A chain can be slightly faster than this bound, by part of the last layer: earlier ranks stop after they have sent
     the last layer's KV.

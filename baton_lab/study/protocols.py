@@ -1,4 +1,5 @@
-"""Protocols of chains by name: Baton's, the KV-Runahead paper's, and one for comparison."""
+"""Protocols by which the ranks of a prefill chain compute a layer and exchange its KV: Baton's protocol, two of the
+KV-Runahead paper, and one for comparison."""
 
 from baton.planning.cost_model import BATON, Kernel, Protocol, Receive
 

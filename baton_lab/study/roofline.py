@@ -98,8 +98,8 @@ def served(
     """Return the ServedModel for a model shape.
 
     `tied`: True if the output head shares its weights with the embedding. `weight_bytes`: bytes per parameter.
-    `kv_bytes`: bytes per element of K or V. `mixture`: mixture of experts that replaces the one of `shape`; None keeps
-    it. Biases, norms and routers are ignored.
+    `kv_bytes`: bytes per element of K or V. `mixture`: mixture of experts to use instead of that of `shape`; None: that
+    of `shape`. Biases, norms and routers are ignored.
     """
     mixture, ffn = mixture or Mixture(shape.num_experts, shape.num_active_experts), shape.ffn_weights
     others = shape.num_layers * (shape.layer_weights - shape.num_active_experts * ffn)
@@ -125,7 +125,7 @@ class StepTime:
     compute_s: float
     """Seconds to compute the products with the model's matrices."""
     linear_s: float
-    """Seconds to read the weights and to compute the matrix products, which overlap."""
+    """Seconds to read the weights and compute the matrix products. Reading and computing overlap (`Chip.overlap`)."""
     other_s: float
     """Seconds of the chip's fixed overhead per layer, summed over all layers. 0 if no overhead was measured."""
 

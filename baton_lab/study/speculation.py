@@ -28,15 +28,15 @@ from baton_lab.study.roofline import ServedModel, step_time
 
 @dataclass(frozen=True)
 class Drafting:
-    """Draft method, and the rounds from which the best is chosen. A round consists of draft steps and one step that
-    verifies the drafts. Rounds differ in the number of drafts, and in the number of keys that a draft step attends
-    to."""
+    """Draft method, and the candidate rounds from which `best_round` chooses. A round consists of draft steps and one
+    step that verifies the drafts. Each number of drafts in `numbers` is combined with each number of keys in
+    `acceptances`."""
 
     acceptances: Mapping[int, float]
     """Probability that a draft is accepted, given that all drafts before it were accepted. The dictionary key is the
     number of keys that a draft step attends to."""
     numbers: Sequence[int] = range(MOST_DRAFTS + 1)
-    """Numbers of drafts per sequence from which the best is chosen. 0 means a plain step."""
+    """Candidates for the number of drafts per sequence. 0 means a plain step."""
     model: ServedModel | None = None
     """Separate draft model. None: the served model drafts for itself."""
 

@@ -1,8 +1,8 @@
 """Assigns simulated requests to groups with the orchestrator's complete code (`orchestrator.placement.chooser`).
 
 The orchestrator's Chooser examines every group, which takes milliseconds for hundreds of groups. The simulator normally
-uses `baton_lab.traffic.placing`, which is faster, because it compares only a few candidate groups. Tests compare its
-results with those of this module. Does no I/O.
+uses `baton_lab.traffic.placing`, which is faster, because it compares only a few candidate groups. Tests compare the
+choices of both modules. Does no I/O.
 """
 
 from contextlib import ExitStack
@@ -69,7 +69,8 @@ class WholeChooser:
         self.prefill_queues = self._members.prefill_queues
         """Job queues of the prefill groups, of the same class as in the orchestrator."""
         self.num_cached_tokens = 0
-        """Number of prompt tokens so far whose KV was found in a cache, so that it was not computed."""
+        """Number of prompt tokens whose KV was found in a prefix cache and not computed, summed over all requests so
+        far."""
 
     def place(self, asked: Asked) -> Spot | None:
         """Choose the groups that serve the request, and record the request's load on them. Return None if no prefill

@@ -51,7 +51,7 @@ class Member:
     role: Role
     state: State
     since_s: float
-    """Time from which the group's cost counts, in seconds of simulated time."""
+    """Time at which the group was started, in seconds of simulated time. The group costs from this time on."""
     flips: bool = False
     """True: when the group is drained, it changes to the other role. False: it then leaves the cluster."""
     num_held: int = 0
@@ -69,13 +69,13 @@ class Member:
     batch: Batch = field(init=False)
     """Sequences that the group decodes while it is a generation group (simulated)."""
     prefill_view: PrefillGroup = field(init=False)
-    """Description of the group for the orchestrator's code. Used while the group has the prefill role."""
+    """Description of the group that the orchestrator's code reads. Valid while the group has the prefill role."""
     generation_view: GenerationGroup = field(init=False)
-    """Description of the group for the orchestrator's code. Used while the group has the generation role."""
+    """Description of the group that the orchestrator's code reads. Valid while the group has the generation role."""
 
 
 class Fleet:
-    """All groups of the simulated cluster, except those that have left."""
+    """All groups that are now in the simulated cluster."""
 
     def __init__(
         self, sizes: GroupSizes, cost: CostModel, lines: StepLines, timeline: Timeline, gaps: GapHistogram
@@ -111,8 +111,8 @@ class Fleet:
         return member.role is Role.PREFILL and member.state is State.READY
 
     def group_s(self, now_s: float) -> float:
-        """Return the cost of all groups up to the time `now_s`, in group-seconds, including groups that have left. Each
-        group costs the seconds from its start until it left."""
+        """Return the cost of all groups up to the time `now_s`, in group-seconds, including groups that have left the
+        cluster. Each group costs the seconds from its start until it leaves the cluster."""
         return self._spent_s + sum(now_s - each.since_s for each in self.members.values())
 
     def start(self, role: Role, *, after_s: float | None = None) -> None:
@@ -154,7 +154,7 @@ class Fleet:
             self._leave(member)
 
     def keep(self, member: Member) -> None:
-        """Cancel the drain of a group that has not left, so that it gets new work again."""
+        """Cancel the drain of a group that is still draining, so that it gets new work again and keeps its role."""
         assert member.state is State.DRAINING
         member.flips = False
         self._serve(member)
@@ -173,7 +173,7 @@ class Fleet:
         heapq.heappush(self._by_work, (member.free_at_s, member.number))
 
     def least_work(self, num_groups: int) -> list[Member]:
-        """Return the ready prefill groups that are estimated to finish their jobs first, at most `num_groups`."""
+        """Return at most `num_groups` ready prefill groups: those that are estimated to finish their jobs first."""
         found: dict[int, tuple[float, Member]] = {}
         while self._by_work and len(found) < num_groups:
             free_at_s, number = heapq.heappop(self._by_work)
@@ -186,8 +186,8 @@ class Fleet:
         return [member for _, member in found.values()]
 
     def most_room(self, num_groups: int) -> Iterator[Member]:
-        """Yield ready generation groups that have free slots, at most `num_groups`. Groups with more free slots come
-        first."""
+        """Yield at most `num_groups` ready generation groups with free slots: those with the most free slots, in
+        descending order of free slots."""
         left = num_groups
         for held in islice(self._by_room, self._sizes.num_slots):
             for number in held:

@@ -24,8 +24,8 @@ from orchestrator.placement.comparison import ChainWay, cheapest_group
 from orchestrator.placement.prefix_index import PrefixIndex
 
 _NO_BATCH: Batch = (0.0, 0.0)
-"""Batch that the generation group is assumed to run when prefill chains are compared: an empty one, because the
-generation group is chosen separately."""
+"""Batch of the generation group that is assumed when prefill groups are compared: (number of sequences, mean number of
+tokens of a sequence). It is empty, because the generation group is chosen separately."""
 SHORTLIST = 2
 """Maximum number of candidate groups of each role that are compared for a request."""
 
@@ -92,7 +92,8 @@ class Placing:
         self.prefill_queues = PrefillQueues()
         """Job queues of the prefill groups, of the same class as in the orchestrator."""
         self.num_cached_tokens = 0
-        """Number of prompt tokens so far whose KV was found in a cache, so that it was not computed."""
+        """Number of prompt tokens whose KV was found in a prefix cache and not computed, summed over all requests so
+        far."""
 
     def sent(self, number: int) -> None:
         """Do nothing, because the fleet counts the requests of each group."""

@@ -2,7 +2,8 @@
 
     autoscale     `orchestrator.autoscaling`: forecasts, cost model and queueing
     queue         a threshold on queue lengths: adds a group to the role with the longer queue per group
-    load          mean load divided by a group's throughput, without queueing (load regression, as in other planners)
+    load          mean load divided by a group's throughput (load regression). Queueing is ignored. Other planners
+                  scale in the same way
 
 `queue` and `load` change the roles of groups and drain groups in the same way as the autoscaler, so the policies differ
 only in their decisions. Does no I/O.
@@ -22,7 +23,7 @@ from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.requests.config import AutoscalingConfig
 
 _WINDOW_S = 30.0
-"""Length in seconds of the time window over which the load policy averages."""
+"""Length in seconds of the time window over which the load policy averages the rate and the lengths of requests."""
 _FULL = 0.9
 """Target utilisation of groups in the load policy, as a fraction of a group's throughput."""
 _FLIPS = {Move.FLIP_TO_PREFILL: Role.GENERATE, Move.FLIP_TO_GENERATE: Role.PREFILL}
@@ -42,10 +43,15 @@ def target_of(fleet: Fleet) -> Allocation:
 
 
 def carry_out(fleet: Fleet, actions: Iterable[Action]) -> None:
-    """Start groups, drain groups, or change their roles, as `actions` say. To start a group, cancel the drain of a
-    group of the same role that would leave, or start a new one if there is none. To drain a group, choose one that is
-    still starting, or else the ready group with the fewest requests. To change a role, cancel a pending change in the
-    opposite direction, or else change the ready group with the fewest requests."""
+    """Start groups, drain groups, or change their roles, as `actions` say.
+
+    - To start a group: if a group of this role is draining in order to leave the cluster, cancel its drain. Otherwise
+      start a new group.
+    - To drain a group: choose a group that is still starting. If there is none, choose the ready group with the fewest
+      requests.
+    - To change a group's role: if a group is draining in order to change in the opposite direction, cancel its drain.
+      Otherwise change the ready group with the fewest requests.
+    """
     for action in actions:
         for _ in range(action.num_groups):
             if action.move in _STARTS:
@@ -105,8 +111,8 @@ class AutoscalePolicy:
         self._autoscaler.window.ended(num_prompt_tokens, num_output_tokens)
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Let the autoscaler decide, and carry out its decision. In advisory mode, the decision is returned but not
-        carried out."""
+        """Let the autoscaler decide, and carry out its decision. Return a list with the change. In advisory mode, the
+        change is only returned. The list is empty if nothing changes, or if the advice is the same as before."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         state = self._state(simulation, now_s)
         decision = self._autoscaler.decide(now_s, state)

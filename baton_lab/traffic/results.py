@@ -45,7 +45,7 @@ class Results:
     """Time of each request's last token, in seconds since the start of the trace."""
     gaps: GapHistogram
     group_s: float
-    """Cost in group-seconds: the seconds from the start of a group until it left, summed over all groups."""
+    """Cost in group-seconds: the seconds from a group's start until it leaves the cluster, summed over all groups."""
     num_events: int
     num_cached_tokens: int
     scaler_events: tuple[ScalerEvent, ...] = ()

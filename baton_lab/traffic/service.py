@@ -21,8 +21,9 @@ class RecallingPlanner(ChainPlanner):
     because its costs never change."""
 
     def __init__(self, calibration: Calibration, *, max_ranks: int, max_tokens: int, steps: StepTimes) -> None:
-        """Create a planner whose costs are fixed. Its `local` is None: times of prefill by generation groups are not
-        predicted. See ChainPlanner for the parameters."""
+        """Create a planner whose costs are fixed. The attribute `local` (configuration of prefill by generation groups)
+        is initially None. As long as it is None, the times of such prefills are not predicted. See ChainPlanner for the
+        parameters."""
         super().__init__(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps)
         self._known_chunks: dict[tuple[int, int, int], Chunks] = {}
         self._known_ttft_s: dict[Chunks, float] = {}
@@ -56,8 +57,8 @@ class RecallingPlanner(ChainPlanner):
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Sizes of prefill and generation groups, and the seconds until a group is ready. Raises InvalidArgumentError for
-    an invalid field."""
+    """Sizes of prefill and generation groups, and the seconds to start a group or to change its role. Raises
+    InvalidArgumentError for an invalid field."""
 
     num_ranks: int = 1
     """Number of ranks of a prefill group."""

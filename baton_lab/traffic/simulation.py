@@ -1,6 +1,6 @@
 """Replays a trace against a simulated cluster, from the arrival of each request to its last token.
 
-    arrival      the orchestrator's code for admission with its fair queue (`orchestrator.admission`), with the
+    arrival      the orchestrator's code for admission and its fair queue (`orchestrator.admission`). Both read the
                  simulator's clock
     placement    `baton_lab.traffic.placing`: compares groups with the orchestrator's code, and chooses the best
     prefill      `baton_lab.traffic.work.chain_queue`, `chain_turns`: ranks that run their jobs in the same order as the
@@ -45,7 +45,8 @@ UNBOUNDED = OrchestratorConfig(max_queued_requests=2**31, max_queued_tokens=2**6
 
 @dataclass(frozen=True)
 class SimulatedClaim:
-    """Simulated request, as the admission queue sees it. Implements `orchestrator.admission.gate.Claim`."""
+    """Properties of a simulated request that the admission queue uses. Implements
+    `orchestrator.admission.gate.Claim`."""
 
     num_tokens: int
     num_slots: int = 1
@@ -85,7 +86,7 @@ class Counts:
 
     num_prefilling: int = 0
     num_unpulled: int = 0
-    """Number of requests whose KV is computed but has not arrived in its slot yet."""
+    """Number of requests whose KV is computed but has not arrived in the request's slot yet."""
     num_generating: int = 0
 
 

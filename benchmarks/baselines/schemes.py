@@ -63,15 +63,16 @@ class _Chunk:
 
     tokens: TokenRange
     kv: Tensor
-    """KV of the tokens in the current layer, `[len(tokens), 2, G, H]`. Each layer overwrites it."""
+    """KV of the tokens in the current layer, `[len(tokens), 2, G, H]`: K and V, G kv heads, H head dim. Each layer
+    overwrites it."""
 
     def own(self, layer: int) -> Tensor:
         return self.kv
 
 
 def tsp_dense(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Prefill with tensor-and-sequence parallelism (TSP) and a dense kernel, which is the baseline of the KV-Runahead
-    paper. Return the last token's logits on the last rank, None on the others."""
+    """Prefill with tensor-and-sequence parallelism (TSP) and a dense kernel. This scheme is the baseline of the
+    KV-Runahead paper. Return the last token's logits on the last rank, None on the others."""
     return _tsp(decoder, token_ids, group, dense=True)
 
 

@@ -53,7 +53,8 @@ class Discarding:
         """Discard KV that was received from earlier ranks."""
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
-        """Discard the first output tokens of the job."""
+        """Discard `firsts`, the first sampled token of each choice of the job, because the benchmark does not use
+        them."""
 
     def abort(self, error: BaseException) -> None:
         """Do nothing. The job's future already raises the error."""

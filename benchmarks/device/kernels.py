@@ -66,9 +66,9 @@ class Rates:
 
 
 def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Measure the prefill attention of one layer. One baseline is the time of the same number of operations at the
-    rate of a matrix product. The other baselines are torch's attention kernels, for prompts in one run of pages with no
-    earlier keys."""
+    """Measure the prefill attention of one layer. One baseline is the time of the same number of operations at the rate
+    of a matrix product. The other baselines are torch's attention kernels. They are measured only for prompts that have
+    no earlier keys and whose pages form a single contiguous run."""
     for num_queries, num_before, num_runs in PREFILLS:
         q_TNH, k_SGH, v_SGH = _random_heads(shape, device, num_queries, num_before + num_queries)
         segments = _runs(k_SGH, v_SGH, num_runs)

@@ -1,5 +1,6 @@
-"""Runs a generation engine in this process under closed loops of users. Measures the duration of every step, and the
-seconds of it that are spent on scheduling, on speculation and on the device.
+"""Runs a generation engine in this process for a fixed number of users. Each user sends the next request when the
+previous one has been answered (closed loop). Measures the duration of every step, and how many seconds of the step are
+spent on scheduling, on speculation and on the device.
 
 The engine is configured like a worker in a cluster without prefill groups, with the same scheduling policy, speculation
 and CUDA graphs. Its streams are read on the process's asyncio loop. It runs without Ray and gRPC, so the costs of Ray
@@ -100,7 +101,7 @@ class Served:
 
 
 class Timed:
-    """Wrapper of an object that measures the total time of all calls to the object's methods."""
+    """Wrapper that measures the total time of all calls to the methods of another object."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._seconds = inner, 0.0

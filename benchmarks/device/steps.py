@@ -30,7 +30,8 @@ class StepTimes:
     """Milliseconds of steps that StepGraphs runs. On a GPU, StepGraphs replays a CUDA graph of the forward pass and of
     sampling. On a CPU, it launches the same kernels one by one."""
     launched_ms: list[float]
-    """Milliseconds of steps without CUDA graphs, as in an engine without graphs: a forward pass, then sampling."""
+    """Milliseconds of steps whose kernels are launched one by one, as in an engine without CUDA graphs. A step is a
+    forward pass, then sampling."""
     num_bytes: int
     """Number of bytes that a step reads: all weights except the embedding, and the KV of all sequences."""
 

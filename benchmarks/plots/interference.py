@@ -6,7 +6,8 @@ from itertools import chain
 from pathlib import Path
 
 Rounds = Sequence[tuple[Sequence[float], Sequence[float]]]
-"""Times between two tokens in milliseconds, for each round: (while the streams run alone, while prompts arrive)."""
+"""Milliseconds between consecutive tokens of a stream, for each round: (while the streams run alone, while long prompts
+arrive)."""
 _TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
 

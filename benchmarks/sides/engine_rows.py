@@ -1,4 +1,5 @@
-"""Generation engine with running sequences, whose KV was pushed to leased slots as a prefill group does.
+"""Generation engine with running sequences. Their KV was pushed to leased slots in the same way as a prefill group
+pushes KV.
 
 A measured step therefore includes all work of a step for served requests: the residency policy's memory, batching,
 sampling, text and events. Only the content is artificial: the KV is random, and all prompt tokens are the same token.

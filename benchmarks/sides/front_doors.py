@@ -74,8 +74,8 @@ class BatonDoor:
 
 
 def last_of_step(token_ns: list[int], num_tokens: int) -> list[int]:
-    """Return a copy of `token_ns` in which the latest time replaces the last `num_tokens` times. These times belong
-    to tokens of one step."""
+    """Return a copy of `token_ns` in which a step counts as one message. The last `num_tokens` times, which are those
+    of the tokens of one step, are replaced by the latest of them."""
     return [*token_ns[:-num_tokens], token_ns[-1]]
 
 

@@ -31,7 +31,7 @@ class LoadedSelection(SelectionSource):
         return self.prepared
 
     def load_early(self) -> PreparedSelection:
-        """Return `prepared`. The same key selection is used if keys are selected one layer early."""
+        """Return `prepared`, which is also used if the policy selects keys one layer early."""
         return self.prepared
 
 

@@ -51,7 +51,7 @@ class PrefilledText:
     @classmethod
     @torch.inference_mode()
     def of(cls, decoder: Decoder, token_ids: Sequence[int]) -> "PrefilledText":
-        """Prefill a prompt, and sample the next token greedily. Return both."""
+        """Prefill a prompt, and sample the next token greedily. Return the prompt with its KV and this token."""
         with torch.inference_mode(False):
             kv = KvBuffer(decoder.layout, TokenRange(0, len(token_ids)))
         hidden_TD = torch.empty(0)
@@ -98,9 +98,9 @@ class TextRows:
         *,
         speculation: str,
     ) -> Iterator["TextRows"]:
-        """Context manager. Create an engine with one sequence per text, whose prompt's KV is copied to a slot, and
-        yield it. The engine is closed on exit. `speculation` is the name of the drafting method, as in
-        `make_speculation`."""
+        """Context manager. Create an engine with one sequence per text, and yield it. The KV of each text's prompt is
+        copied to the sequence's slot. The engine is closed on exit. `speculation` is the name of the drafting method,
+        as in `make_speculation`."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
         model = ServedModel(decoder, Tokenizer.load(folder))

@@ -37,7 +37,8 @@ class TimedDecoder(Decoder):
     each layer)."""
 
     def __init__(self, decoder: Decoder, device: EmulatedDevice, clock: PartClock) -> None:
-        """Create a decoder with the model of `decoder` on `device`. `clock` measures the parts of its steps."""
+        """Create a decoder with the model of `decoder` on `device`. `clock` measures the parts of the decoder's
+        steps."""
         super().__init__(decoder.config, decoder.weights, device=device)
         self.fused = None  # one call for all layers has no parts
         self._clock = clock
@@ -84,8 +85,7 @@ class TimedDecoder(Decoder):
 
 
 class TimedTurns:
-    """Wrapper of LayerTurns (a residency policy's hooks: callbacks for each layer) that measures the time of the
-    hooks."""
+    """Wrapper that measures the time of a residency policy's hooks (LayerTurns: callbacks for each layer)."""
 
     def __init__(self, turns: LayerTurns, clock: PartClock) -> None:
         self._turns, self._clock = turns, clock
@@ -108,7 +108,7 @@ class TimedTurns:
 
 
 class TimedResidency:
-    """Wrapper of a residency policy that measures the time to begin and to end a step."""
+    """Wrapper that measures how long a residency policy takes to begin a step and to end it."""
 
     def __init__(self, residency: Residency, clock: PartClock) -> None:
         self._inner, self._clock = residency, clock
@@ -120,7 +120,8 @@ class TimedResidency:
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Staging buffers for KV that is pushed to the policy. None if the policy has none."""
+        """Staging frames (buffers in host memory) through which pushed KV is copied to its slot. None: KV is written
+        directly to its final memory."""
         return self._inner.frames
 
     @property
@@ -138,8 +139,8 @@ class TimedResidency:
         return self._inner.bytes_for(num_tokens)
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
-        """Claim a slot for a sequence of `num_tokens` tokens, with memory for `capacity_tokens` tokens. Return its
-        KV."""
+        """Claim a slot for a sequence of `num_tokens` tokens, with memory for `capacity_tokens` tokens. Return the
+        sequence's KV."""
         return self._inner.open(slot, num_tokens, capacity_tokens)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
@@ -163,7 +164,7 @@ class TimedResidency:
 
 
 class TimedTransfer:
-    """Wrapper of a transfer that measures how long callers wait for the transfer."""
+    """Wrapper that measures how long callers wait for a transfer."""
 
     def __init__(self, transfer: Transfer, clock: PartClock) -> None:
         self._transfer, self._clock = transfer, clock
@@ -174,8 +175,8 @@ class TimedTransfer:
             self._transfer.result()
 
     def join(self) -> None:
-        """Call `join` of the wrapped transfer, after which this thread may use the copied data, and measure the
-        time."""
+        """Call `join` of the wrapped transfer, and measure the time of the call. After the call, this thread may use
+        the copied data."""
         with self._clock.part(Part.TRANSFER):
             self._transfer.join()
 
@@ -186,7 +187,7 @@ class TimedTransfer:
 
 
 class _Awaited(Running):
-    """Running fetch. The time that callers wait for it is added to the link's `waited_s`."""
+    """Handle of a running fetch. The time that callers wait for the fetch is added to `waited_s` of its link."""
 
     def __init__(self, future: "Future[None]", link: "MeasuredLink") -> None:
         super().__init__(future)

@@ -37,7 +37,8 @@ class Answer:
 
     @property
     def tpot_ms(self) -> float:
-        """Mean time per output token after the first message, in milliseconds."""
+        """Mean time per output token, in milliseconds: the time from the first to the last message, divided by the
+        number of output tokens minus 1."""
         return (self.message_ns[-1] - self.message_ns[0]) / (self.num_tokens - 1) / 1e6
 
     @property
@@ -75,23 +76,23 @@ class Answered:
 
     @property
     def tpot_ms(self) -> float:
-        """Median, over the requests, of the mean time per output token after the first message, in milliseconds."""
+        """Median of the requests' mean times per output token (`Answer.tpot_ms`), in milliseconds."""
         return statistics.median(each.tpot_ms for each in self.answers)
 
     @property
     def gap_ms(self) -> float:
-        """Median, over all requests, of the time between consecutive messages of a request, in milliseconds."""
+        """Median of the times in `gaps_ms`, in milliseconds."""
         return statistics.median(self.gaps_ms)
 
     @property
     def p99_ms(self) -> float:
-        """99th percentile, over all requests, of the time between consecutive messages of a request, in
-        milliseconds."""
+        """99th percentile of the times in `gaps_ms`, in milliseconds."""
         return percentile(self.gaps_ms, 99)
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Times between consecutive messages of the same request in milliseconds, for all requests."""
+        """Times between consecutive messages of the same request, in milliseconds. One list has the times of all
+        requests."""
         return [gap for each in self.answers for gap in each.gaps_ms]
 
 

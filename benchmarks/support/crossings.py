@@ -39,10 +39,11 @@ def disagreement(points: Sequence[float], measured: Sequence[float], predicted: 
     right everywhere.
 
     `measured` and `predicted` are the measured and the predicted ratio of the first curve to the second, one value for
-    each of `points`. The first curve is lower where the ratio is below 1. Two distances are computed: that of the
-    measured ratio from 1, at the first point where the predicted ratio is 1; and that of the predicted ratio from 1, at
-    the first point where the measured ratio is 1. The larger one is returned. If neither ratio crosses 1, but one is
-    below 1 and the other is above 1, the smallest distance of the measured ratio from 1 is returned.
+    each of `points`. The first curve is lower where the ratio is below 1. At the first point where the predicted ratio
+    is 1, the error is the distance of the measured ratio from 1. At the first point where the measured ratio is 1, the
+    error is the distance of the predicted ratio from 1. The larger of the two errors is returned. A ratio that never
+    crosses 1 gives no error. If neither ratio crosses 1, but one is below 1 and the other is above 1, the smallest
+    distance of the measured ratio from 1 is returned.
     """
     gaps = []
     for ours, theirs in ((predicted, measured), (measured, predicted)):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6, 7)
-"""Columns of a line of /proc/stat that count as busy: user, nice, system, interrupts, and stolen time."""
+"""Columns of a line of /proc/stat that count as busy, without the name in front: user, nice, system, hardware
+interrupts, software interrupts, and stolen time."""
 
 
 class Crowding:
-    """Measures the processor time of other programs since this object was created. Linux only; on other systems the
-    result is 0."""
+    """Measures the fraction of processor time that other programs have used since this object was created. Linux only;
+    on other systems the fraction is 0."""
 
     def __init__(self) -> None:
         self._before = _read()

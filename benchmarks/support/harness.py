@@ -2,9 +2,9 @@
 machine.
 
 The speed of a machine varies over time. Two sides are therefore always measured alternately (A, B, A, B, ...). Each
-measurement of A is divided by the next one of B, and the median of these ratios is reported. An output row is
-`{"bench", "case", "metric", "value", "unit", "baseline", "baseline_value", "ratio"}`. For every metric, a `ratio` above
-1 means that the value is better than the baseline.
+measurement of A forms a pair with the next one of B. The ratio of a pair is A / B, or B / A if smaller values are
+better. The median of the ratios is reported. An output row is `{"bench", "case", "metric", "value", "unit", "baseline",
+"baseline_value", "ratio"}`. For every metric, a `ratio` above 1 means that the value is better than the baseline.
 """
 
 import argparse
@@ -66,9 +66,9 @@ class Pairs:
         return statistics.median(self.theirs)
 
     def quartiles(self, smaller_is_better: bool) -> tuple[float, float, float]:
-        """Return the lower quartile, median and upper quartile of the ratios of `ours` to `theirs`, one ratio per pair
-        of successive measurements. If smaller values are better, the ratios are of `theirs` to `ours`. A ratio above 1
-        therefore means that `ours` is better. If there is only one pair, all three are equal."""
+        """Return the lower quartile, median and upper quartile of the ratios. Each pair of successive measurements
+        gives one ratio: `theirs` / `ours` if smaller values are better, otherwise `ours` / `theirs`. A ratio above 1
+        therefore means that `ours` is better. If there is only one pair, the three returned values are equal."""
         pairs = zip(self.ours, self.theirs, strict=True)
         ratios = [b / a if smaller_is_better else a / b for a, b in pairs]
         low, middle, high = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
@@ -76,8 +76,8 @@ class Pairs:
 
 
 def interleave(ours: Callable[[], float], theirs: Callable[[], float], pairs: int) -> Pairs:
-    """Call `ours` and `theirs` alternately, `pairs` times each, and return the values that they return. One warm-up
-    call of each is discarded."""
+    """Call `ours` and `theirs` alternately, `pairs` times each, and return the values that they return. Before these
+    calls, each function is called once to warm up, and its value is discarded."""
     ours(), theirs()
     mine, other = [], []
     for _ in range(pairs):

@@ -1,7 +1,7 @@
 """Load of continuously running streams and of prompts that arrive in the meantime. Measures the streams' times between
 tokens, and the prompts' times to first token.
 
-Calls a scheduler in this process, on its event loop. The time of a token is taken by the engine that generated it.
+Calls a scheduler in this process, on its event loop. The engine that generates a token records the token's time.
 """
 
 import asyncio

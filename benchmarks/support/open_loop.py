@@ -1,7 +1,7 @@
 """Open-loop load: sends requests at random times, and records their outcomes.
 
-The load calls a scheduler in this process, on its event loop. The measured time until a refusal is therefore the
-server's own. Arrivals do not wait for earlier answers, so a slow server receives as many requests as a fast one.
+The load calls a scheduler in this process, on its event loop. The measured time until a refusal therefore contains no
+time for a network. Arrivals do not wait for earlier answers, so a slow server receives as many requests as a fast one.
 """
 
 import asyncio

@@ -31,11 +31,13 @@ class CellTimes:
         return Pairs(list(self.times_ms[policy]), list(self.times_ms[baseline]))
 
     def speedup(self, policy: str) -> float:
-        """Return the median ratio of the step time of the policy `host` to the step time of `policy`."""
+        """Return the median, over the rounds, of the ratio of the step time of the policy `host` to the step time of
+        `policy`."""
         return self._times(policy, STREAMED)
 
     def share_of_ideal(self, policy: str) -> float:
-        """Return the median ratio of the step time of the policy `device` to the step time of `policy`."""
+        """Return the median, over the rounds, of the ratio of the step time of the policy `device` to the step time of
+        `policy`."""
         return self._times(policy, IDEAL)
 
     def _times(self, policy: str, baseline: str) -> float:

@@ -47,9 +47,9 @@ class PartClock:
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Context manager. Add the time of the `with` block to `part`. There is one exception: if the block runs inside
-        a block of `Part.POLICY` (work of the residency policy), its time is added to `Part.POLICY` instead. The time of
-        `Part.TRANSFER` (waiting for copies) is always added to `Part.TRANSFER`."""
+        """Context manager. Add the time of the `with` block to `part`. If the block runs inside a block of
+        `Part.POLICY` (work of the residency policy), the time is added to `Part.POLICY` instead, except the time of
+        `Part.TRANSFER` (waiting for copies)."""
         outer = self._running
         self._turn_to(outer if outer is Part.POLICY and part is not Part.TRANSFER else part)
         try:

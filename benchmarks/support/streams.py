@@ -1,7 +1,7 @@
 """Measurements of concurrent streams: when each request was sent, and when its tokens were generated.
 
-Throughput is measured while all streams generate: from the time of the last stream's first token until the time of the
-first stream's last token. In this period, the batch is full.
+Throughput is measured while all streams generate. This period begins when every stream has generated its first token,
+and ends when one of the streams has generated its last token. In this period, the batch is full.
 """
 
 import statistics

@@ -39,9 +39,9 @@ class GroupAdmin:
         return cluster_state_from_proto(answer)
 
     def drain(self, group: str, *, keep: bool = False, returns: bool = False) -> None:
-        """Drain the group, then end its workers, unless `keep` is true. If `returns` is true, the caller must later
-        start this group again, or a replacement for it. In this case, while the call lasts, requests that find all
-        groups drained wait instead of failing. Raises UnavailableError if another command undoes the drain before it is
+        """Drain the group. If `keep` is false, end its workers afterwards. If `returns` is true, the caller must later
+        start this group again, or a replacement for it. In this case, a request that finds all groups drained during
+        the call waits instead of failing. Raises UnavailableError if another command undoes the drain before it is
         complete."""
         request = admin_pb2.DrainRequest(group=group, leave=not keep, returns=returns)
         late = "{group} is not done after {time_s:g} s{left}: it stays drained; wait on, or --undo"
@@ -60,9 +60,10 @@ class GroupAdmin:
             raise UnavailableError(late) from error
 
     def flip(self, group: str, *, undo: bool) -> GroupState | None:
-        """Lend a worker of the group to a new group of the other role. If `undo` is true, return a borrowed or lent
-        worker to the group that owns it. Return the state of the group in which the worker then serves. Return None if
-        the worker was ended instead of returned, because the owning group was ordered to end."""
+        """Lend a worker of the group to a new group of the other role. If `undo` is true, return a worker to the group
+        that owns it instead: the worker that this group has borrowed, or one that it has lent. A worker that this group
+        has borrowed is also returned if `undo` is false. Return the state of the group in which the worker then serves.
+        Return None if the worker was ended instead of returned, because the owning group was ordered to end."""
         request = admin_pb2.FlipRequest(group=group, undo=undo)
         late = "the role of {group} has not changed after {time_s:g} s: the flip continues, see `baton status`"
         state = self._followed(self._admin.Flip, request, f"changing a role at {group}", late)

@@ -19,8 +19,8 @@ _FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "quantization": ("model.quantization", "of weights, on top of the dtype", {"choices": QUANTIZATIONS}),
     "threads": ("generate.num_threads", "torch threads of generation; 0 for all cores", {"type": int}),
 }
-"""Options that each set one field of the configuration. By option: the field, the help text, and further arguments of
-`add_argument`."""
+"""Options that each set one field of the configuration. A key is the option's name. A value is a tuple: the field, the
+help text, and further arguments of `add_argument`."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

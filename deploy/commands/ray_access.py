@@ -28,8 +28,8 @@ def prepare_to_start(token: Path, host: str) -> None:
 
 def prepare_to_join(address: str) -> None:
     """Set the environment variables for joining the Ray at `address` (host:port). If a cluster of this user started
-    that Ray, its stored token is used. Raises UnavailableError if nothing listens at the address. Raises ConfigError if
-    Ray requires a token, but the operator has disabled tokens by RAY_AUTH_MODE."""
+    that Ray, the token that was stored for that Ray is used. Raises UnavailableError if nothing listens at the address.
+    Raises ConfigError if Ray requires a token, but the operator has disabled tokens by RAY_AUTH_MODE."""
     require_reachable(address)
     is_asked, mode = asks_token(address), ray_auth_mode()
     if is_asked and mode not in ("", "token"):

@@ -46,7 +46,7 @@ class ClusterRecord:
     endpoint: str = ""
     """Address (host:port) of the orchestrator. Empty until the orchestrator serves."""
     http: str = ""
-    """URL of the OpenAI API over HTTP. Empty until the orchestrator serves, and if HTTP is not configured."""
+    """URL of the OpenAI API over HTTP. Empty if HTTP is not configured, or if the orchestrator does not serve yet."""
 
     @property
     def launcher_lives(self) -> bool:
@@ -61,8 +61,9 @@ class ClusterRecord:
         partial.replace(path)
 
     def remove(self) -> None:
-        """Remove the record file, the cluster's secrets, its Ray's folder, and the cached prefixes of workers that were
-        killed. Waits for a limited time for workers that are about to end. Files that do not exist are ignored."""
+        """Remove the record file, the cluster's secrets, the temporary folder of the Ray that the launcher started, and
+        the cached prefixes of workers that were killed. Waits for a limited time for workers that are about to end.
+        Files that do not exist are ignored."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
         remove_secrets(record_path(self.name))
@@ -108,8 +109,8 @@ def serving_endpoint(name: str) -> str:
 
 
 def secret_for(target: str | None, name: str) -> ClusterSecret:
-    """Return the secret to send to a cluster. If `target` is given, it is the value of the variable
-    BATON_CLUSTER_SECRET. Otherwise it is the secret that is stored for the cluster `name` on this machine. Raises
+    """Return the secret to send to a cluster. If `target` is given, the secret is the value of the variable
+    BATON_CLUSTER_SECRET. Otherwise the secret is the one that is stored for the cluster `name` on this machine. Raises
     ConfigError if the secret does not exist.
 
     The server at `target` may belong to another user. Therefore it never receives the secret of a cluster on this

@@ -78,8 +78,8 @@ class _Rollout:
 
     def reload(self, name: str) -> None:
         """Replace the workers of a group, and return when it serves again. Workers that it has lent to groups of the
-        other role are returned to it first. Raises BatonError if a step fails. The group may then still be drained, or
-        may have no workers."""
+        other role are returned to it first. Raises BatonError if the replacement fails. The group may then still be
+        drained, or may have no workers."""
         self._is_withdrawn = False
         for group in self._admin.state().groups:
             if group.name == name and group.lender:

@@ -274,7 +274,7 @@ class _StartFailed(BatonError):
 
 
 class _RayGoneError(UnavailableError):
-    """Error: Ray no longer answers, although the cluster has already served."""
+    """Error: Ray has stopped answering after the cluster had started to serve."""
 
 
 @contextlib.contextmanager
@@ -350,9 +350,9 @@ def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:
     """Return the number of workers of each role that Ray may run on a machine with `num_cores` cores. The keys are the
     names of Ray's custom resources, such as `baton_prefill`.
 
-    The number is that of the workers whose threads fit on the cores. It is increased, if necessary, to the number that
-    is needed for all groups that are configured or that the autoscaler may start, and for one extra group. The extra
-    group serves while another group is reloaded.
+    The larger of two numbers is returned. The first is the number of workers whose threads fit on the cores. The second
+    is the number of workers in all groups that are configured or that the autoscaler may start, and in one extra group.
+    The extra group serves while another group is reloaded.
     """
     asked = {"prefill": config.prefill.num_ranks, "generate": 1}
     threads = {"prefill": config.prefill.num_threads, "generate": config.generate.num_threads or num_cores}

@@ -118,8 +118,8 @@ def _health(state: ClusterState) -> Iterator[str]:
 
 
 def scaling_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line with the autoscaler's latest decision. Then yield a line for each of the latest decisions that
-    changed groups, with the time of the decision. Yields nothing if the autoscaler is off."""
+    """Yield a line that explains the autoscaler's current decision. Then yield a line, with the time, for each of the
+    last `_NUM_CHANGES` decisions to change groups. Yields nothing if the autoscaler is off."""
     if (scaling := state.scaling) is None:
         return
     yield f"autoscaling ({scaling.mode}): {scaling.explanation}"
@@ -140,8 +140,9 @@ def processors_of(state: ClusterState) -> Iterator[str]:
 
 
 def drafts_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line for each generation group whose engine has run a round of speculation. The line shows the accepted
-    drafts of each source of drafts, and the duration of the latest round."""
+    """Yield a line for each generation group whose engine has measured a step that verified drafts. The line shows, for
+    each source of drafts, how many drafts were accepted so far. It also shows the number of drafts and the duration of
+    the latest round (a step that verifies drafts, and the steps that made these drafts)."""
     for group in state.groups:
         if group.generation is None or not group.generation.HasField("speculation"):
             continue

@@ -39,7 +39,7 @@ class ClusterConfig(LogLines):
     name: Name = "baton"
     """Name of the cluster, for `baton status` and `baton stop`; also the namespace of its Ray actors."""
     arrangement: Arrangement = "auto"
-    """Source of ranks, threads and cores that are not set: auto (this machine), configured (the fields' defaults)."""
+    """Source of ranks, threads and cores if the user sets none: auto (fit to this machine), configured (defaults)."""
     worker_host: str = ""
     """Address that workers and their links bind to; empty: the node's address on a running Ray, else 127.0.0.1."""
     model: ModelSection = field(default_factory=ModelSection)
@@ -63,8 +63,8 @@ class ClusterConfig(LogLines):
 
     @property
     def most_groups(self) -> dict[str, int]:
-        """Largest possible number of groups of each role: the configured number or, if larger and autoscaling is in
-        mode `act`, the maximum of the autoscaler."""
+        """Largest possible number of groups of each role. It is the configured number of groups. If autoscaling is in
+        mode `act`, it is at least `autoscaling.max` - 1, because the other role keeps at least one group."""
         groups = {"prefill": self.prefill.num_groups, "generate": self.generate.num_groups}
         if self.autoscaling.mode != "act":
             return groups

@@ -119,7 +119,7 @@ class GenerateSection(EngineConfig):
     device: DeviceName = "auto"
     """Device of each engine: cpu, cuda, emulated (docs/devices.md), or auto (the CPU)."""
     gpu_share: GpuShare = 1.0
-    """Fraction of a GPU that Ray gives each engine on cuda; below 1, they share GPUs: set device_memory_bytes too."""
+    """Fraction of a GPU that Ray gives each engine on cuda; below 1, engines share it: set device_memory_bytes too."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Number of compute threads of each engine; 0: one thread per core."""
     cores: CoresOfEach = ()
@@ -159,7 +159,7 @@ class OrchestratorSection(OrchestratorLimits):
     cores: Cores = ()
     """Cores that the orchestrator is pinned to; empty: not pinned."""
     trust_tenant_metadata: bool = False
-    """Accept the tenant named in the metadata baton-tenant of a call without a key; for gateways that check callers."""
+    """Trust the tenant in the metadata baton-tenant if a call has no API key; for gateways that check callers."""
     require_api_key: bool = False
     """Refuse calls that do not identify their tenant; if false, such calls belong to the tenant "default"."""
     operator_keys: tuple[ApiKey, ...] = ()
@@ -190,8 +190,9 @@ class OrchestratorSection(OrchestratorLimits):
         )
 
     def folders_of_models(self, served: Path, cache: Path) -> tuple[Path, ...]:
-        """Return the folders that may contain the models that operators name. By default, these are the cache and the
-        parent folder of `served`, the served model's folder."""
+        """Return the folders that may contain the models that operators name. By default, these are `cache` and the
+        parent folder of `served`. `served` is the folder of the served model. If its parent is the root folder,
+        `served` is used instead of the parent."""
         beside = served.absolute().parent
         is_root = beside == beside.parent  # the root folder would allow every file of the machine
         default = (served.absolute() if is_root else beside, cache.absolute())
@@ -257,9 +258,9 @@ class RaySection:
     object_store_mib: Annotated[int, Field(ge=75)] = 80
     """Size in MiB of the object store of a Ray that Baton starts. Baton stores no large objects in it."""
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a group waits for a node with free resources, e.g. from Ray's autoscaler; 0: do not wait."""
+    """Seconds that a group waits for a node that can hold it (Ray's autoscaler); 0: fail at once if no node can."""
     head_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    """Seconds that the launcher retries before it ends, if Ray does not answer (e.g. during a restart of its head)."""
+    """Seconds without an answer from Ray (e.g. while Ray's head restarts) after which a serving launcher ends."""
 
 
 def _hashes(api_keys: tuple[ApiKey, ...]) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ class WorkerConfig:
     section: Section
     """Settings of the role."""
     lent: str = ""
-    """Name of the lent worker in whose process, and on whose node and cores, this worker runs. The lent worker belongs
-    to a group of the other role, which has lent it to this worker's group. Empty: this worker has its own process."""
+    """Name of a worker that a group of the other role has lent to this worker's group. This worker runs in the lent
+    worker's process, on its node and cores. Empty: this worker has its own process."""
 
     @property
     def group_name(self) -> str:
@@ -51,8 +51,8 @@ class WorkerConfig:
 
     @property
     def name(self) -> str:
-        """Name of the worker. For a generation engine it is the group's name, for a rank of a chain GROUP.RANK, and for
-        the orchestrator "orchestrator"."""
+        """Name of the worker. A generation engine has the name of its group. A rank of a prefill chain has the name
+        GROUP.RANK, for example prefill-0.1. The orchestrator has the name "orchestrator"."""
         if self.role == "orchestrator":
             return self.role
         return f"{self.group_name}.{self.rank}" if self.role == "prefill" else self.group_name

@@ -2,8 +2,8 @@
 
 The process reads its HttpPlan and then its HttpTarget (`deploy.commands.http_door`), each as one line of standard
 input. It serves on the socket that it inherits. It writes its port to standard output when it serves, then an empty
-line at each heartbeat. After SIGTERM, running requests have `grace_s` seconds to finish. At the end of standard input
-they are ended immediately. Everything runs on one asyncio loop.
+line at each heartbeat. After SIGTERM, running requests have `grace_s` seconds to finish. At the end of standard input,
+running requests are ended immediately. Everything runs on one asyncio loop.
 """
 
 import asyncio

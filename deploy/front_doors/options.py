@@ -1,5 +1,4 @@
-"""Options that all commands have that run a gateway, independent of its protocol. Also handles the signals that end
-such a command."""
+"""Options of every command that runs a gateway, for any protocol. Also handles the signals that end such a command."""
 
 import argparse
 from pathlib import Path

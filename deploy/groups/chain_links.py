@@ -33,8 +33,9 @@ class ChainLinks:
 
     def skip_to(self, epoch: int) -> None:
         """Ensure that the number of the next epoch (set of links) is greater than `epoch`. Called if a rank reports
-        that it has already joined `epoch`, because an earlier supervisor or another caller sent it a StartEpoch call.
-        Raises UnavailableError if `epoch` is the largest possible number; the rank must then be replaced."""
+        that it has already joined `epoch`. This happens if an earlier supervisor or another caller has sent the rank a
+        StartEpoch call. Raises UnavailableError if `epoch` is the largest possible number; the rank must then be
+        replaced."""
         if epoch >= MAX_EPOCH:
             raise UnavailableError(f"a rank is in epoch {epoch}, and {MAX_EPOCH} is the last: its process must end")
         self.epoch = Epoch(max(self.epoch, epoch))

@@ -79,7 +79,7 @@ class Cluster:
             self.generation = tuple(sorted((*self.generation, group), key=_by_number))
 
     def remove(self, group: WorkerGroup) -> None:
-        """Remove a closed group from the cluster."""
+        """Remove a group from the cluster. This does not end the group's workers."""
         self.prefill = tuple(each for each in self.prefill if each is not group)
         self.generation = tuple(each for each in self.generation if each is not group)
 

@@ -168,7 +168,7 @@ class WorkerGroup:
         self._look.set()
 
     async def close(self) -> None:
-        """End the supervision, then end the workers. The resources that are reserved for the group stay reserved,
+        """End the supervision, then end the workers. The resources that are reserved for the group are not released,
         because workers of other groups may use them. Idempotent."""
         self._closing = True
         for task in tuple(self._tasks):

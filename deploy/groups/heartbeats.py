@@ -1,5 +1,5 @@
-"""Sends the heartbeats of one group. A heartbeat requests the status of a worker. Workers that do not answer, or whose
-engine hangs, are killed."""
+"""Sends the heartbeats of one group. A heartbeat requests the status of a worker. A worker that does not answer for
+`dead_after_s` seconds, or whose engine hangs, is killed."""
 
 import asyncio
 import logging
@@ -17,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 async def send_heartbeats(workers: Iterable[Worker], links: ChainLinks | None, around: Surroundings) -> bool:
-    """Send one heartbeat to every worker of a group. Kill workers that have not answered for too long, or whose engine
-    hangs. Return True if the links of at least one rank are broken. `links` is None if the group is not a prefill
-    chain. If a heartbeat fails with an error, the error is raised when the heartbeats of all workers are done."""
+    """Send one heartbeat to every worker of a group. Kill a worker that has not answered for more than `dead_after_s`
+    seconds, or whose engine hangs. Return True if the links of at least one rank are broken. `links` is None if the
+    group is not a prefill chain. An unexpected error of a heartbeat is raised after the heartbeats of all workers have
+    ended."""
     heard = await asyncio.gather(*(_hear(worker, links, around) for worker in workers), return_exceptions=True)
     for outcome in heard:
         if isinstance(outcome, BaseException):

@@ -32,9 +32,9 @@ class Server(Protocol):
 
 
 StartServer = Callable[[WorkerConfig, "LoadedModel | None"], Awaitable[Server]]
-"""Type of a function that starts the server of a worker. Its second argument contains the model that the process has
-already loaded; None if the process loads no model. Raises BatonError with one line of text if the server cannot be
-started."""
+"""Type of a function that starts the server of a worker. Its second argument contains the model of the process, which
+may not be loaded yet; None in an orchestrator's process, which loads no model. Raises BatonError with one line of text
+if the server cannot be started."""
 
 
 async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None) -> Server:

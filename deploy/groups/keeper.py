@@ -63,7 +63,7 @@ class OrchestratorPlan:
     """Pair of the port for clients and the port for metrics. 0: any free port. The second is None if metrics are not
     served."""
     calibration_path: Path | None = None
-    """File in which calibrations are stored that the orchestrator receives while it runs. None: they are not stored."""
+    """File for the calibrations that the orchestrator receives while it runs. None: they are not stored."""
     start_timeout_s: float = 60.0
     """Timeout in seconds. After its process has started, the orchestrator must serve clients within this time."""
 
@@ -124,10 +124,10 @@ class OrchestratorKeeper:
         self._news.set()
 
     async def start(self, process: WorkerHandle | None = None) -> None:
-        """Start the orchestrator, or take over one that an earlier supervisor started. Return when it serves. It is
-        then supervised, and is replaced when it ends. `process` is a process that was already started with the
-        plan's worker configuration; None: start a new one. If the orchestrator cannot serve, end its process and raise
-        the error."""
+        """Start the orchestrator, or take over one that an earlier supervisor started. Return when it serves.
+        Afterwards it is supervised, and is replaced when it ends. `process` is a process that already runs with the
+        worker configuration of the plan; None: start a new process. If the orchestrator cannot serve, its process is
+        ended, and the reason is raised as an error."""
         await self._begin(process)
         self._keeping = asyncio.create_task(self._keep())
         self._keeping.add_done_callback(self._tell_end)
@@ -151,7 +151,7 @@ class OrchestratorKeeper:
 
     async def _turn(self) -> None:
         """Wait for the next heartbeat or a change of the view, then send the view. Replace an orchestrator that has
-        ended, or has not answered for too long."""
+        ended, or that has not answered for more than `dead_after_s` seconds."""
         with contextlib.suppress(TimeoutError):  # no news: the regular heartbeat is due
             async with asyncio.timeout(self._around.heartbeat.interval_s):  # wait_for may swallow a cancellation
                 await self._news.wait()

@@ -5,8 +5,8 @@ from baton.process.backoff import Backoff
 from baton.process.clock import Clock
 
 RESTART_PAUSES = Backoff(1.0, 30.0)
-"""Pauses in seconds before successive restarts. There is no pause before the first restart; the pauses apply from the
-second restart on."""
+"""Pauses before restarts that are delayed: 1 second, doubled with each further failure, at most 30 seconds. The class
+Restarts decides which restarts are delayed."""
 _HEALTHY_S = 60.0
 """Seconds after which a running worker counts as healthy. Its earlier failures are then no longer counted."""
 

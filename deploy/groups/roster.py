@@ -4,9 +4,9 @@ serve.
 
 A stand-in may borrow its worker from a group of the other role. The worker's process then takes the other role, and its
 model stays loaded. The lending group continues with its remaining workers. A group that has lent all its workers does
-not serve. When the stand-in leaves, the worker returns to its group, unless this group must leave too. All these
-workers run in the resources that are reserved for the lending group. The reservation is released when no worker uses
-it.
+not serve. When the stand-in leaves, the worker returns to the lending group, unless the lending group must leave too.
+All workers of the lending group, including the borrowed ones, run in the resources that are reserved for the lending
+group. The reservation is released when no worker uses it.
 
 The operators' orders arrive with every heartbeat (`orchestrator.membership.members.Orders`), and are compared with the
 existing groups. An order that was missed is therefore carried out later, unless it was withdrawn in the meantime. If a

@@ -1,5 +1,5 @@
-"""Interfaces through which a supervisor starts workers. Workers are processes on any machine that serve gRPC and always
-end when they are killed.
+"""Interfaces through which a supervisor starts workers. A worker is a process that serves gRPC, on any machine. It
+always ends when it is killed.
 
 The orchestrator is also started as a worker (`deploy.groups.keeper`). The interfaces are implemented by child processes
 (`deploy.groups.processes`) and by Ray actors (`deploy.ray_cluster.spawner`). Both pass the same conformance tests. On

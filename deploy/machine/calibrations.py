@@ -58,8 +58,8 @@ def calibration_path(assumed: Calibration, given: str) -> Path:
 def find_calibration(assumed: Calibration, given: str) -> Calibration:
     """Return the calibration in the file `given`. If `given` is empty, return the calibration that was measured earlier
     and stored for this model and hardware. If none is stored, return `assumed`. A stored calibration that is damaged or
-    has another version is ignored with a warning in the log. Raises ConfigError if the file `given` is damaged, does
-    not exist, or belongs to another model or other hardware."""
+    has another schema version is ignored with a warning in the log. Raises ConfigError if the file `given` is damaged,
+    does not exist, or belongs to another model or other hardware."""
     path = calibration_path(assumed, given)
     if given:
         return _of_same(assumed, path)
@@ -85,7 +85,8 @@ def nominal_step_times(
 
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
     """Return the step times that are stored next to the calibration file, or `assumed` if none are stored. Step times
-    that are damaged, or belong to another version, model or hardware, are ignored, and a warning is logged."""
+    that are damaged, that have another schema version, or that belong to another model or hardware, are ignored, and a
+    warning is logged."""
     try:
         return load_kept(path_beside(calibration, assumed)) or assumed
     except ConfigError as error:
@@ -111,8 +112,8 @@ def served_calibration(plan: ClusterPlan) -> Calibration:
 
 
 def served_calibration_path(plan: ClusterPlan) -> Path:
-    """Return the path at which a cluster saves the calibrations that `baton calibrate` sends to it. Raises ModelError
-    if the model is not valid."""
+    """Return the path of the file in which a cluster saves the calibrations that it receives from `baton calibrate`.
+    Raises ModelError if the model is not valid."""
     return calibration_path(_assumed(plan), plan.config.prefill.calibration)
 
 
@@ -123,9 +124,9 @@ def served_step_times_path(plan: ClusterPlan) -> Path:
 
 
 def engine_step_times(plan: ClusterPlan) -> str:
-    """Return the path of the file with step times, from which the engines of a cluster decide how many tokens to
-    draft. The file may not exist. Return an empty string if speculation is off. Raises ModelError if the model is
-    not valid."""
+    """Return the path of the file with a cluster's step times. The engines use these times to decide how many tokens to
+    draft. The file may not exist. Return an empty string if speculation is off. Raises ModelError if the model is not
+    valid."""
     return "" if plan.config.generate.speculation == "off" else str(served_step_times_path(plan))
 
 
@@ -146,10 +147,10 @@ def _assumed(plan: ClusterPlan) -> Calibration:
 
 
 def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> ChainPlanner:
-    """Return the planner for a cluster. `former` is a planner that was created earlier for the same cluster. If the
-    calibration has not changed since then, return `former` with current step times. Otherwise create a new
-    ChainPlanner, which takes time. Raises ModelError if the model is not valid, and ConfigError if the calibration file
-    is not."""
+    """Return the planner for a cluster. `former` is a planner that was created earlier for the same cluster; None: no
+    planner was created. If `former` uses the current calibration, return `former` with the current step times.
+    Otherwise create a new ChainPlanner, which takes time. Raises ModelError if the model is not valid, and ConfigError
+    if the configured calibration file is not valid."""
     calibration = served_calibration(plan)
     steps = find_step_times(_assumed_steps(plan), served_calibration_path(plan))
     if former is not None and former.calibration == calibration:

@@ -36,7 +36,8 @@ class ClusterPlan:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens of a request, prompt and output together. Raises ModelError."""
+        """Maximum number of tokens of a request, prompt and output together. Raises ModelError for a model that is not
+        supported."""
         return self.model.max_tokens(self.config.generate.max_slot_tokens)
 
     def worker_bytes(self) -> dict[str, int]:
@@ -45,7 +46,8 @@ class ClusterPlan:
         The number is the sum of the process itself, all weights, and KV. A prefill rank holds the KV of one prompt of
         the greatest length. A generation engine holds `generate.kv_memory_bytes` of KV. If `generate.kv_memory_bytes`
         is 0, the engine chooses the amount of KV when it starts on its node, and the sum contains the KV of one slot,
-        which is the minimum. Raises ModelError, and ConfigError for a damaged file.
+        which is the minimum. Raises ModelError for a model that is not supported, and ConfigError for a damaged weight
+        file.
         """
         dtype, shape = self.config.model.dtype, self.model.shape(self.config.model.dtype)
         slot = shape.num_layers * shape.kv_bytes * self.max_tokens

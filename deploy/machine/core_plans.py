@@ -27,8 +27,8 @@ OUTPUT_TOKENS = 128
 MOST_RANKS = 8
 """Maximum number of prefill ranks in the plans that are compared."""
 _ALIKE = 0.05
-"""Fraction of the highest request rate that may be given up for a shorter time to first token. With 0.05, plans with at
-least 95 % of the highest request rate are considered."""
+"""Fraction of the highest request rate that may be given up for a shorter time to first token. With 0.05, only plans
+with at least 95 % of the highest request rate are considered."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def core_plans(costs: Costs, num_cores: int, most_workers: int) -> list[CorePlan
 
 
 def best_core_plan(found: Sequence[CorePlan]) -> CorePlan:
-    """Return the plan with the shortest time to first token among the plans with a high request rate. A request rate is
-    high if it is at least (1 - `_ALIKE`) times the highest request rate of all plans. If several plans have the same
-    time to first token, the first of them is returned."""
+    """Return the plan with the shortest time to first token, of all plans whose request rate is high enough: at least
+    (1 - `_ALIKE`) times the highest request rate of all plans. If several of these plans have the same time to first
+    token, the first one is returned."""
     most = max(plan.requests_per_s for plan in found)
     near = [plan for plan in found if plan.requests_per_s >= (1 - _ALIKE) * most]
     return min(near, key=lambda plan: plan.first_token_s)

@@ -59,8 +59,8 @@ def kept_rates(dtype_bytes: int) -> CoreRates | None:
 
 
 def measure_core_rates() -> dict[str, CoreRates]:
-    """Measure the rates of one core with each dtype. Return the rates by the size of one value in bytes (2 or 4).
-    Blocks for some seconds."""
+    """Measure the rates of one core with each dtype. Return the rates by the size in bytes of one value, as text ("2"
+    or "4"). Blocks for some seconds."""
     import torch
 
     from baton.modeling.forward.attention import default_kernel

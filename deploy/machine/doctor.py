@@ -132,9 +132,9 @@ def _may_have_gpus() -> bool:
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """Check that a selection file exists, if the configured residency policy or speculation needs one. `baton prepare`
-    writes the file, which determines the keys that are selected for attention. Workers check when they start that the
-    file fits the model."""
+    """Check that a selection file exists, if the configured residency policy or speculation needs one. A selection file
+    is written by `baton prepare`, and determines which keys are selected for attention. When workers start, they check
+    that the file fits the model."""
     section = config.generate
     chooser = f"residency {section.residency}"
     if not POLICIES[section.residency].chooses_keys:

@@ -57,8 +57,8 @@ class MeasuredRates:
     """Largest ratio, over all timed functions, of the median duration to the shortest duration. 1: all repeats took
     equally long."""
     is_bound: bool = True
-    """True if the largest step was bound by computing, not by reading memory. If false, the measured FLOP/s are only a
-    lower bound."""
+    """True if the measured step with the most sequences was bound by computing, not by reading memory. If false, the
+    measured FLOP/s are only a lower bound."""
 
     @property
     def doubt(self) -> str:
@@ -151,18 +151,19 @@ def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
 
 
 def computing_share(by_rows: dict[int, float]) -> float:
-    """Return the fraction of the largest step's time that grows with the number of sequences. `by_rows` has the seconds
-    of steps by number of sequences. The fraction is computed from the difference between the two largest steps. It is
-    almost 0 if the step is bound by reading memory."""
+    """Return the fraction of a step's time that grows with the number of sequences, for the step with the most
+    sequences. `by_rows` has the seconds of steps by number of sequences. The fraction is computed from the two steps
+    with the most sequences. It is almost 0 if the step with the most sequences is bound by reading memory."""
     *_, some, many = sorted(by_rows)
     return (by_rows[many] - by_rows[some]) / (many - some) * many / by_rows[many]
 
 
 def with_more_rows(by_rows: dict[int, float], times: Callable[[Sequence[int]], Sequence[float]]) -> dict[int, float]:
-    """Measure ever larger steps, each with twice as many sequences as the one before. Stop when the largest step is
-    bound by computing, or when it has at least `_MOST_ROWS` sequences. Return the seconds of all steps by number of
-    sequences, including the given `by_rows`. `times` is a function that returns the median seconds of steps with the
-    given numbers of sequences."""
+    """Measure larger steps. Start with twice as many sequences as the largest step in `by_rows`, and double the number
+    for each further step. The largest step so far is measured again together with each new one. Stop when the largest
+    step is bound by computing, or when it has at least `_MOST_ROWS` sequences. Return the seconds of all steps by
+    number of sequences, including those in `by_rows`. `times` is a function that returns the median seconds of steps
+    with the given numbers of sequences."""
     while computing_share(by_rows) < _COMPUTING and max(by_rows) < _MOST_ROWS:
         pair = max(by_rows), 2 * max(by_rows)  # measured together, so that a passing disturbance hits both
         by_rows = by_rows | dict(zip(pair, times(pair), strict=True))

@@ -67,7 +67,8 @@ class ResolvedModel:
 
     def max_tokens(self, max_slot_tokens: int) -> int:
         """Return the maximum number of tokens of a request, prompt and output together: the smaller of
-        `max_slot_tokens` and the number of positions that the model supports. Raises ModelError."""
+        `max_slot_tokens` and the number of positions that the model supports. Raises ModelError for a model that is not
+        supported."""
         return min(max_slot_tokens, self.config.max_position)
 
     @cached_property

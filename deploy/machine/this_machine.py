@@ -28,15 +28,16 @@ class Machine:
     shm_bytes: int
     """Bytes that are free in /dev/shm."""
     instruction_set: str | None
-    """Instruction set of the native kernels that this processor uses; None if none are built for it."""
+    """Best instruction set that this processor supports and for which native kernels are built. None: no such set
+    exists."""
     kernels: tuple[KernelChoice, ...] = ()
     """Fastest kernels, as measured on this machine's kind of processor. If empty, each worker chooses its own
     kernels."""
 
 
 def prepare_machine(console: Console) -> Machine:
-    """Measure the kernels and the rates of one core, unless they were measured before. Return the properties of this
-    machine."""
+    """Find the fastest kernels, and measure the rates of one core. A measurement that was made before on this kind of
+    processor is not repeated. Return the properties of this machine."""
     kernels = prepare_kernels(console)
     _prepare_rates(console)
     return replace(inspect_machine(), kernels=kernels)

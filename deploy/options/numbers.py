@@ -24,8 +24,8 @@ def counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...]
 
 
 def count(option: str, text: str, most: int, least: int = 1) -> int:
-    """Parse an integer in the range `least` to `most`. The suffix `k` multiplies it by 1024. Raises
-    InvalidArgumentError."""
+    """Parse an integer, and return it. The suffix `k` multiplies the integer by 1024. Raises InvalidArgumentError if
+    the text is not an integer, or if the result is not in the range `least` to `most`."""
     digits, factor = (text.strip()[:-1], 1024) if text.strip().endswith("k") else (text.strip(), 1)
     if not digits.isascii() or not digits.isdigit() or not least <= int(digits) * factor <= most:
         allowed = f"use whole numbers from {least} to {most}"

@@ -22,7 +22,7 @@ _ANSWER_S = 5.0
 
 class OrchestratorFinder:
     """Client that reads the address of one cluster's orchestrator from Ray. `deploy.commands.ray_access` must have
-    prepared the process's environment before."""
+    prepared the process's environment before this module is imported."""
 
     def __init__(self, address: str, name: str) -> None:
         """Make a finder for the cluster `name`. `address` is the address of Ray's control store, host:port."""

@@ -2,8 +2,8 @@
 
 `ray.init` would also start a dashboard server, the autoscaler's monitor and a log monitor. Baton does not use these
 processes, and they take most of the time that Ray needs to start (docs/decisions/0024-start.md).
-`deploy.commands.ray_access` must have prepared the environment before. Functions run on the launcher's main thread,
-because Ray's processes end when the thread that started them ends.
+`deploy.commands.ray_access` must have prepared the process's environment before this module is imported. Functions run
+on the launcher's main thread, because Ray's processes end when the thread that started them ends.
 """
 
 from collections.abc import Mapping

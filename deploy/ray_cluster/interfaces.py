@@ -8,8 +8,9 @@ from deploy.ray_cluster.ray_worker import node_address
 
 
 def serving_host(host: str) -> str:
-    """Return the address to listen on for clients on this node. The result is the configured `host`, or this node's
-    address if `host` is not an address of this node."""
+    """Return the address on this node at which the orchestrator listens for clients. This is `host`, the configured
+    address, if `host` is an address of this node or stands for all interfaces (for example 0.0.0.0). Otherwise it is
+    this node's address."""
     return host if _is_own(host) else node_address()
 
 

@@ -66,8 +66,8 @@ class Memory:
 
 
 def load_memory(namespace: str) -> Memory | None:
-    """Return the state that an earlier supervisor of the cluster stored. None if no state was stored yet; it is first
-    stored when all groups of the cluster have started."""
+    """Return the state that an earlier supervisor of the cluster stored, or None if no supervisor has stored one. A
+    supervisor first stores its state when all groups of the cluster have started."""
     text: bytes | None = _internal_kv_get(KEY, namespace=namespace)
     return None if text is None else memory_of(text)
 

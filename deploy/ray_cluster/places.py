@@ -39,7 +39,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class WorkerNeeds:
-    """Resources and labels that a worker of a pool needs on its node."""
+    """Resources and labels that a node must have to run one worker of a role."""
 
     resources: Mapping[str, float]
     """Required amount of each resource, by Ray's name of the resource. Memory is in bytes."""
@@ -102,11 +102,11 @@ class RayRoom:
         across_nodes: bool = False,
         report: Callable[[str], None] = logger.info,
     ) -> None:
-        """Create an object that has reserved nothing yet. `node_wait_s` is the time in seconds in which further nodes
-        may join Ray. If no node has enough free resources for a group, the group waits for at most `timeout_s` or
-        `node_wait_s` seconds, whichever is longer. If `node_wait_s` is 0, a group is refused at once if it would not
-        fit even if no workers ran on the nodes. If `across_nodes` is true, a group that does not fit on one node may
-        use several nodes. `report` is called with one line of text for each group that waits."""
+        """Create an object that has reserved nothing yet. `node_wait_s` is the time in seconds to wait for further
+        nodes to join Ray. If it is 0, a group that would not fit even on empty nodes is refused at once. Any other
+        group waits, if no node has enough free resources for it, for at most `timeout_s` or `node_wait_s` seconds,
+        whichever is longer. If `across_nodes` is true, a group that does not fit on one node may use several nodes.
+        `report` is called with one line of text for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
         """Ray's placement group of each group of workers, by the name of the group of workers."""
         self.needs = needs

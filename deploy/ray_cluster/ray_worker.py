@@ -75,8 +75,8 @@ class WorkerActor:
         return self._config
 
     async def live(self) -> None:
-        """Wait forever. The caller holds Ray's reference to this call. When the actor's process ends, waiting for the
-        reference raises an error, by which the caller notices the end."""
+        """Wait forever. The caller waits for Ray's reference to this call. When the actor's process ends, the reference
+        raises an error. From this error the caller learns that the process has ended."""
         await asyncio.Event().wait()
 
     async def stop(self) -> None:

@@ -26,9 +26,11 @@ class SupervisorState:
     phase: str = "starting"
     """Phase of the cluster: starting, running, stopping, failed or stopped."""
     reports: tuple[str, ...] = ()
-    """Latest lines of text for the user since the supervisor's last start."""
+    """Latest lines of text for the user, at most 100. Lines from before the supervisor's last start are not
+    included."""
     num_reports: int = 0
-    """Total number of lines so far, including older lines that `reports` no longer contains."""
+    """Total number of lines since the supervisor's last start, including older lines that `reports` no longer
+    contains."""
     error: str = ""
     """Reason why the cluster failed, in one line; empty if it has not failed."""
     endpoint: str = ""

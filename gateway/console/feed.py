@@ -51,7 +51,7 @@ class Feed(Generic[T]):
     async def latest(self, caller: Mapping[str, str]) -> T:
         """Return an answer for the caller that is at most FRESH_S seconds old. The server is called only if no such
         answer is stored. Raises a BatonError if the server returned an error. If a call to the server is cancelled, the
-        next request that waits for its answer repeats the call."""
+        next waiting request repeats the call."""
         latest = self._of(caller)
         async with latest.asking:
             if self._clock.now_s() - latest.told_s >= FRESH_S:

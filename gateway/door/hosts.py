@@ -1,5 +1,5 @@
-"""Refuses requests that a web page of another site makes a user's browser send. Such requests are recognized by the
-headers Host and Origin.
+"""Refuses requests that a user's browser sends on behalf of a web page of another site. Such requests are recognized by
+the headers Host and Origin.
 
 An attacker can let a domain name resolve to 127.0.0.1 (DNS rebinding). The browser then treats the attacker's page and
 this server as the same site. Only the header Host, which contains the attacker's domain name, reveals the attack. If

@@ -20,7 +20,7 @@ _NOTHING_OF: Mapping[str, tuple[object, ...]] = {
     "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
 }
-"""Values with which the unsupported field of this name has no effect, so that the request is accepted."""
+"""Values by field name. With one of its values, an unsupported field has no effect, so that the request is accepted."""
 UNSUPPORTED: Mapping[str, str] = {
     "add_special_tokens": "the tokenizer and the chat template say which",
     "allowed_token_ids": "use logit_bias or structured_outputs",

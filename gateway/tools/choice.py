@@ -56,9 +56,9 @@ def obliged_form(
 
 
 def parameter_names(tools: Sequence[Tool], choice: str | NamedTool | None) -> dict[str, str]:
-    """Return a mapping for the translation of error messages about required tool calls. The key is a name, or the
-    beginning of a text, in Baton's error. The value is its replacement, with the field's name in the client's request.
-    Empty when no call is required."""
+    """Return a mapping for the translation of error messages about required tool calls. A key is a field's name, or the
+    beginning of an error's text, as Baton writes it. The value replaces it, and has the name of the field in the
+    client's request. Empty when no call is required."""
     called = _called(tools, choice)
     places = {
         f"structured_output.json is not supported at {_place(place)}": f"tools[{number}].function.parameters is not "

@@ -6,12 +6,12 @@
    `max_prefill_tokens` tokens. If the step also decodes, its predicted time (`step_bound`) limits prefill further. The
    limit is never zero, except in the rare steps that measure the time of decoding alone.
 3. If `burst_step_s` is set and no decoding sequence has more than one output token, all waiting prompts run in one
-   step, so that no stream pauses after its first token until the other prompts are prefilled. The prompts must be
-   short: each has at most `max_prefill_tokens` tokens, and their sum is at most max(`max_prefill_tokens`,
-   min(4 * `max_prefill_tokens`, 2,048)).
+   step. Otherwise a stream would send its first token, and then pause until other prompts are prefilled. The prompts
+   must be short: each has at most `max_prefill_tokens` tokens, and their sum is at most
+   max(`max_prefill_tokens`, min(4 * `max_prefill_tokens`, 2,048)).
 4. A prompt may not fit into the rest of this step, although it fits completely into an empty step. Such a prompt waits
-   for the next step, where it runs first. A later, shorter prompt may use the rest of this step. The first of several
-   prompts therefore get their first tokens early.
+   for the next step, where it runs first. A later, shorter prompt may use the rest of this step. Of several
+   prompts, those that joined first therefore get their first output tokens early.
 """
 
 import math
@@ -39,7 +39,7 @@ class ChunkedPrefillPolicy:
     ) -> None:
         """Make a policy. `max_prefill_tokens` (at least 1) is the maximum number of prefill tokens of a step. `bound`
         also limits prefill by the predicted time of a step; None: no such limit. `work` converts prefill tokens to
-        work; None: attention is not counted."""
+        work; None: the work of a prefill is its number of tokens."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
         self._max_burst_tokens = max(max_prefill_tokens, min(_BURST_STEPS * max_prefill_tokens, _BURST_TOKENS))
@@ -101,15 +101,15 @@ class _Budget:
 
     def __init__(self, max_tokens: int, max_work: float, work: PrefillWork) -> None:
         self.num_taken = 0
-        """Number of prefill tokens that were taken from the budget so far."""
+        """Number of prefill tokens of this budget that were assigned to sequences so far."""
         self.work_taken = 0.0
         self._max_tokens = max_tokens
         self._max_work = max_work
         self._work = work
 
     def take(self, start: int, num_tokens: int) -> int:
-        """Take up to `num_tokens` prefill tokens of one sequence, from position `start`, from the budget. Return the
-        number of tokens that were taken, which may be 0."""
+        """Assign prefill tokens of this budget to one sequence: at most `num_tokens` tokens, which begin at position
+        `start`. Return the number of assigned tokens, which may be 0."""
         room = self._max_tokens - self.num_taken
         most = min(num_tokens, room)
         if self._max_work < math.inf:

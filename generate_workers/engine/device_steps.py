@@ -23,22 +23,23 @@ logger = logging.getLogger(__name__)
 
 _ONE_QUERY = (1,)
 _QUERIES = tuple(2**power for power in range(1 + MOST_DRAFTS.bit_length()))
-"""Numbers of tokens per sequence for which kernels are compiled. They are powers of two, up to the number of one token
-and all its drafts. A step uses the smallest number that is large enough."""
+"""Numbers of tokens per sequence for which kernels are compiled. They are powers of two. The largest suffices for one
+token with the maximum number of drafts. A step uses the smallest number that is large enough."""
 
 
 def device_step_bytes(decoder: Decoder, config: EngineConfig) -> int:
-    """Return the expected bytes of device memory that captured decode steps need in addition to weights and KV. Return
-    0 if the engine does not run such steps."""
+    """Return the expected number of bytes of device memory that an engine's decode steps on the device need, in
+    addition to weights and KV. Return 0 if the engine does not run its decode steps entirely on the device."""
     if not _wants_steps(decoder, config):
         return 0
     return step_bytes(decoder, config.num_slots, -(-config.max_slot_tokens // PAGE_TOKENS))
 
 
 def make_device_steps(decoder: Decoder, residency: Residency, config: EngineConfig, clock: Clock) -> StepGraphs | None:
-    """Capture an engine's decode steps and return them. The batch sizes are all powers of two below `num_slots`, and
-    `num_slots`. Return None if the engine does not run such steps. Logs the duration. Blocks, and must be called before
-    the engine starts. Raises ConfigError if memory cannot be allocated."""
+    """Make the decode steps that an engine runs entirely on the device, and return them. On a GPU, they are captured in
+    CUDA graphs. The batch sizes are `num_slots` and all powers of two below it. Return None if the engine does not run
+    its decode steps entirely on the device. Logs the duration. Blocks, and must be called before the engine starts.
+    Raises ConfigError if memory cannot be allocated."""
     if not isinstance(residency, PagedResidency) or not _wants_steps(decoder, config):
         return None
     began_s, num_slots = clock.now_s(), config.num_slots

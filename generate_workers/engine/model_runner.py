@@ -56,8 +56,8 @@ class ModelRunner:
         self._num_kv_bytes = 0
         """Bytes of KV that attention read in the last step, not counting the steps that made its drafts."""
         self._num_link_bytes = 0
-        """Total number of bytes that had been copied between host and device when the last step, or the first of its
-        draft steps, began."""
+        """Total number of bytes that had been copied between host and device at the last call of `begin`, before the
+        last step and its draft steps."""
         self._num_drafts = 0
         """Number of drafts that the last step verified."""
         self._num_tokens = 0
@@ -88,8 +88,8 @@ class ModelRunner:
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> Verified:
         """Run one forward over the plan's spans, each followed by the drafts of its sequence. `rows` has the sequences
         by slot. Return the logits of the sequences whose last known token was run. Choices of the same request that get
-        their first token share one set of logits. They come in the order: leader (first choice), then its followers.
-        Raises RowError."""
+        their first token share one set of logits. The result lists these choices in the order: leader (first choice),
+        then its followers. Raises RowError."""
         self._num_drafts = sum(map(len, drafts.values()))
         token_ids: list[int] = []
         spans: list[tuple[SlotId, TokenRange]] = []

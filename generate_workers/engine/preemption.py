@@ -46,8 +46,9 @@ class RunningRows:
     """Preempted sequences, with the oldest first. Followers (further choices of a request) wait together with their
     leader."""
     watched: list[Row] = field(default_factory=list)
-    """Leaders (first choices of requests) that have received few tokens in this engine, including preempted ones. Their
-    requests may be the cause of a crash, and are written to the crash note (a file that is read after a crash)."""
+    """Leaders (first choices of requests), including preempted ones, that had received fewer than NUM_WATCHED_TOKENS
+    tokens from this engine at the last call of `watched_in`. Their requests may be the cause of a crash, and are
+    written to the crash note (a file that is read after a crash)."""
     num_preemptions: int = 0
     is_stalled: bool = False
     """True if the last plan was empty because the only sequence in the batch waits for memory that leases hold."""
@@ -64,9 +65,9 @@ class RunningRows:
         self.watched.append(leader)
 
     def watched_in(self, plan: StepPlan) -> tuple[bytes, ...]:
-        """Return the fingerprints of those requests of the plan that have received few tokens in this engine. They
-        are written to the crash note (a file that is read after a crash), because one of them may be the cause of a
-        crash."""
+        """Return the fingerprints of those requests of the plan whose first choice has received fewer than
+        NUM_WATCHED_TOKENS tokens from this engine. They are written to the crash note (a file that is read after a
+        crash), because one of them may be the cause of a crash."""
         if not self.watched:
             return ()
         self.watched = [row for row in self.watched if row.is_watched]

@@ -1,5 +1,5 @@
-"""Open streams of an engine, and messages of other threads to the engine. Other threads share no other state with the
-engine's thread.
+"""Open streams of an engine, and messages of other threads to the engine. The engine's thread shares only this state
+with other threads.
 
 Streams are opened and cancelled through `engine.core`, which processes the messages between two steps. The condition of
 `slots.changes` protects all state. The engine's thread waits on this condition while it has nothing to run.
@@ -50,8 +50,8 @@ class RequestQueue:
         prepare: Callable[[], Future[list[ChoiceMasks]]] | None = None,
     ) -> EngineStream:
         """Add a stream for a request and return it. `prepare` starts to compute the token masks of the choices, for
-        constrained output. The engine gets the stream when the masks are ready. None: the output is not constrained.
-        Raises UnavailableError after `close`, InvalidArgumentError if the lease already has a stream, and
+        constrained output. The engine gets the stream when the masks are ready. If `prepare` is None, the output is not
+        constrained. Raises UnavailableError after `close`, InvalidArgumentError if the lease already has a stream, and
         ResourceExhaustedError if too many choices wait for a slot."""
         stop = StopStrings.of(request.params)  # not under the lock, which the engine's thread acquires in every step
         with self._condition:
@@ -114,9 +114,9 @@ class RequestQueue:
         """Return a pair (new streams, streams to cancel) with the changes since the last call.
 
         A new stream is held back until its token masks are ready. If it is cancelled or the queue is closed, it is
-        returned at once. A stream whose lease was aborted is cancelled here only if it already has sequences, running
-        or preempted. If it has none yet, the engine notices later that the lease has ended: when it tries to add the
-        stream to the batch.
+        returned at once. If the lease of a stream was aborted and the stream already has sequences, running or
+        preempted, the stream is among the streams to cancel. If it has no sequences yet, it is not: the engine detects
+        that the lease has ended when it tries to add the stream to the batch.
         """
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []
@@ -130,7 +130,7 @@ class RequestQueue:
     def claim_slots(self, stream: EngineStream, occupy: Callable[[], list[BatchSlot] | None]) -> list[BatchSlot] | None:
         """Call `occupy` to get slots for a waiting stream, and return the slots. Return None if `occupy` returns None.
         A stream that has got slots no longer counts as waiting. The lock is held during the call. Other threads
-        therefore never count the stream both as waiting and as a user of slots, or as neither."""
+        therefore count the stream exactly once: either as waiting, or as a user of slots."""
         with self._condition:
             batch_slots = occupy()
             if batch_slots is not None:

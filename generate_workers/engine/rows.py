@@ -41,7 +41,7 @@ class GenerationRequest:
     always empty for requests with several choices."""
     params: SamplingParams
     lease_ref: LeaseRef | None = None
-    """Lease on the slot that receives the KV of all tokens, or of the first tokens, from another worker. None: the
+    """Lease on the slot to which another worker sends KV, either of all tokens or only of the first tokens. None: the
     engine prefills the prompt itself."""
 
     @property
@@ -113,7 +113,7 @@ class RowEndHook(Protocol):
 @dataclass(eq=False)
 class EngineStream:
     """Open request in the engine. Each of its choices gets exactly one last event. Owned by the engine's thread. Any
-    thread may read the first six fields, which do not change."""
+    thread may read the fields before `rows`, which do not change."""
 
     stream_id: StreamId
     request: GenerationRequest
@@ -213,7 +213,7 @@ class Row:
     @property
     def is_watched(self) -> bool:
         """True if the request must be written to the crash note (a file that is read after a crash): the choice has not
-        ended, and has received few tokens in this engine."""
+        ended, and has received fewer than NUM_WATCHED_TOKENS tokens from this engine."""
         num_new = self.num_output - len(self.stream.request.output_ids)
         return self in self.stream.rows and num_new < NUM_WATCHED_TOKENS
 

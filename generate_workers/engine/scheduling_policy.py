@@ -43,7 +43,8 @@ class RowSpan:
     samples: bool
     """True if `tokens` includes the sequence's last known token. The step then samples the next token."""
     num_drafts: int = 0
-    """Maximum number of drafts that the step verifies after `tokens`. Memory for their KV is reserved."""
+    """Maximum number of drafts that the step verifies. Their positions follow `tokens`. Memory for their KV is
+    reserved."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class StepPlan:
     decoding: Decoding = NO_DECODING
     """Decoding part of the step: the sequences that run only their last known token, and their work."""
     prefill_work: float = 0.0
-    """Work of the prefill spans, in the unit of PrefillWork (the linear FLOPs of one token)."""
+    """Work of the prefill spans, in the unit of PrefillWork (the FLOPs of one token without attention)."""
     expected_s: float = field(default=0.0, compare=False)
     """Rough prediction of the step's duration in seconds, from which the watchdog recognizes a hang. 0 if it is not
     known."""

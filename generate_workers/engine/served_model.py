@@ -1,4 +1,5 @@
-"""The model that a generation engine serves, with its draft model and the measured costs of its steps."""
+"""The model that a generation engine serves, with the measured costs of the model's steps and an optional draft
+model."""
 
 from dataclasses import dataclass
 

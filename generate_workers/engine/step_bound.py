@@ -9,8 +9,8 @@ step, because no client reads a continuous text yet.
 The predicted time of a mixed step, which decodes B sequences with C tokens in total, is
 
     step + B * token + C * key    time of decoding alone
-    + work * rate                 time of prefill; one unit of work is the linear FLOPs of one token, and query-key
-                                  pairs are converted to this unit by their FLOPs
+    + work * rate                 time of prefill; one unit of work is the FLOPs of one token without attention, and
+                                  query-key pairs are converted to this unit by their FLOPs
 
 If there are drafts, "decoding alone" means a round: the draft steps, and the step that verifies the drafts, which runs
 more tokens and query-key pairs (`baton.planning.work_cost`). If a separate draft model makes the drafts, its steps are
@@ -42,13 +42,13 @@ _GAIN = 0.2
 """Weight of the latest step that prefilled, when the rate of prefill (seconds per unit of work) is adjusted. If the
 step took x times its predicted time, the rate is multiplied by 1 + `_GAIN` * (x - 1)."""
 _MOST_OVER = 2.0
-"""Maximum ratio of a step's measured to its predicted seconds. Larger ratios count as this value, because something
-else may have delayed the step."""
+"""Maximum ratio of a step's measured time to its predicted time with which the rate of prefill is adjusted. Larger
+ratios are reduced to this value, because something else may have delayed the step."""
 _LEAST_SHARE = 0.05
-"""Minimum fraction of a step's time for two costs that are computed as a remainder. The first is prefill, in the first
-step that prefills: the step's time minus decoding. The second is the served model, in a round with a draft model: the
-round's time minus the draft model's steps. The minimum prevents that a cost becomes zero. Later adjustments multiply
-the cost, and would have no effect on zero."""
+"""Minimum of two costs, as a fraction of a step's measured time. Both costs are remainders. In the first step that
+prefills, the cost of prefill is the step's time minus the time of decoding. If a draft model makes drafts, the cost of
+the served model is the time of the draft steps and the verifying step, minus the time of the draft model's steps. The
+minimum keeps both costs above zero, because later adjustments by a factor could not change a cost of zero."""
 _REFILL = 0.05
 """Fraction of each step's seconds that is added to the allowance, up to its maximum `burst_step_s`. The allowance is
 the time by which mixed steps (which decode and prefill) may exceed their limit."""
@@ -73,8 +73,8 @@ class Decoding:
 
     @property
     def work(self) -> StepWork:
-        """Total work of the served model for the step and for draft steps of the served model itself. Steps of a
-        separate draft model are not included."""
+        """Total work of the served model: decoding, verifying drafts, and the draft steps that it runs itself. Steps of
+        a separate draft model are not included."""
         return StepWork.plain(self.num_rows, self.num_tokens) + self.drafts
 
     def drafting_as(self, other: "Decoding") -> "Decoding":
@@ -93,10 +93,10 @@ NO_DECODING = Decoding(0, 0)
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Converts prefill tokens of a sequence to work. The unit of work is the linear FLOPs of one token."""
+    """Converts prefill tokens of a sequence to work. The unit of work is the FLOPs of one token without attention."""
 
     pair_work: float = 0.0
-    """Work of one query-key pair of attention, in units of one token's linear FLOPs."""
+    """Work of one query-key pair of attention, in units of the FLOPs of one token without attention."""
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "PrefillWork":
@@ -143,8 +143,8 @@ class StepBound:
         self._latest: Decoding | None = None
         """Decoding part of the latest step with decoding sequences. None until such a step has run."""
         self._rate_s: float | None = None
-        """Seconds per unit of prefill work. The unit is the linear FLOPs of one token (PrefillWork). None until a step
-        has prefilled."""
+        """Seconds per unit of prefill work. The unit is the FLOPs of one token without attention (PrefillWork). None
+        until a step has prefilled."""
         self._num_mixed = 0
         """Number of mixed steps since the latest step that only decoded."""
 
@@ -172,10 +172,11 @@ class StepBound:
         """Return the maximum prefill work of the next step, in units of PrefillWork. `waiting` is the work of all
         waiting prefills.
 
-        The result is infinity if there is no limit or no sequence decodes. If `burst_step_s` is set, the result is also
-        infinity in two more cases: if no sequence has more than one output token, or if the remaining allowance
-        suffices to end all waiting prefills. The result is 0 while the cost of decoding or of prefill is not known. The
-        drafts of the next step are not planned yet. As many drafts per sequence as in the latest step are assumed.
+        The result is infinity if `max_stretch` is infinite, or if no sequence decodes. If `burst_step_s` is set, the
+        result is also infinity in two more cases: if no sequence has more than one output token, or if the remaining
+        allowance suffices to end all waiting prefills. The result is 0 while the cost of decoding or of prefill is not
+        known. The drafts of the next step are not planned yet. As many drafts per sequence as in the latest step are
+        assumed.
         """
         is_bounded = decoding.num_rows and self._max_stretch < math.inf
         if not is_bounded or self.may_burst(decoding):
@@ -202,8 +203,8 @@ class StepBound:
         return self._num_mixed >= (1 if is_unseen else _MOST_MIXED)
 
     def observe(self, decoding: Decoding, work: float, seconds: float) -> None:
-        """Record the duration of a step, in seconds, to improve later predictions. The step ran `decoding` and `work`
-        units of prefill."""
+        """Record the duration of a step, in seconds, to improve later predictions. The step decoded the sequences of
+        `decoding`, and prefilled `work` units of work."""
         if decoding.num_rows:
             self._num_mixed = self._num_mixed + 1 if work else 0
             self._latest = decoding

@@ -3,8 +3,8 @@
 - Coupled: a draft is accepted if and only if the model samples the same token at this position, with the sequence's own
   seed and output position. The text is therefore the same as without speculation, for any drafts. Temperature, filters,
   penalties and logprobs apply unchanged.
-- Maximal (`baton.modeling.forward.speculative_sampling`): as many drafts are accepted as possible while the
-  distribution of tokens is the same as without drafts. The text for a given seed depends on the drafts.
+- Maximal (`baton.modeling.forward.speculative_sampling`): accepts as many drafts as possible without
+  changing the distribution of tokens. The text for a given seed depends on the drafts.
 
 `engine.model_runner` computes the logits. If no sequence has drafts, the step itself may sample the tokens. The engine
 accepts each token before the next one is sampled.
@@ -54,8 +54,9 @@ class Verified:
     logits_RV: Tensor
     """Logits in fp32. A sequence has one row for its last known token, and one row for each of its drafts."""
     rows: Sequence[tuple[Row, Draft, int]]
-    """Tuples (sequence, its draft, index of its first row of logits). Followers (further choices of a request) have the
-    same logits as their leader, the first choice."""
+    """Tuples (sequence, draft of the sequence, index in `logits_RV` of the sequence's first row). If `chosen_R` is set,
+    the index is an index in `chosen_R`. A follower (further choice of a request) has the index of its leader, the first
+    choice, because both sample from the same logits."""
     chosen_R: Sequence[int] = ()
     """Next token of each sequence, if the step itself has sampled it. In this case `logits_RV` is empty and no sequence
     has drafts."""

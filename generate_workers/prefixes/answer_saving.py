@@ -57,9 +57,9 @@ class StreamAnswers:
     saver's lock."""
 
     def __init__(self, saver: "AnswerSaver", naming: BlockNaming, on_filled: Callable[[Filled], None]) -> None:
-        """Make the hook of one stream. `naming` computes the names of its blocks. `on_filled` is called once, on any
-        thread, with the blocks that were stored. The call is made when the stream has ended and the saver holds none of
-        its slots any more. `on_filled` must neither block nor raise."""
+        """Make the hook of one stream. `naming` computes the names of the stream's blocks. `on_filled` is called once,
+        on any thread, with the blocks that were stored. The call is made when the stream has ended and the saver does
+        not hold any of the stream's slots. `on_filled` must neither block nor raise."""
         self.naming = naming
         self.num_held = 0
         """Number of slots of the stream's ended sequences that are held until their KV is stored."""
@@ -77,8 +77,8 @@ class StreamAnswers:
         return not self._is_cancelled and self._saver.save(row, self)
 
     def stream_ended(self) -> None:
-        """Record that the stream has ended. As soon as each of its answers is stored or dropped, the blocks that were
-        stored are reported."""
+        """Record that the stream has ended. As soon as each of the stream's answers is stored or dropped, `on_filled`
+        is called with the blocks that were stored."""
         self._saver.end(self)
 
     def cancel(self) -> None:
@@ -121,7 +121,8 @@ class AnswerSaver:
         return is_worth_it
 
     def end(self, stream: StreamAnswers) -> None:
-        """Record that a stream has ended. If none of its slots is held any more, report the blocks that were stored."""
+        """Record that a stream has ended. If the saver does not hold any of the stream's slots, call the stream's
+        `on_filled` with the blocks that were stored."""
         with self._lock:
             stream.is_over = True
             is_complete = not stream.num_held
@@ -148,8 +149,8 @@ class AnswerSaver:
         self._sinker.shutdown(cancel_futures=True)
 
     def _release(self, answer: _Answer, filled: Filled) -> None:
-        """Release an answer's slot, unless the answer was dropped before. Report the stored blocks if this was the
-        stream's last held slot."""
+        """Release an answer's slot, unless the answer was dropped before. If the stream has ended and the saver does
+        not hold any other slot of the stream, call the stream's `on_filled` with the stored blocks."""
         stream = answer.stream
         with self._lock:
             saving = self._held.pop(answer, None)

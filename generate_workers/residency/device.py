@@ -2,8 +2,8 @@
 copied.
 
 `engine.model_runner` uses the class DeviceResidency. Each byte of KV counts twice in `port.KvBytes`: as `home`, the
-memory that stores KV between steps, and as `device` memory. A device with its own memory uses
-`generate_workers.residency.paged` instead, unless drafts select keys.
+memory that stores KV between steps, and as `device` memory. For a device with its own memory,
+`generate_workers.residency.paged` is used instead. Only if drafts select keys, DeviceResidency is also used there.
 
 Shape suffixes: T tokens, G kv heads, H head dim.
 """
@@ -26,14 +26,14 @@ class DeviceResidency(RowResidency[StoredRow]):
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, indices: Sequence[RowPart] = ()) -> None:
         """Make the storage of all slots. `indices` has one additional RowPart (part of a slot's memory) for each slot.
-        Its bytes count only as device memory, whereas KV also counts as `home`, the memory that stores KV between
-        steps. If `indices` is empty, slots hold only KV. Raises one of the exceptions in OUT_OF_MEMORY if the address
-        space of the slots cannot be reserved."""
+        In KvBytes, the RowPart's bytes count only as device memory. KV counts both as device memory and as `home`, the
+        memory that stores KV between steps. If `indices` is empty, slots hold only KV. Raises one of the exceptions in
+        OUT_OF_MEMORY if the address space of the slots cannot be reserved."""
         kvs = [PagedKv(shape.layout, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
         rows = [StoredRow([kv], [kv, *indices[slot : slot + 1]]) for slot, kv in enumerate(kvs)]
         super().__init__(rows, lambda rows: InPlaceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
 
     def kv(self, slot: SlotId, layer: int, tokens: TokenRange) -> Tensor:
-        """Return a view `[T, 2, G, H]` of the KV of `tokens` in one layer of a slot. The tokens must have been written.
-        Called on the engine's thread."""
+        """Return a view of the KV of `tokens` in one layer of a slot: `[T, 2, G, H]` (tokens, K and V, kv heads, head
+        dim). The tokens must have been written. Called on the engine's thread."""
         return self._rows[slot].kv(layer, tokens)

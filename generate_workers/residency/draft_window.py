@@ -2,9 +2,9 @@
 sequence's KV in host memory, or computed by a draft model.
 
 A window whose KV is copied is a RowPart, a part of the slot's memory (`row_parts`). The KV of each token is copied
-once, when it is final. Therefore only the KV of a few tokens is copied each time that drafts are made, even for long
-sequences. `generate_workers.speculation` runs draft steps with the copy. A draft model writes its own KV to a window
-(`generate_workers.speculation.draft_model`).
+once, after it is final (later steps do not change it). Therefore only the KV of a few tokens is copied each time that
+drafts are made, even for long sequences. `generate_workers.speculation` runs draft steps with the copy. A draft model
+writes its own KV to a window (`generate_workers.speculation.draft_model`).
 """
 
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ class DraftWindow:
         self._memory = make_memory(layout, size.num_places)
         self._buffer: KvBuffer | None = None
         self._num_copied = 0
-        """Number of tokens from the start of the sequence that have been processed: if drafts attend to one of them,
-        the window has its final KV."""
+        """Number of tokens from the start of the sequence that have been processed. The window has the final KV of
+        those processed tokens that drafts attend to."""
         self._start = size.num_first
         """Position, in the sequence, of the first token in the buffer's range for latest tokens. This range follows the
         `num_first` first tokens of the sequence."""
@@ -49,7 +49,8 @@ class DraftWindow:
         return self._memory.bytes_for(min(num_tokens, self._size.num_places))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin to use the window for a new sequence. The window has no KV yet."""
+        """Begin to use the window for a new sequence. The window has no KV yet. `num_tokens`: number of tokens that are
+        certain to be written, such as the prompt. `capacity_tokens` is not used."""
         self._memory.expect(min(num_tokens, self._size.num_places))
         tokens = TokenRange(0, self._size.num_places)
         self._buffer = KvBuffer.of(self._layout, tokens, self._memory.data_LS2GH, self._memory.access)
@@ -65,8 +66,9 @@ class DraftWindow:
         self._memory.release()
 
     def follow(self, home: KvBuffer, num_tokens: int, fetch: Fetch) -> None:
-        """Copy the KV that the window needs and does not have yet from `home`, the buffer with all KV of the sequence.
-        The KV of the first `num_tokens` tokens must be final. `fetch` runs the copies."""
+        """Copy KV from `home`, the buffer with all KV of the sequence, to the window. Only KV that drafts attend to and
+        that the window lacks is copied. The KV of the first `num_tokens` tokens must be final. `fetch` runs the
+        copies."""
         for tokens in self.missing(num_tokens):
             place = self._place(tokens.start)
             to = TokenRange(place, place + len(tokens))
@@ -76,12 +78,12 @@ class DraftWindow:
         self.settle(num_tokens)
 
     def settle(self, num_tokens: int) -> None:
-        """Record that the sequence's first `num_tokens` tokens have been processed: if drafts attend to one of them,
-        the window has its final KV."""
+        """Record that the sequence's first `num_tokens` tokens have been processed. The window must have the final KV
+        of those processed tokens that drafts attend to."""
         self._num_copied = num_tokens
 
     def missing(self, num_tokens: int) -> list[TokenRange]:
-        """Free space in the window, and return the ranges of tokens whose KV must be written to it before drafts are
+        """Make room in the window, and return the ranges of tokens whose KV must be written to it before drafts are
         made for a sequence of `num_tokens` tokens. Write the ranges in the returned order: the range at the start of
         the sequence, then the range of its latest tokens."""
         size, copied = self._size, self._num_copied
@@ -97,8 +99,8 @@ class DraftWindow:
 
     def span(self, tokens: TokenRange) -> "DraftWindowSpan":
         """Return the span of new tokens at the positions `tokens`. They attend to the sequence's first tokens and to
-        its latest `num_last` tokens, themselves included. The window must already have the KV of these tokens, except
-        the new ones."""
+        its latest `num_last` tokens, which include the new tokens. The window must already have the KV of the earlier
+        ones among these tokens."""
         place = self._place(tokens.start)
         self._memory.commit(TokenRange(place, place + len(tokens)))
         first = self._size.num_first

@@ -33,8 +33,8 @@ _NUM_AREAS = 2
 
 
 class HostRow(AreaRow):
-    """Memory of one slot (a StoredRow): host memory for all layers, and an Area (device memory) for the KV of two
-    layers. Layer l uses layer l % 2 of the Area."""
+    """Memory of one slot (a StoredRow): host memory for the KV of all layers, and one Area object (device memory) for
+    the KV of two layers at a time. Model layer l uses layer index l % 2 of this object."""
 
     def __init__(self, kv: PagedKv, area: Area, draft_window: DraftWindow | None = None) -> None:
         super().__init__([kv], [area] if draft_window is None else [area, draft_window])
@@ -54,8 +54,8 @@ class HostStep(RowStep[HostRow]):
         self._fetch = self._begin_fetch(0)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Wait for the fetch of the KV of `layer`. Then begin to fetch the KV of the next layer, into the memory that
-        the previous layer used."""
+        """Wait for the fetch of the KV of `layer`. Then begin to fetch the KV of layer `layer` + 1, into the memory
+        that layer `layer` - 1 used."""
         self._fetch.join()
         if layer >= _NUM_AREAS:
             self._stores[layer - _NUM_AREAS].join()  # its copy reads the memory of this layer's new tokens
@@ -94,7 +94,8 @@ class HostResidency(RowResidency[HostRow]):
     traits = POLICIES["host"]
 
     def __init__(self, shape: KvShape, device: Device) -> None:
-        """Raises an error of OUT_OF_MEMORY if the slots' address space cannot be reserved."""
+        """Make the memory of all slots. Raises an error of OUT_OF_MEMORY if the slots' address space cannot be
+        reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         areas, drafts = replace(layout, num_layers=_NUM_AREAS), shape.draft_keys
         rows = [
@@ -109,8 +110,8 @@ class HostResidency(RowResidency[HostRow]):
         super().__init__(rows, lambda rows: HostStep(shape, rows, device.link))
 
     def draft_spans(self, rows: StepRows) -> list[DraftWindowSpan]:
-        """Return the spans of a draft step with one new token per sequence. Each span covers the copy of the sequence's
-        first and latest KV on the device."""
+        """Return the spans of a draft step with one new token per sequence. Each span contains the sequence's first and
+        latest KV, copied to the device."""
         return [self._window_of(slot).span(tokens) for slot, tokens in rows]
 
     def follow(self, rows: Iterable[tuple[SlotId, int]]) -> None:

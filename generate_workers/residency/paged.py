@@ -3,8 +3,8 @@
 A Residency for `engine.model_runner`. A sequence allocates pages as it grows and frees them at its end, so memory is
 not reserved for the maximum length. Choices of one request share the pages of their prompt. A sequence that writes to a
 shared page copies the page first (`baton.modeling.kv.pages`). Sequences whose prompts begin with the same blocks share
-the pages of these blocks (`baton.modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages. No other KV
-is copied.
+the pages of these blocks (`baton.modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages. Steps read
+and write KV in the pages, without a copy.
 
 Memory is promised to sequences (reserved before it is used) and counted for each sequence. A shared page counts for
 each of its sequences, so that a free page always exists when a sequence must copy the page. Pages that only cached
@@ -131,8 +131,9 @@ class PagedResidency(RowResidency[PagedRow]):
     def __init__(
         self, shape: KvShape, device: Device, device_bytes: int | None = None, page_tokens: int = PAGE_TOKENS
     ) -> None:
-        """`device_bytes`: number of bytes of device memory for KV; None: no limit. `page_tokens`: number of tokens of a
-        page. Raises an error of OUT_OF_MEMORY, or OSError, when the pool cannot be allocated."""
+        """Allocate the pool of pages, for all slots together. `device_bytes`: maximum bytes of device memory for KV;
+        None: no limit. `page_tokens`: number of tokens of a page. Raises an error of OUT_OF_MEMORY, or OSError, when
+        the pool cannot be allocated."""
         num_pages = shape.num_slots * -(-shape.max_slot_tokens // page_tokens)
         if device_bytes is not None:
             num_pages = max(min(num_pages, device_bytes // (page_tokens * shape.layout.token_bytes)), 1)

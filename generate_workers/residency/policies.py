@@ -63,10 +63,10 @@ class SelectionSource:
         return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
 
     def load_early(self) -> PreparedSelection:
-        """Return the data for selecting keys one layer early, from the file that `baton prepare --lookahead 1` wrote
-        for this model. If `path` is set or this file does not exist, return the result of `load` instead. The loss of
-        quality is then larger if the file of `load` was prepared without lookahead. Raises ModelError if neither file
-        exists, or if the file does not fit the model."""
+        """Return the data for selecting keys one layer early. Read it from the default file of `baton prepare
+        --lookahead 1` for this model. If `path` is set, or the default file does not exist, return the result of `load`
+        instead. If `load` reads a file that was prepared without lookahead, the loss of quality is larger. Raises
+        ModelError if no file exists, or if the file does not fit the model."""
         early = prepared_path(self.decoder.layout.model_fingerprint, lookahead=1)
         prepared = self.load() if self.path or not early.is_file() else load_prepared(early, self.decoder)
         if not prepared.lookahead:
@@ -87,9 +87,9 @@ def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> R
 
 
 def selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
-    """Return a function that makes the policy `name`, which selects keys. The function checks the requirements of the
-    policy, and then calls `make`. It raises ConfigError if the policy is not supported on this device or the native
-    kernels are not loaded."""
+    """Return a function that makes the policy `name`, which selects keys. The returned function checks that the policy
+    supports the device and the model, and that the native kernels are loaded. Then it calls `make`. If a check fails,
+    it raises ConfigError."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
         require_selective(f"residency = {name!r}", shape, device)

@@ -66,15 +66,15 @@ class DraftKeys:
 
     @property
     def num_places(self) -> int:
-        """Return the capacity, in tokens, of memory for a copy of these keys. The capacity is larger than the number of
-        keys, because otherwise the copies of the latest keys would often have to be moved, to free space for new
+        """Return the capacity, in tokens, of the memory for a copy of these keys. The capacity is larger than the
+        number of keys. Otherwise the copies of the latest keys would often have to be moved, to free space for new
         keys."""
         return self.num_first + 2 * self.num_last + self.most_drafts
 
     @classmethod
     def of(cls, num_keys: int, most_drafts: int) -> Self:
-        """Return a DraftKeys with `num_keys` keys in total, at least two. A few of them are first keys, the others are
-        latest keys."""
+        """Return a DraftKeys with `num_keys` keys in total; `num_keys` should be 2 or more. Up to half of them, but at
+        most `_NUM_SINKS`, are first keys. All remaining ones are latest keys."""
         num_first = min(_NUM_SINKS, num_keys // 2)
         return cls(num_first, num_keys - num_first, most_drafts)
 
@@ -89,7 +89,7 @@ class KvShape:
     num_slots: int
     max_slot_tokens: int
     draft_keys: DraftKeys | None = None
-    """Number of first and of latest keys that policy `host` copies to the device for drafts. None: no keys are
+    """Numbers of first keys and of latest keys that policy `host` copies to the device for drafts. None: no keys are
     copied."""
     chosen_drafts: bool = False
     """True if drafts select keys among all keys of a sequence. Policy `device` then stores the keys of each sequence
@@ -241,7 +241,7 @@ class Residency(Protocol):
     def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
         """Commit memory for the new tokens, and return a context for one forward pass. After the context has ended, no
         thread uses the sequences' memory any more, even if the forward pass failed. Entering the context raises
-        RowError, before any layer runs, if a sequence cannot take part."""
+        RowError, before any layer runs, if a sequence cannot run in this step."""
         ...
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class Area(PagedKv):
     no KV between steps."""
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for a step whose new tokens are `tokens`, and for all tokens before them."""
+        """Commit memory for the KV of all tokens up to the end of `tokens`, the new tokens of a step."""
         self.memory.commit(TokenRange(0, tokens.end))
 
     def copy_from(self, other: PagedKv, num_tokens: int) -> None:
@@ -117,11 +117,12 @@ class Area(PagedKv):
 
 
 class StoredRow:
-    """Memory of one slot's KV, which consists of RowParts. Implements RowKv. KV is stored unchanged, except in
-    subclasses that pack it."""
+    """Memory of one slot's KV, which consists of RowParts. Implements RowKv. This class stores KV unchanged. Subclasses
+    may pack it."""
 
     reads_home = False
-    """True if attention reads KV directly in host memory. The bytes that it reads then count as bytes over the link."""
+    """True if attention reads KV directly in host memory. The bytes that attention reads then count as bytes that cross
+    the link between host and device."""
 
     def __init__(self, home: Sequence[PagedKv], device: Sequence[RowPart]) -> None:
         """`home`: parts that together store the KV of all layers between steps, in the order of layers. `device`: parts
@@ -144,8 +145,8 @@ class StoredRow:
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the device's staging frames if some layers are stored on a device that has frames. None: all KV is
-        written directly to its final memory."""
+        """Return the staging frames (buffers in host memory) through which pushed KV is copied to a device. None: no
+        layer is stored on a device that has frames, and all KV is written directly to its final memory."""
         return next((frames for kv in self._home if (frames := kv.memory.access.frames) is not None), None)
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
@@ -160,8 +161,8 @@ class StoredRow:
         return num_tokens
 
     def chooses(self, tokens: TokenRange) -> bool:
-        """Return True if a step with these new tokens attends only to selected keys, in a policy that selects keys.
-        This is the case if `tokens` is a single token."""
+        """Return True if a sequence with the new tokens `tokens` attends only to selected keys. This is the case if
+        `tokens` is a single token. The result has a meaning only for policies that select keys."""
         return len(tokens) == 1
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:

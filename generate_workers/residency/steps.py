@@ -46,7 +46,7 @@ class RowStep(Generic[R]):
         return None
 
     def end(self, layer: int) -> None:
-        """Do nothing: new keys stay in the memory to which they were written."""
+        """Do nothing after a layer: new keys stay in the memory to which they were written."""
 
     def settle(self) -> None:
         """Finish the work on stored KV that the step has begun, such as copies of new KV to host memory. Does nothing
@@ -66,17 +66,18 @@ class InPlaceStep(RowStep[R]):
 
 
 class RowResidency(Generic[R]):
-    """Residency whose slots are RowKv objects. A subclass makes these objects, and provides the function that makes a
-    step from them."""
+    """Residency whose slots are RowKv objects. A subclass makes these objects. It also provides the function that
+    returns the RowStep of a forward pass."""
 
     traits: ClassVar[PolicyTraits]
     scratch_bytes = 0
     """Bytes of device memory that do not belong to any slot."""
 
     def __init__(self, rows: list[R], make_step: Callable[[Sequence[tuple[R, TokenRange]]], RowStep[R]]) -> None:
-        """`rows`: one RowKv object for each slot. `make_step`: function that makes a step from pairs of a RowKv object
-        and its new tokens. Memory for the new tokens is committed before the call. The function raises RowError if a
-        sequence cannot take part."""
+        """`rows`: one RowKv object for each slot. `make_step`: function that returns the RowStep of a forward pass. Its
+        argument has a pair for each sequence: the RowKv object of the slot, and the new tokens. Memory for the new
+        tokens is committed before the function is called. The function raises RowError if a sequence cannot run in this
+        step."""
         self.num_link_bytes = 0
         self.frames = rows[0].frames
         """Staging frames (buffers in host memory) through which pushed KV is copied to a slot. None: KV is written
@@ -101,7 +102,8 @@ class RowResidency(Generic[R]):
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[RowStep[R]]:
         """Commit memory for the new tokens, and yield the step. After a successful forward pass, `settle` completes the
-        stored KV. After a failed forward pass it is not called, because the step's sequences end."""
+        stored KV. `settle` is not called after a failed forward pass, because the sequences of such a step are
+        ended."""
         chosen = [(self._rows[slot], tokens) for slot, tokens in rows]
         for row, tokens in chosen:
             row.commit(tokens)

@@ -27,8 +27,8 @@ class SlotChanges:
             self.condition.notify()
 
     def abandon(self, ref: LeaseRef) -> None:
-        """Report that a lease was aborted after it had ended, or when its sequences were already in the batch. The
-        engine must then remove such sequences from the batch."""
+        """Report that a lease was aborted after it had ended, or when its sequences were already in the batch. If
+        sequences of the lease are in the batch, the engine must remove them from it."""
         with self.condition:
             self._abandoned.append(ref)
             self.has_changed = True

@@ -51,8 +51,8 @@ class Claims:
     def reserve(self, request: ReserveSpec, num_present_tokens: int) -> SlotClaim:
         """Lease a free slot for the request's first choice, and reserve another free slot for each further choice.
         `num_present_tokens`: if this group prefills the prompt, the number of first tokens whose KV is copied from
-        cached blocks. Raises InvalidArgumentError for a field out of range, and ResourceExhaustedError if too few slots
-        or too little memory is free."""
+        cached blocks; otherwise ignored. Raises InvalidArgumentError for a field out of range, and
+        ResourceExhaustedError if too few slots or too little memory is free."""
         slots, num_tokens = self.room(request), request.num_tokens
         num_cached = num_present_tokens if request.prefills_locally else num_tokens
         claims = self._make(slots, num_tokens, request.capacity_tokens, num_cached=num_cached, ttl_s=request.ttl_s)
@@ -161,8 +161,8 @@ class Claims:
             raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """Commit a lease whose prompt this group's engine prefills. All cached blocks of the prompt must have been
-        copied to the slot. The engine computes the KV of the other tokens."""
+        """Commit a lease whose prompt this group's engine prefills. All cached blocks of the prompt must already be in
+        the slot's memory. The engine computes the KV of all later tokens."""
         claim = self.present(ref)
         assert claim.num_cached < claim.num_tokens and claim.is_whole
         self._commit(claim)

@@ -79,8 +79,8 @@ class DeviceUpload:
         return asked.result()
 
     def bring(self, piece: FramedPiece) -> None:
-        """Queue a piece to be copied to its slot. Its frame is released after the copy. Returns without waiting for the
-        copy. May be called on any thread."""
+        """Queue a piece for the upload thread, which copies it to the slot of its claim. The piece's frame is released
+        after the copy. Returns without waiting for the copy. May be called on any thread."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kv-upload", daemon=True)
@@ -88,8 +88,8 @@ class DeviceUpload:
             self._coming.put(piece)
 
     def rest(self) -> None:
-        """Wait until all pieces that were passed to `bring` are copied, and stop the upload thread. A later call of
-        `bring` starts a new thread. Idempotent."""
+        """Wait until all queued pieces have been copied, and stop the upload thread. A later call of `bring` starts a
+        new thread. Idempotent."""
         with self._starting:  # at most one thread runs at a time
             thread, self._thread = self._thread, None
             if thread is not None:

@@ -16,9 +16,8 @@ from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 
 _NOTHING = KvBytes()
 _EXTENT_TOKENS = 64
-"""Unit in tokens by which a reservation of memory is extended, if enough memory is free: its number of tokens is
-rounded up to a multiple of this unit. Without rounding, the reservation would have to be extended for every new
-token."""
+"""Unit in tokens of an extended reservation of memory: the extended reservation is rounded up to a multiple of this
+unit, if enough memory is free. Without rounding, the reservation would have to be extended for every new token."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,9 @@ class KvMemory:
     the SlotTable's lock guards it."""
 
     def __init__(self, residency: Residency, shape: KvShape, limits: MemoryLimits, growth_tokens: int) -> None:
-        """`growth_tokens`: number of tokens by which a new sequence can grow in its first reservation of memory. The
-        reservation covers the current tokens and these tokens, up to the sequence's maximum."""
+        """`growth_tokens`: number of tokens by which a new sequence can grow before its reservation of memory must be
+        extended. The first reservation is for the sequence's current tokens and `growth_tokens` more, but at most for
+        its maximum number of tokens."""
         self.residency = residency
         self.shape = shape
         self.limits = limits
@@ -72,7 +72,7 @@ class KvMemory:
 
     def need(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> KvBytes:
         """Return the number of bytes that must be reserved for `num_choices` new sequences of `num_tokens` tokens each.
-        This includes memory for some growth, up to `capacity_tokens` tokens."""
+        Memory for some growth of each sequence, up to `capacity_tokens` tokens in total per sequence, is included."""
         return self.residency.bytes_for(self._first_tokens(num_tokens, capacity_tokens)) * num_choices
 
     def check(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> None:
@@ -89,7 +89,7 @@ class KvMemory:
 
     def shortage(self, need: KvBytes, owed: KvBytes = _NOTHING) -> str:
         """Return the reason why `need` bytes cannot be reserved now; an empty string if they can. `owed`: bytes that
-        must stay free in addition."""
+        must still be free after the reservation."""
         limit = self.limits.exceeded_by(self.promised + owed + need)
         return f"{_spelt(need)} of KV do not fit in addition to {_spelt(self.promised)}, and {limit}" if limit else ""
 

@@ -7,7 +7,7 @@ These objects have no lock of their own. `slots.table.SlotTable` owns them and g
               |           |          |
               +-----------+----------+--> QUARANTINED -> FREE     freed while a writer or reader was using the memory
 
-    FREE -> HELD -> ACTIVE -> FREE      slot of a further choice of a lease: begins and ends with the lease's own slot
+    FREE -> HELD -> ACTIVE -> FREE      slot of a further choice (n > 1): reserved and activated with the lease's slot
 """
 
 from collections import Counter
@@ -34,8 +34,8 @@ class SlotState(Enum):
     """All KV and the first tokens have arrived, and the slot waits to join the batch. The lease still ends at its
     deadline."""
     HELD = "held"
-    """The slot is reserved for a further choice of a request whose first choice has leased another slot. It is freed
-    together with that slot."""
+    """The slot is reserved for a further choice of a request whose first choice has leased another slot. If the lease
+    ends before the choices join the batch, both slots are freed."""
     ACTIVE = "active"
     """The slot belongs to a sequence in the batch. It has no deadline, and is freed when the sequence ends."""
     QUARANTINED = "quarantined"
@@ -61,7 +61,7 @@ class SlotMove(Enum):
     QUARANTINE = "quarantine"
     """The slot is freed while a writer or reader is still using its memory."""
     EMPTY = "empty"
-    """The last writer or reader of a quarantined slot ends."""
+    """The last writer or reader of a quarantined slot has ended, and the slot becomes free."""
 
 
 TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
@@ -91,21 +91,21 @@ class SlotClaim:
     ref: LeaseRef
     memory: Promise
     coverage: Coverage
-    """Pieces of KV of the first `num_cached` tokens that were received so far, including pieces that are still being
-    copied to the device."""
+    """Pieces of the KV of the first `num_cached` tokens that were received so far. Pieces that are still being copied
+    to the device are included."""
     num_tokens: int
     """Number of tokens that the sequence had when the claim was made."""
     num_cached: int
-    """Number of first tokens, at positions [0, num_cached), whose KV is pushed to the slot or copied from cached
-    blocks. The engine computes the KV of the other tokens."""
+    """Number of first tokens, at positions [0, num_cached), whose KV the engine does not compute, because it is pushed
+    to the slot or copied from cached blocks. The engine computes the KV of all later tokens."""
     ttl_s: float
     deadline_s: float
-    """Time (Clock.now_s()) at which the claim expires. It has no effect unless the slot is LEASED or COMMITTED."""
+    """Time (Clock.now_s()) at which the claim expires. It has an effect only while the slot is LEASED or COMMITTED."""
     firsts: tuple[SampledToken, ...] = ()
     """First token of each choice, set when the lease is committed. Empty if the engine computes these tokens."""
     held: "tuple[Slot, ...]" = ()
-    """Slots that are reserved for the further choices of the lease's request (n > 1), until the choices join the batch.
-    The claims on these slots end when this claim ends."""
+    """Slots that are reserved for the further choices of the lease's request (n > 1). Empty after the choices have
+    joined the batch. If this claim ends before that, the claims on these slots end, too."""
     uploading: set[tuple[int, TokenRange]] = field(default_factory=set)
     """Parts of received pieces, as (layer, tokens), that are still being copied to the device. Each part counts as a
     writer of the slot."""
@@ -154,8 +154,8 @@ class Slot:
         self.last_expired = None
 
     def end(self, *, expired: bool = False) -> None:
-        """End the current claim. If its lease reserved more slots for further choices of the request (n > 1), end the
-        claims on these slots, too. Operations with the claim's stamp fail from now on. The memory is freed when no
+        """End the current claim. If slots are still reserved for further choices of its request (`SlotClaim.held`), end
+        the claims on these slots, too. Operations with the claim's stamp fail from now on. The memory is freed when no
         writer or reader uses it any more. `expired`: True if the claim ends because its deadline has passed."""
         claim = self.claim
         assert claim is not None
@@ -205,7 +205,7 @@ class BatchSlot:
     """First token of the choice, if the prompt's KV was pushed by a prefill rank; None if this group's engine computes
     the token."""
     num_cached: int = 0
-    """Number of tokens whose KV is already in the slot."""
+    """Number of the sequence's first tokens whose KV is already in the slot."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 `baton.transport.kv_receiver` and `prefixes.loading` write. `prefixes.answer_saving` reads. A slot is not claimed again
 until its last writer and reader have ended, and all pieces that are being copied to the slot (`slots.device_upload`)
-have arrived. Memory therefore never gets a new owner while it is being copied. `SlotTable` makes writers and readers;
-its lock guards their number.
+have arrived. Memory therefore never gets a new owner while it is being copied. `SlotTable` makes the writers and
+readers, and counts them under its lock.
 """
 
 import asyncio
@@ -52,19 +52,19 @@ class HomeWriter:
         return self.put(self.claim, layer, tokens, data)
 
     async def settle(self) -> None:
-        """Return at once, because every piece is in the slot's memory as soon as it is written."""
+        """Return at once: nothing is pending, because `write` and `copy_in` complete the copy before they return."""
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         """Copy a piece of KV to the slot's memory. Return False for a piece that was received before."""
         return self.put(self.claim, layer, tokens, data)
 
     def drain(self) -> None:
-        """Return at once, because every piece is in the slot's memory as soon as it is written."""
+        """Return at once: nothing is pending, because `write` and `copy_in` complete the copy before they return."""
 
 
 class FrameWriter:
-    """SlotWriter for a device with its own memory. It copies pieces of KV into staging frames, as soon as frames are
-    free. The upload thread copies the frames to the device."""
+    """SlotWriter for a device with its own memory. It copies pieces of KV into staging frames (buffers in host memory),
+    as soon as frames are free. The upload thread copies the frames to the device."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class FrameWriter:
         upload: DeviceUpload,
         expect: Callable[[SlotClaim, int, TokenRange, Sequence[TokenRange]], bool],
     ) -> None:
-        """`expect`: function that records that a piece was received and that its parts are being copied. Its arguments
-        are the claim, the layer, the piece's tokens and the parts' tokens. It returns False for a piece that was
-        recorded before, and raises the errors of PushTarget.write."""
+        """`expect`: function that records that a piece was received, and that the parts into which it was split are
+        being copied. Its arguments are the claim, the layer, the piece's tokens and the parts' tokens. It returns False
+        for a piece that was recorded before, and raises the errors of PushTarget.write."""
         self._claim = claim
         self._upload = upload
         self._expect = expect
@@ -83,9 +83,9 @@ class FrameWriter:
         ended."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copy a piece of KV into frames, and queue the frames for the upload. Waits until enough frames are free.
-        Return False if the piece was received before. Raises InvalidArgumentError if the piece needs more frames than
-        the device has."""
+        """Copy a piece of KV into staging frames (buffers in host memory), and queue the frames for the upload thread.
+        Waits until enough frames are free. Return False if the piece was received before. Raises InvalidArgumentError
+        if the piece needs more frames than exist."""
         num_frames, most = -(-len(tokens) // self._upload.frame_tokens), self._upload.frames.num_frames
         if num_frames > most:
             raise InvalidArgumentError(
@@ -101,8 +101,9 @@ class FrameWriter:
         self._check()
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copy the KV of `tokens` into frames, one frame at a time, and queue the frames for the upload. Blocks while
-        no frame is free. Return False if any part of this KV was received before."""
+        """Copy the KV of `tokens` into staging frames (buffers in host memory), one frame at a time, and queue the
+        frames for the upload thread. Blocks while no frame is free. Return False if any part of this KV was received
+        before."""
         row_bytes, is_new = data.nbytes // len(tokens), True
         for part in tokens.split(self._upload.frame_tokens):
             start = (part.start - tokens.start) * row_bytes

@@ -62,10 +62,11 @@ class SlotTable:
     # Methods of KvSink, called on the asyncio loop.
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
-        """Lease a free slot, with memory for its tokens and some growth, and reserve another free slot for each further
-        choice. `num_present_tokens`: number of leading tokens whose KV the caller itself writes into the slot. If no
-        rank pushes KV, the caller must then call `complete_locally`. Raises ResourceExhaustedError if too few slots or
-        too little memory is free, and InvalidArgumentError for a field out of range."""
+        """Lease a free slot for the request's first choice, and reserve one free slot for each further choice (n > 1).
+        Each slot gets memory for the tokens and some growth. `num_present_tokens`: if this group prefills the prompt,
+        the number of first tokens whose KV the caller writes into the slot. The caller must then call
+        `complete_locally`. Raises ResourceExhaustedError if too few slots or too little memory is free, and
+        InvalidArgumentError for a field out of range."""
         with self._changing():
             claim = self._claims.reserve(request, num_present_tokens)
         owner = request.request_id, request.attempt
@@ -77,10 +78,10 @@ class SlotTable:
             self._claims.room(request)
 
     def begin_with(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> int:
-        """Put cached blocks into a new, empty leased slot, if the residency policy can share blocks between sequences.
-        `names`: names of the prompt's leading blocks, of `block_tokens` tokens each. Blocks are used up to the first
-        one that is not cached. The caller must write the other blocks. Return the number of tokens of the used blocks.
-        Raises StaleStampError or LeaseExpiredError if the lease has ended."""
+        """Put cached blocks into a leased slot that has no KV yet, if the residency policy can share blocks between
+        sequences. `names`: names of the prompt's leading blocks, of `block_tokens` tokens each. Blocks are used up to
+        the first one that is not cached. The caller must write the KV of the later blocks. Return the number of tokens
+        of the used blocks. Raises StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             row = claim.memory.row
@@ -108,9 +109,9 @@ class SlotTable:
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
         """Renew the lease, and yield a writer, which is valid until the context ends. The slot is not given to another
-        sequence before its last writer has ended and all pieces of KV are in the slot's memory. The end of the context
-        does not wait for this: call `settle` or `drain` of the writer. Raises StaleStampError or LeaseExpiredError if
-        the lease has ended."""
+        sequence before its last writer has ended and all pieces of KV are in the slot's memory. Leaving the context
+        does not wait until the pieces are in the slot's memory: for this, call `settle` or `drain` of the writer.
+        Raises StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             self._claims.touch(claim)
@@ -122,7 +123,8 @@ class SlotTable:
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
         """Wait until all KV of the lease has arrived, then commit the lease with the first token of each choice. Return
-        the number of bytes of the KV. May be repeated with the same first tokens. A cancelled call changes nothing.
+        the number of bytes of the KV. The call may be repeated, but only with the same first tokens. A cancelled call
+        changes nothing.
 
         Raises IncompletePushError, which names the first missing range, if KV is still missing after `wait_s` seconds
         or at the lease's deadline. Raises LeaseError if the lease was committed with other first tokens,
@@ -147,16 +149,16 @@ class SlotTable:
         return claim.num_tokens * self.layout.token_bytes
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """Commit a lease whose prompt is prefilled by this group's own engine. All cached blocks that are copied into
-        the slot must be in its memory. The engine computes the KV of all other tokens. May be called on any thread.
-        Raises StaleStampError or LeaseExpiredError if the lease has ended."""
+        """Commit a lease whose prompt this group's engine prefills. All cached blocks of the prompt must already be in
+        the slot's memory. The engine computes the KV of all later tokens. May be called on any thread. Raises
+        StaleStampError or LeaseExpiredError if the lease has ended."""
         with self._changing():
             self._claims.complete_locally(ref)
 
     def abort(self, ref: LeaseRef) -> None:
-        """End a lease. The slot becomes free when its last writer has ended. If the lease was activated or has ended
-        already, no slot changes. The engine is notified instead, and must end the sequences of the lease, if they still
-        run. Idempotent."""
+        """End a lease. The slot becomes free when its last writer has ended. If the lease was activated or has already
+        ended, this method changes no slot. It notifies the engine instead, which must end the lease's sequences if they
+        still run. Idempotent."""
         with self._changing():
             slot = self._claims.find(ref)
             if slot is not None and slot.state is not SlotState.ACTIVE:

@@ -2,8 +2,8 @@
 
 A round drafts tokens for a sequence and verifies them. An estimate is the probability that a draft is accepted if all
 earlier drafts of the round were accepted: A / (A + R). A is the number of accepted drafts, and R is the number of
-rounds that ended with a rejected draft. The latest drafts have the most weight. A sequence's estimate uses its own
-drafts of the same kind. It starts from the estimate for all sequences.
+rounds that ended with a rejected draft. The latest drafts have the most weight. The estimate for a sequence and a kind
+of drafts is computed from the sequence's own drafts of this kind. Its initial value is the estimate for all sequences.
 """
 
 from collections import defaultdict
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from generate_workers.engine.rows import Row
 
 _KEPT_SHARE = 0.95
-"""Factor by which a sequence's counts are multiplied in each round, before the round's drafts are added. The counts of
-all sequences together decay 16 times more slowly."""
+"""Factor by which a sequence's counts are multiplied before the drafts of a round are added to them. The counts of all
+sequences together decay 16 times more slowly."""
 _FORGOTTEN_SHARE = 0.01
-"""Fraction by which each call of `Acceptances.of` reduces the counts of accepted and rejected drafts of one sequence
-and kind. The call also reduces the counts of all sequences together, by a sixteenth of this fraction."""
+"""Fraction by which each call of `Acceptances.of` reduces the counts of accepted and rejected drafts of one sequence,
+for one kind of drafts. The call also reduces the counts of all sequences together for this kind, by a sixteenth of this
+fraction."""
 _PRIOR_DRAFTS = 4.0
 """Weight of the initial estimate: it counts as much as this number of drafts of the sequence itself."""
 
@@ -60,15 +61,16 @@ class Acceptances:
 
     def of(self, row: Row, kind: int = 0) -> float:
         """Return the probability that the sequence's next draft of this kind is accepted. Must be called once per
-        round. Each call slightly reduces the weight of past drafts. A kind with few accepted drafts is therefore tried
-        again after a while."""
+        round. Each call slightly reduces the weight of past drafts, so that the estimate returns towards its initial
+        value. A kind whose drafts were often rejected is therefore tried again after a while."""
         self._all[kind].fade(1 - _FORGOTTEN_SHARE / 16)
         self._rows[row][kind].fade(1 - _FORGOTTEN_SHARE)
         return self._rows[row][kind].share(self._all[kind].share(self.expected[kind]))
 
     def took(self, row: Row, num_accepted: int, num_drafts: int, kind: int = 0) -> None:
-        """Record that the first `num_accepted` of a sequence's `num_drafts` drafts were accepted. If the sequence has
-        ended in this round, only the counts of all sequences together are updated, not the sequence's own counts."""
+        """Record that the first `num_accepted` of a sequence's `num_drafts` drafts of kind `kind` were accepted. The
+        counts of all sequences together are always updated. The sequence's own counts are updated only if it has not
+        ended in this round."""
         num_rejected = int(num_accepted < num_drafts)
         if row.batch_slot is not None:
             self._rows[row][kind].add(num_accepted, num_rejected, _KEPT_SHARE)

@@ -22,7 +22,7 @@ the queries q_BNH. Returns None if sequences attend to all keys."""
 
 @dataclass(frozen=True)
 class ChoosingTurns:
-    """Methods that run before and after each layer (turns) of a draft step that selects keys. Each layer's keys are
+    """Turns (methods that run before and after each layer) of a draft step that selects keys. Each layer's keys are
     selected with the queries of the same layer."""
 
     choose: Choose
@@ -32,11 +32,11 @@ class ChoosingTurns:
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """Return the keys that each sequence attends to in `layer`. Each token of the step belongs to a different
-        sequence. None: all keys."""
+        sequence. None: sequences attend to all keys."""
         return self.choose(layer, q_TNH)
 
     def end(self, layer: int) -> None:
-        """Do nothing: new keys stay in the memory to which they were written."""
+        """Do nothing after a layer: new keys stay in the memory to which they were written."""
 
 
 def top_keys(scores_GS: Tensor, num_keys: int) -> Tensor:

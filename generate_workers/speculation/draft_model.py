@@ -1,11 +1,11 @@
 """Drafts made by a second, smaller model with the same tokenizer. It has its own KV of each sequence's first and latest
 tokens.
 
-For each sequence, the small model keeps the KV of some first tokens and of the latest tokens, `draft_keys` in total
-(StreamingLLM; Xiao et al., 2023). Its memory and step time therefore do not grow with the context. Before a sequence's
-first drafts, only these tokens are run through the small model, at their true positions. The tokens between them are
-not run, because they are never attended to. The small model thus has less context than after a full prefill. This
-changes the drafts, but not the tokens that verification accepts.
+For each sequence, the small model keeps the KV of a few first tokens and of the latest tokens, together `draft_keys`
+tokens (StreamingLLM; Xiao et al., 2023). Its memory and step time therefore do not grow with the context. Before a
+sequence's first drafts, only these tokens are run through the small model, at their true positions. The tokens between
+them are not run, because they are never attended to. The small model thus has less context than after a full prefill.
+This changes the drafts, but not the tokens that verification accepts.
 
 A round consists of draft steps, in which the small model drafts tokens, and of the large model's step that verifies
 the drafts. After a round, the small model already has the KV of accepted drafts, because it has run each of them to
@@ -35,14 +35,15 @@ from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 @dataclass
 class _RowState:
-    """Small model's KV of one sequence, and the tokens that this KV covers."""
+    """Small model's KV of one sequence, and the tokens whose KV it is."""
 
     kv: DraftWindow
     num_known: int = 0
-    """Number of the sequence's tokens that the small model had processed before its latest drafts. Tokens that it
-    skips, because it never attends to them, are included."""
+    """Number of the sequence's first tokens that the small model had processed before its latest drafts. Tokens that
+    the small model skips, because it never attends to them, are included."""
     run_ids: list[int] = field(default_factory=list)
-    """Latest drafts that the small model has run. Their KV directly follows the KV of the `num_known` tokens."""
+    """Latest drafts that the small model has run, as token ids. Their KV is stored directly after the KV of the
+    sequence's first `num_known` tokens."""
     start: int = 0
     """Position, in the sequence, of the first token that the next draft step runs."""
 
@@ -83,16 +84,16 @@ class ModelProposer:
         return sum(kv.num_bytes for kv in (*kept, *self._free))
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return one option, with `wished` drafts. The number is smaller if the sequence is near the small model's
-        maximum length. Return an empty list if the maximum length is reached."""
+        """Return one option, with `wished` drafts, or with fewer if the small model's maximum length does not allow
+        more. Return an empty list if it allows no draft."""
         num = min(wished, self._decoder.config.max_position - row.num_known + 1)
         return [DraftOption(num, num_keys=self._num_keys)] if num > 0 else []
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Compute the small model's KV of those tokens of each sequence that drafts attend to and that have no KV yet.
-        The sequence's last token is not run here, but in the first draft step. If exactly one other token has no KV
-        yet, this token is run in the first draft step, too."""
+        """Compute the KV that the small model still lacks, for the tokens of each sequence that drafts attend to. The
+        sequence's last token is left to the first draft step. If exactly one token before it lacks KV, this token is
+        left to the first draft step, too."""
         for row in rows:
             state = self._state(row)
             state.settle(row.token_ids)

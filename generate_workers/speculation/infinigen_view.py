@@ -70,8 +70,8 @@ class InfinigenView:
 
 
 def at_most(num_keys: int, selection: Selection) -> Selection:
-    """Return `selection` with a limit of `num_keys` keys per kv head, for sequences of any length. The first and latest
-    keys, which are always selected, count towards the limit. At least one key is selected by score, even if this
-    exceeds the limit."""
+    """Return a copy of `selection` that selects at most `num_keys` keys per kv head, regardless of the sequence's
+    length. The first and latest keys, which are always selected, count as part of `num_keys`. If they leave no key to
+    be selected by score, one key is selected by score nevertheless."""
     by_score = max(num_keys - selection.num_first - selection.num_last, 1)
     return replace(selection, most_share=_NO_SHARE, free_keys=by_score)

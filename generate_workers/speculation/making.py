@@ -34,9 +34,9 @@ _SELF_ACCEPTED = {0: 0.8}
 _MODEL_ACCEPTED = {0: 0.6}
 """Initial estimate of the probability that a draft made by a draft model is accepted, by kind of drafts."""
 _LEAST_DIVIDED_KEYS = 32
-"""Smallest value of `draft_keys` with which drafts may also attend to half and to twice this number of keys. With a
-smaller value, drafts attend only to `draft_keys` keys. `draft_keys` is the configured number of keys of a draft
-step."""
+"""Smallest value of the setting `draft_keys` (number of keys of a draft step) for which two other numbers of keys are
+tried: half of `draft_keys`, and twice `draft_keys`. With a smaller value, draft steps always attend to `draft_keys`
+keys."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -66,9 +66,9 @@ def make_speculation(
     `name`: kind of speculation to use; empty: the configured one. `choosing`: factories of draft views that select
     keys, keyed by kind of speculation.
 
-    Raises ConfigError if the kind of speculation is not supported. The residency must attend to all KV. If drafts
-    attend to few keys, the model must not have sliding windows. If drafts select keys by scores, all keys must be on
-    the device.
+    Raises ConfigError if the kind of speculation is not supported. Every kind requires a residency that attends to all
+    KV. A kind whose drafts attend to few keys requires a model without sliding windows. A kind whose drafts select keys
+    by scores requires that all keys are on the device.
     """
     decoder, draft_model = model.decoder, model.draft_model
     name, residency = name or config.speculation, slots.memory.residency

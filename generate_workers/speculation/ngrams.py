@@ -3,7 +3,7 @@ tokens.
 
 No model runs and no KV is read. Drafts are good if a text quotes itself, as summaries do (prompt lookup, Saxena, 2023).
 The longer the match, the more likely it is that the next tokens match as well. The kind of a draft is therefore the
-length of its match.
+length of its match, rounded down to a key of `KINDS`.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ LONGEST = 4
 up, down to SHORTEST."""
 SHORTEST = 2
 KINDS = {2: 0.3, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
-"""Kinds of drafts. Key: minimum number of matching tokens before the draft. Value: initial estimate of the probability
-that such a draft is accepted."""
+"""Kinds of drafts. Key: minimum length of the match, i.e. of the text at the sequence's end that also precedes the
+copied tokens, in tokens. Value: initial estimate of the probability that such a draft is accepted."""
 
 
 @dataclass
@@ -40,8 +40,8 @@ class _Index:
         self.num_indexed = max(self.num_indexed, len(token_ids) - 1)
 
     def find(self, token_ids: Sequence[int]) -> int | None:
-        """Find the longest n-gram at the end of `token_ids` that has occurred before. Return the position after its
-        previous occurrence; None if no such n-gram has occurred."""
+        """Find the longest n-gram, of SHORTEST to LONGEST tokens, at the end of `token_ids` that has occurred before.
+        Return the position after its latest earlier occurrence; None if no such n-gram has occurred before."""
         for size in range(LONGEST, SHORTEST - 1, -1):
             place = self.behind.get(tuple(token_ids[-size:]))
             if place is not None:

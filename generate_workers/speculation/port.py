@@ -17,8 +17,8 @@ class DraftRequest(NamedTuple):
     row: Row
     num_drafts: int
     num_keys: int = 0
-    """Number of keys that the draft steps attend to for this sequence. It is the `num_keys` of the DraftOption that was
-    selected for the sequence."""
+    """Number of keys that the draft steps attend to for this sequence: the `num_keys` of the DraftOption that was
+    selected. 0 leaves the number to the draft source."""
 
 
 class DraftOption(NamedTuple):

@@ -2,7 +2,8 @@
 
 At long contexts, most of a step's time is spent on reading KV. A step that reads few keys needs a small fraction of
 this time, and mostly gives the same tokens. A draft view selects the keys. A draft step writes its KV to the memory of
-the sequence's next tokens. The step that verifies the drafts overwrites this KV, so it is not used in the next round.
+the sequence's next tokens. The step that verifies the drafts overwrites this KV, so no KV of draft steps is used in the
+next round.
 
 `speculator` calls this module on the engine's thread.
 """
@@ -44,10 +45,10 @@ class DraftView(Protocol):
     """Draft view: determines the subset of each sequence's KV that draft steps attend to."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Prepare the draft steps that precede the next verifying step. The KV of the first `num_cached` tokens of each
-        sequence must be final.
-        `num_keys`: one number of keys to attend to for each sequence; only for views in which it is configurable. 0, or
-        an empty list, selects the view's default."""
+        """Prepare the draft steps that precede the next verifying step. The KV of the first `Row.num_cached` tokens of
+        each sequence must be final. `num_keys`: for each sequence, the number of keys that its draft steps attend to. A
+        number of 0 selects the view's default, and so does an empty list for all sequences. Views with a fixed number
+        of keys ignore this argument."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[DraftStep]:
@@ -65,18 +66,19 @@ class SelfProposer:
     one token for each sequence."""
 
     def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
-        """`num_keys`: numbers of keys that draft steps may attend to. The first one is the view's default. More than
-        one number is allowed only if the number is configurable in the view. `keeps`: True if the distributions from
-        which drafts were sampled must be kept."""
+        """`num_keys`: numbers of keys that draft steps may attend to. The first number is the configured one, which is
+        also the view's default. More than one number is allowed only for a view whose `begin` uses the argument
+        `num_keys`. `keeps`: True if the distributions from which drafts were sampled must be kept."""
         self._decoder = decoder
         self._view = view
         self._num_keys = num_keys
         self._keeps = keeps
 
     def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return one option for each number of keys that draft steps may attend to, all with `wished` drafts. A number
-        is left out if it makes no difference for a sequence of this length. The kind of an option is its number of
-        keys; for the first number, which is the configured one, the kind is 0."""
+        """Return one option for each number of keys that draft steps may attend to. Each option has `wished` drafts. A
+        number is left out if it leads to as many keys of this sequence as the configured number does, for example
+        because both exceed the sequence's length. The kind of an option is its number of keys. The option with the
+        configured number comes first, and its kind is 0."""
         num_all, (first, *others) = row.num_known, self._num_keys
         told_apart = [num for num in others if min(num, num_all) != min(first, num_all)]
         return [DraftOption(wished, 0, first), *(DraftOption(wished, num, num) for num in told_apart)]

@@ -7,7 +7,7 @@ the head dim. With the queries q_t of the window's tokens t, and the keys k[j],
 
     w_t[j]  = softmax of q_t . k[j] / sqrt(H) over the keys j <= t
     a[j]    = sum of w_t[j] over all tokens t of the window and the J heads
-    score   = mean over the key j and its 2 neighbours on each side: a of earlier keys, 0 for other neighbours
+    score   = mean of a over the key j and its 2 neighbours on each side, where a = 0 outside the earlier keys
 
 If scores are equal, the earlier key is selected. MagicDec's code omits 1 / sqrt(H). Drafts attend to the selected keys
 and to all keys from the window's start. As the sequence grows, they attend to up to `num_keys / 2` additional keys
@@ -82,7 +82,7 @@ class SnapKvView:
         self._num_keys = num_keys = keys.num_first + keys.num_last
         self._num_window = min(_WINDOW_TOKENS, num_keys // 2)
         self._most_growth = num_keys // 2
-        """Number of tokens that are added to a sequence before its keys are selected again."""
+        """Number of tokens by which a sequence grows before its keys are selected again."""
         self._width = num_keys + self._most_growth + keys.most_drafts
         self._selected: dict[Row, Selected] = {}
         self._place_of: dict[SlotId, int] = {}
@@ -91,9 +91,9 @@ class SnapKvView:
         self._num_left_out: list[int] = []
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Select keys for sequences that have no selection, or have grown too much since their last selection. At most
-        `_MOST_SELECTED` such sequences are processed per call; the others use their first and latest keys. Then collect
-        the keys of all sequences in `rows` for the round. `num_keys` is ignored."""
+        """Select keys for sequences that have no selection, or that have grown too much since their last selection. If
+        there are more than `_MOST_SELECTED` such sequences, the remaining ones use their first and latest keys in this
+        round. Then collect the keys of all sequences in `rows` for the round. `num_keys` is ignored."""
         due = [row for row in rows if self._kept(row) is None][:_MOST_SELECTED]
         if due:
             self._selected |= zip(due, self._select(due), strict=True)

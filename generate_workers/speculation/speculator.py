@@ -49,7 +49,8 @@ class DraftSteps:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """Option for the drafts of one sequence: a draft source, and a kind of drafts."""
+    """Option for the drafts of one sequence: a draft source, and one of the kinds of drafts that the source
+    distinguishes."""
 
     source: str
     """Name of the draft source."""
@@ -57,12 +58,13 @@ class DraftPlan:
     """Kind of the drafts, as numbered by the source. Drafts of one kind are expected to be accepted equally often."""
     prospect: Prospect
     is_configured: bool = True
-    """True if the drafts attend to the configured number of keys."""
+    """True for the first option of a source, which attends to the source's configured number of keys."""
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts. A round is
         the draft steps and the step that verifies the drafts. The token that the verifying step samples itself is
-        included. If `num_drafts` exceeds the sequence's maximum, `prospect.most_drafts`, the maximum is used."""
+        included. If `num_drafts` exceeds `prospect.most_drafts`, the sequence's maximum, the result is the one for
+        `prospect.most_drafts`."""
         return expected_tokens(self.prospect.acceptance, min(num_drafts, self.prospect.most_drafts))
 
 
@@ -79,8 +81,9 @@ class Speculator:
         *,
         fixed_drafts: int | None = None,
     ) -> None:
-        """`sources`: draft sources by name. Each sequence uses the source with the largest expected number of tokens;
-        if several are equal, the first. `costs`: costs of the steps that verify drafts. `draft_steps`: costs of the
+        """`sources`: draft sources by name. If the number of drafts is fixed, a sequence uses the source with the
+        largest expected number of tokens, or the first of several equal sources. Otherwise the source is planned
+        together with the number of drafts. `costs`: costs of the steps that verify drafts. `draft_steps`: costs of the
         draft steps of all sources. If the model itself runs the draft steps, `draft_steps.costs` must be the same
         object as `costs`.
 

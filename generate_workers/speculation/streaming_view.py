@@ -74,7 +74,7 @@ class StreamingView:
             yield DraftStep(spans, step.turns)
 
     def forget(self, row: Row) -> None:
-        """Do nothing: the view stores no state of the sequence after a round."""
+        """Do nothing: `begin` replaces the state of all sequences in each round."""
 
     def _unseen(self, slot: SlotId, tokens: TokenRange) -> TokenRange:
         keys = self._keys_of.get(slot, self._keys)
@@ -89,7 +89,8 @@ class DraftWindowView:
         self._residency = residency
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Copy the KV that is missing on the device for the sequences' drafts. `num_keys` is ignored."""
+        """Copy to the device the KV that the sequences' draft steps attend to, as far as it was not copied before.
+        `num_keys` is ignored."""
         self._residency.follow((row.slot, row.num_cached) for row in rows)
 
     @contextmanager

@@ -32,7 +32,8 @@ class OpenStream:
     last."""
     keep_s: float
     on_message: Callable[[], None]
-    """Function that is called after each new message. It is set by the latest call that reads the stream."""
+    """Function that is called after each new message. It belongs to the call that opened the stream, or that took it
+    over last."""
     stream_id: StreamId = field(init=False)
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
@@ -51,8 +52,8 @@ class OpenStream:
     this reader before, or the reader had them when it took over the stream."""
 
     def take(self, message: TokenEvent | Filled) -> None:
-        """Add an event to the log. If the message is a `Filled` (the result of storing the answers in the prefix
-        store), set `filled` instead. Then call `on_message`."""
+        """Add an event to the log or, if the message is a `Filled` (the result of storing the answers in the prefix
+        store), set `filled`. In both cases, call `on_message` afterwards."""
         if isinstance(message, Filled):
             self.filled = message
         else:
@@ -113,7 +114,7 @@ class OpenStreams:
         self._loop = asyncio.get_running_loop()
         self._streams: set[OpenStream] = set()
         self._delivered: deque[tuple[OpenStream, TokenEvent | Filled]] = deque()
-        """Messages that other threads have delivered, and that the loop has not processed yet, each with its stream."""
+        """Messages, each with its stream, that other threads have delivered and that the loop has not processed yet."""
         self._wake_due = False
 
     def open(
@@ -170,8 +171,8 @@ class OpenStreams:
             stream.answers.cancel()
 
     def lose(self, stream: OpenStream) -> None:
-        """Handle the loss of a stream's reader. If the stream has emitted an event other than an error, keep the stream
-        for `keep_s` seconds. Otherwise end it."""
+        """Handle the loss of a stream's reader. If `keep_s` is not 0, and the log has an event that is not an error,
+        keep the stream for `keep_s` seconds. Otherwise end the stream."""
         has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
         if stream in self._streams and stream.keep_s and has_run:
             stream.expiry = self._loop.call_later(stream.keep_s, self.end, stream)

@@ -42,7 +42,7 @@ class SharedReader(Generic[T]):
         self._ready: dict[StreamNumber, None] = {}
         """Numbers of the streams whose logs may have unread messages, in the order of the arrival of these messages."""
         self._sent: dict[StreamNumber, OpenStream] = {}
-        """Streams whose end was sent to the client, but not yet confirmed by it."""
+        """Streams whose end was sent to the client, and has not been confirmed by the client yet."""
         self._refused: list[T] = []
         self._changed = asyncio.Event()
         self._is_complete = False
@@ -80,8 +80,8 @@ class SharedReader(Generic[T]):
         self._changed.set()
 
     async def batches(self) -> AsyncGenerator[list[T], None]:
-        """Yield lists of the streams' messages, each with the messages since the previous list. The iterator ends when
-        all streams have ended and `complete` was called."""
+        """Yield lists of messages of all streams. Each list has the messages that arrived after the previous list was
+        made. The iterator ends when `complete` was called and all streams have ended."""
         while self._reading or self._refused or not self._is_complete:
             if batch := self._read():
                 yield batch

@@ -32,8 +32,8 @@ from orchestrator.membership.view import Group, role_of
 logger = logging.getLogger(__name__)
 
 _REFUSED = Backoff(10.0, 300.0)
-"""Pauses between failed starts of groups of the same role, from 10 to 300 seconds. A start fails, for example, if no
-machine is free."""
+"""Pauses after failed starts of groups of one role: 10 seconds after the first failure, then longer, up to 300 seconds.
+A start fails, for example, if no machine is free."""
 _STARTS = {Move.START_PREFILL: "prefill", Move.START_GENERATE: "generate"}
 _DRAINS = {Move.DRAIN_PREFILL: "prefill", Move.DRAIN_GENERATE: "generate"}
 _FLIPS = {
@@ -58,8 +58,8 @@ class Actuator:
         lends_ranks: bool = False,
     ) -> None:
         """`times` are estimates of the durations of changes, used until changes have been measured. `lends_ranks` is
-        True if a prefill group is a chain of several ranks (workers). The last rank then changes its role alone, and
-        the rest of the group continues to prefill."""
+        True if a prefill group is a chain of several ranks (workers). In this case, single ranks change their role, the
+        highest rank first, and the other ranks of the group continue to prefill."""
         self.times = times
         """Durations of changes: the given estimates, or the latest measured values. The object is replaced as a whole
         when a value changes."""
@@ -71,10 +71,10 @@ class Actuator:
         """Tasks of changes in progress. The key is the name of the group, or `start` and a number if the group has no
         name yet."""
         self._flipping: dict[str, str] = {}
-        """Present role, by group name, of each group that is being drained to change its role."""
+        """Groups that are being drained to change their role. Key: group name. Value: role before the change."""
         self._num_started = 0
         self._failures: dict[str, tuple[int, float]] = {}
-        """Failed starts by role: the number of consecutive failures, and the time before which no other start is
+        """Failed starts by role: the number of consecutive failures, and the time until which no further start is
         tried."""
 
     async def close(self) -> None:
@@ -96,8 +96,8 @@ class Actuator:
                     self._flip(_FLIPS[action.move])
 
     def resume(self) -> None:
-        """Continue drains that were ordered but have no task. An earlier orchestrator has ordered them, or their task
-        has failed."""
+        """Continue drains that were ordered but have no task in this object. Either an earlier orchestrator ordered the
+        drain, or the task of the drain has failed."""
         orders = self._members.orders
         for name in orders.surplus - orders.leaving - self._tasks.keys():
             if self._members.is_present(name):
@@ -213,8 +213,8 @@ class Actuator:
         return view.prefill if role == "prefill" else view.generation
 
     def _worth(self, name: str) -> tuple[int, int, bool, int]:
-        """Return a sort key for groups: the least work first; on ties stand-ins before configured groups, the newest
-        stand-in first. Stand-ins are groups that were started in addition to the configured ones."""
+        """Return a sort key for groups: the least work first. Of groups with equal work, stand-ins (groups that were
+        started in addition to the configured ones) come before configured groups, the newest stand-in first."""
         load, number = self._members.load(name), name.rpartition("-")[2]
         is_configured = name not in self._members.orders.stand_ins
         return load.num_requests, load.num_slots, is_configured, -int(number) if number.isdigit() else 0

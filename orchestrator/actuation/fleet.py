@@ -1,5 +1,6 @@
-"""State of a running cluster for the autoscaler. The state includes the numbers of groups after the changes in
-progress, the work that waits, and the predicted time until a group of each role is idle and can be stopped.
+"""State of a running cluster for the autoscaler. The state includes the numbers of groups that will exist after the
+changes in progress, and the waiting work. It also includes, for each role, the predicted time until the least busy
+group is idle and can be stopped.
 
 Reads the data of `orchestrator.membership` and `orchestrator.placement`, and has a list of the unfinished requests.
 Runs on the asyncio loop.
@@ -26,8 +27,8 @@ class LiveFleet:
     def __init__(
         self, members: Membership, generation_load: GenerationLoad, planner: ChainPlanner, clock: Clock
     ) -> None:
-        """`generation_load` has the requests that each generation group serves. If `planner` has no step times, the
-        method `service` returns None."""
+        """`generation_load`: the requests that each generation group serves. If `planner` has no step times,
+        `LiveFleet.service` returns None."""
         self.window = TrafficWindow()
         """Recent arrivals and ends of requests, from which the traffic is forecast."""
         self._members = members
@@ -63,8 +64,8 @@ class LiveFleet:
         return self._service
 
     def state(self, target: Allocation, service: ServiceModel, clear_s: float) -> FleetState:
-        """Return the present state of the cluster. `target` has the numbers of groups after the changes in progress.
-        `clear_s` is the number of seconds within which the waiting work should be done."""
+        """Return the present state of the cluster. `target`: numbers of groups that the cluster will have after the
+        changes in progress. `clear_s`: number of seconds within which the waiting work should be completed."""
         return FleetState(
             target,
             self._backlog(service, clear_s),

@@ -1,5 +1,5 @@
-"""Operations on groups for operators and the autoscaler: drain, start and flip. Each call waits until its change is
-complete.
+"""Operations on groups for operators and the autoscaler: drain a group, start a group, or move a worker to the other
+role (flip). Each call waits until its change is complete.
 
 Served over gRPC by `orchestrator.api.admin`, and used by `orchestrator.actuation.actuator`. Runs on the asyncio loop.
 """
@@ -18,10 +18,11 @@ from orchestrator.workers.worker_poller import WorkerPoller
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-"""Maximum pause in seconds between two checks of a group that drains or starts. A change ends the pause early."""
+"""Maximum pause in seconds between two checks of a group that is being drained or started. The pause ends early if the
+state of the group changes."""
 
 Check = Callable[[str], None]
-"""Function that takes the name of a group, and raises an error if the cluster cannot do without this group."""
+"""Function that takes the name of a group, and raises an error if this group must not be drained."""
 
 
 class GroupOperations:
@@ -38,9 +39,9 @@ class GroupOperations:
         If `leave` is False, the generator ends when the group has no work left and the supervisor has recorded the
         drain. If `leave` is True, it ends when the group's workers have been stopped. In both cases, it also ends if
         the group is undrained. If `leave` is True and the group has borrowed its worker from a group of the other role
-        (`flip`), the worker is returned to that group instead of being stopped. `returns` is True if the caller will
-        later start this group again, or a replacement. During the drain, requests for which no other group is left then
-        wait instead of failing.
+        (`flip`), the worker is returned to that group instead of being stopped. `returns`: True if the caller will
+        later start this group or a replacement of it. In this case, requests that no other group can serve wait during
+        the drain instead of failing.
 
         Raises NotFoundError for an unknown name, and UnavailableError if `leave` is True and no supervisor exists that
         can stop workers.
@@ -119,29 +120,30 @@ class GroupOperations:
             raise
 
     def flip(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Move the last worker of group `name` to the other role: a new group of that role borrows the worker. The
-        worker's weights stay loaded. Yield the states of group `name` while it finishes its work, and finally the state
-        of the new group.
+        """Move a worker of group `name` to the other role: a new group of that role borrows the worker. The worker is a
+        prefill group's highest rank that is not lent yet, or a generation group's only worker. Its weights stay loaded.
+        Yield the states of group `name` while it finishes its work, and finally the state of the new group.
 
-        New requests go to other groups meanwhile, and no request is lost. If group `name` has other workers, it gets
-        work again as soon as the new group serves. If group `name` has itself borrowed its worker, the worker is
-        returned to its owner instead, as by `unflip`. If the caller stops before the group is idle, nothing changes.
+        New requests go to other groups meanwhile, and no request is lost. If group `name` keeps other workers, it gets
+        work again afterwards. If group `name` has itself borrowed its worker, the worker is returned to its owner
+        instead, as by `unflip`. If the caller stops before the group is idle, the drain is withdrawn and no worker
+        moves.
 
-        Raises NotFoundError for an unknown name. Raises UnavailableError if the group has no workers, if it is the last
-        group that can generate, or if no supervisor exists. Also raises UnavailableError if the worker does not start
-        in its new role; the worker then returns to its owner.
+        Raises NotFoundError for an unknown name. Raises UnavailableError if the group has no workers, if it is the only
+        group that can generate tokens, or if no supervisor exists. Also raises UnavailableError if the worker does not
+        start in its new role; the worker then returns to its owner.
         """
         return self._unflip(name) if name in self._members.orders.lent else self._lend(name)
 
     def unflip(self, name: str) -> AsyncGenerator[GroupState, None]:
         """Undo a `flip`: return a borrowed worker to its owner, the group that has lent it. If `name` is a group that
-        has borrowed a worker, this worker is returned. If `name` is a group that has lent workers, the last worker that
-        it has lent is returned. Yield the states of the groups that must finish their work first, and finally the state
-        of the owner.
+        has borrowed a worker, this worker is returned. If `name` is a group that has lent workers, the lent worker with
+        the lowest rank is returned. Yield the states of the groups that must finish their work first, and finally the
+        state of the owner.
 
         Raises NotFoundError if the group has neither borrowed nor lent a worker. Raises UnavailableError if the group
-        is the last one that can generate. Also raises UnavailableError if the owner has no other workers and does not
-        start again; the supervisor retries this start.
+        with the borrowed worker is the only one that can generate tokens. Also raises UnavailableError if the owner has
+        no other workers and does not start again; the supervisor retries this start.
         """
         borrowers = self._members.orders.borrowers(name)
         if name not in self._members.orders.lent and not borrowers:

@@ -48,7 +48,7 @@ class Scaler:
         self._service: ServiceModel | None = None
         self._changes: deque[ScalingChange] = deque(maxlen=_NUM_CHANGES)
         self._told = ""
-        """Text of the decision that was logged last; empty before the first."""
+        """Text of the decision that was logged last; empty before a decision has been logged."""
         self._deciding: asyncio.Task[NoReturn] | None = None
 
     def start(self) -> None:

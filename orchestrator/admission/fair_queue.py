@@ -6,11 +6,11 @@
                credit covers their prompt tokens. Unused credit is kept while the tenant has waiting requests.
     priority   Strict within a tenant: the most urgent class first. Clients choose the class, so it does not affect
                other tenants.
-    request    The earliest due time first. On ties, the earliest arrival first.
+    request    The earliest due time first. If due times are equal, the earliest arrival first.
 
 Between two turns of a tenant, every other tenant has at most one turn, regardless of the number and urgency of its
-waiting requests. If prompts are long, several turns of all tenants may pass before any tenant's credit covers its first
-request. The credit of all these turns is then added in one operation, without visiting the tenants in each turn.
+waiting requests. If prompts are long, every tenant may need several turns until its credit covers its first request.
+Each tenant then gets the credit of several turns in one operation.
 
 Adding and removing cost O(log n) for n waiting requests of the tenant. Finding the next request costs O(1) during a
 turn, otherwise O(number of tenants). Does no I/O. It has no clock and does not wait. Implements `QueuePolicy`
@@ -64,8 +64,8 @@ class _Flow(Generic[WaiterT]):
 
     @property
     def num_rounds(self) -> int:
-        """Return the number of further turns that the tenant needs until its credit covers its first waiting
-        request."""
+        """Return the number of further turns that the tenant needs until its credit covers its first waiting request; 0
+        if the credit already covers it."""
         return max(0, -(-(self.head.num_tokens - self.deficit) // self.quantum))
 
     def add(self, waiter: WaiterT) -> None:
@@ -100,8 +100,8 @@ class FairQueue(Generic[WaiterT]):
         flow.add(waiter)
 
     def remove(self, waiter: WaiterT, *, is_served: bool = False) -> None:
-        """Remove a waiting request. If `is_served`, its tokens are deducted from its tenant's credit. Raises KeyError
-        if the request is not waiting."""
+        """Remove a waiting request. If `is_served` is True, the request's prompt tokens are deducted from the tenant's
+        credit. Raises KeyError if the request is not waiting."""
         self._waiting.remove(waiter)
         flow = self._flows[waiter.tenant.name]
         if is_served:
@@ -116,8 +116,8 @@ class FairQueue(Generic[WaiterT]):
         Return None if no request may be served.
 
         A second call returns the same request unless something has changed. `may_run` returns False for a request that
-        must still wait. A tenant whose first request must wait keeps its position and its credit. Its less urgent
-        requests are not served meanwhile, because they would use the slots for which the first request waits.
+        must still wait. A tenant whose first request must wait keeps its position and its credit. The tenant's less
+        urgent requests are not served meanwhile, because they would use the slots for which the first request waits.
         """
         if not self._flows:
             return None
@@ -147,10 +147,10 @@ class FairQueue(Generic[WaiterT]):
     def last(self, newcomer: WaiterT) -> WaiterT:
         """Return the request to remove when the queue is too full. Must be called after `newcomer` was added.
 
-        The request is selected from the tenant with the most waiting tokens relative to its weight. It is this tenant's
-        least urgent request; if several are equally urgent, the one that is due last. If several tenants have equally
-        many tokens, including the newcomer's tenant, a request of the newcomer's tenant is removed. Otherwise two
-        tenants would displace each other's requests forever.
+        The request belongs to the tenant with the most waiting tokens relative to its weight. If several tenants tie,
+        and the newcomer's tenant is one of them, the newcomer's tenant is selected. Without this rule, two tenants
+        would displace each other's requests forever. Of the tenant's requests, the least urgent one is returned. If
+        several are equally urgent, the one with the latest due time is returned.
         """
         own = self._flows[newcomer.tenant.name]
         return max(self._flows.values(), key=lambda flow: (flow.share, flow is own)).last
@@ -161,10 +161,10 @@ class FairQueue(Generic[WaiterT]):
         assumed that no other request arrives.
 
         `own` is the number of slots of those requests of the tenant that are more urgent than `waiter`, or equally
-        urgent and due no later. `all` is `own` plus an estimate for each other tenant. For this estimate, the number of
-        turns is computed in which `waiter`'s tenant serves `waiter` and the requests before it. Another tenant is
-        assumed to serve as large a part of its waiting slots as it can in the same number of turns. Costs O(n) for n
-        waiting requests of `waiter`'s tenant.
+        urgent and due no later. `all` is `own` plus an estimate for each other tenant. Let t be the number of turns in
+        which `waiter`'s tenant serves `waiter` and the requests before it, and u the number of turns in which another
+        tenant serves all of its waiting requests. The fraction min(1, t / u) of that tenant's waiting slots is counted.
+        Costs O(n) for n waiting requests of `waiter`'s tenant.
         """
         own, mine = self._flows.get(waiter.tenant.name), Totals()
         for each in own or ():

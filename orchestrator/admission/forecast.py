@@ -14,8 +14,8 @@ The prediction is the sum of two waits:
 
 The prediction does not consider how many tokens the earlier requests will generate, so baton.planning.step_times is not
 used. It considers neither later requests that are more urgent or due earlier, nor failures of workers. The wait for
-slots is a mean, so a caller that refuses requests by it must allow for variance. Used by `orchestrator.admission.gate`
-and `orchestrator.scheduler`. Does no I/O.
+slots is a mean, so a caller that refuses requests because of this wait must allow for variance. Used by
+`orchestrator.admission.gate` and `orchestrator.scheduler`. Does no I/O.
 """
 
 import math
@@ -25,21 +25,23 @@ from orchestrator.requests.record import RequestRecord
 
 _KEPT = 0.95
 _ONE_IN_FORTY = 1.960
-"""Number of standard deviations above the mean that one value in forty of a normal distribution exceeds."""
+"""Threshold that one value in forty of a normal distribution exceeds. It is given in standard deviations above the
+mean."""
 _MOST_LATE = 3.0
-"""Limit on the delay that is recorded for a request, as a multiple of its corrected prediction. Due to this limit, a
-request that hung has little effect on later predictions."""
+"""Limit on the delay (measured time minus corrected prediction) that is recorded for a request, as a multiple of the
+corrected prediction. Due to this limit, a request that hung has little effect on later predictions."""
 
 _MOST_SLOW = 32.0
-"""Limit on the measured time that is recorded for a request, as a multiple of its predicted time. Due to this limit, a
-request that hung has little effect on later predictions."""
+"""Limit on the measured prefill time that is recorded for a request, as a multiple of the predicted prefill time. Due
+to this limit, a request that hung has little effect on later predictions."""
 
 
 class Turnover:
     """Measures how fast slots become free while a request waits for one.
 
     The latest ends of requests have the most weight: the weight of an end falls by 5 % with each later end. The mean is
-    therefore based on about forty ends. Its standard deviation is about a sixth of the mean if ends are random.
+    therefore based on about forty ends. If requests end at random times, the standard deviation of this mean is about a
+    sixth of the mean.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class Turnover:
         return self._seconds / self._num_slots if self._num_slots else None
 
     def freed(self, num_slots: int, now_s: float) -> None:
-        """Record that a request has ended and has freed `num_slots` slots. Ignored while no request waits for a
+        """Record that a request has ended and has freed `num_slots` slots. Does nothing if no request waits for a
         slot."""
         if self._since_s is None:
             return
@@ -65,7 +67,8 @@ class Turnover:
 
     def waited_for(self, somebody_waits: bool, now_s: float) -> None:
         """Record whether a request waits for free slots, at the time `now_s` in seconds. The state is assumed to last
-        until the next call. `somebody_waits`: True if a request waits only because too few slots are free."""
+        until the next call. `somebody_waits`: True if a request waits, and the only reason is that too few slots are
+        free."""
         if not somebody_waits:
             self._since_s = None
         elif self._since_s is None:
@@ -75,15 +78,15 @@ class Turnover:
 class Correction:
     """Recent ratio of measured to predicted prefill time, and its variance.
 
-    The latest requests have the most weight, as in `Turnover`. The sums start as if one second had been predicted and
-    measured, so that a single unusual request has little effect.
+    The latest requests have the most weight, as in `Turnover`. The sums start as if there had been one request with a
+    predicted and a measured time of one second, so that a single unusual request has little effect.
     """
 
     def __init__(self) -> None:
         self._predicted_s = 1.0
         self._measured_s = 1.0
         self._squares = 1.0
-        """Sum of the squares of the predictions. Earlier requests have less weight."""
+        """Sum of the squares of the predicted seconds of past requests. Earlier requests have less weight."""
         self._square_delays = 0.0
         """Sum of the squares of the delays. Earlier requests have less weight. A delay is max(measured - corrected
         prediction, 0) seconds."""
@@ -101,7 +104,7 @@ class Correction:
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Record the predicted and the measured prefill time of a request. The measured time begins when the request
-        leaves the queue. It ends with the first token, or with the request if it had no token."""
+        leaves the queue. It ends with the first token or, if there was none, at the end of the request."""
         measured_s = min(measured_s, _MOST_SLOW * predicted_s)
         corrected_s = self.factor * predicted_s
         delay_s = min(max(measured_s - corrected_s, 0.0), _MOST_LATE * corrected_s)
@@ -116,7 +119,8 @@ def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: fl
     slots first.
 
     `slot_s` is the mean number of seconds between two slots that become free. None: this number is unknown, and the
-    result is 0. `num_free` is the number of slots that are free now. It is negative if slots in use have been removed.
+    result is 0. `num_free` is the number of slots that are free now. It is negative if slots were removed from the
+    cluster while requests were using them.
     """
     num_missing = num_before + num_needed - num_free
     return 0.0 if num_missing <= 0 or slot_s is None else num_missing * slot_s
@@ -131,9 +135,9 @@ class ChainForecast:
         self._correction = Correction()
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Return the predicted number of seconds from the time when a request gets slots to its first token, with the
-        present load. Cached prefixes are taken into account. The correction by recent results is not applied. Returns 0
-        if the workers that would prefill are unknown."""
+        """Return the predicted number of seconds from the time when a request gets slots to its first token, under the
+        present load of the workers. Cached prefixes are taken into account. The correction by recent results is not
+        applied. Returns 0 if no prediction is possible."""
         return self._chooser.predict_s(record)
 
     def cautious_s(self, predicted_s: float) -> float:
@@ -146,8 +150,8 @@ class ChainForecast:
         in seconds, and `finished_s` is the time at which the request ended.
 
         Ignores requests without a prediction or without slots, and requests with more than one attempt. If a request
-        ended without a token, its full prefill time is unknown. It is counted only if it had already taken longer than
-        its corrected prediction.
+        ended without a token, its full prefill time is unknown. Such a request is counted only if it had already run
+        longer than its corrected prediction.
         """
         if not predicted_s or record.attempt.leased_s is None or record.attempt.number > 1:
             return

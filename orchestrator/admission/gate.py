@@ -40,8 +40,9 @@ times this factor. The factor matters in an overload, when the first tokens of m
 before their deadlines. Without the factor, half of these requests would be late, and their work wasted
 (docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
-"""Maximum number of seconds between a request's arrival and its due time. A request without a deadline, or with a later
-one, is due after this time. This prevents requests with early deadlines from always being served first."""
+"""Maximum number of seconds between a request's arrival and its due time. A request without a deadline, or with a
+deadline after this time, is due at the end of this time. This prevents requests with early deadlines from always being
+served first."""
 
 
 class QueuedRequest(Protocol):
@@ -79,8 +80,8 @@ class Entry(Waiter):
         self.started_s: float | None = None
         """Time at which the request left the queue to run; None while it waits."""
         self.on_turn: Callable[[], None] | None = None
-        """Callback for callers that do not wait in `admitted`. It is called when the request leaves the queue, because
-        it runs or was refused. It must not add or remove requests."""
+        """Callback for callers that do not wait in `admitted`. It is called when the request leaves the queue to run,
+        and when it is refused. It must not add or remove requests."""
         self._turn = asyncio.Event()
         self._refusal: ResourceExhaustedError | None = None
 
@@ -152,8 +153,8 @@ class Admission:
         """Set the number of slots of the cluster, and admit the requests that may run now.
 
         If `num_slots` is 0 and `is_asleep` is False, requests are admitted up to the configured limit. They fail if no
-        group joins the cluster. If `num_slots` is 0 and `is_asleep` is True, the groups are stopped for lack of
-        traffic. One request is then admitted, and all others wait until a group has started.
+        group joins the cluster. If `num_slots` is 0 and `is_asleep` is True, the groups have been stopped because there
+        was no traffic. One request is then admitted, and all others wait until a group has started.
         """
         most = 1 if is_asleep else self._config.max_running
         self._limit = min(num_slots or most, self._config.max_running)
@@ -164,8 +165,8 @@ class Admission:
         of its prefill in seconds; None if there is no prediction.
 
         Raises ResourceExhaustedError with a retry delay if the request would have to wait and the queue is full, or if
-        its first token is predicted after its deadline. The deadline is checked only while other requests run or wait.
-        A single request is always admitted, because otherwise wrong predictions would never be corrected.
+        its first token is predicted to come after its deadline. The deadline is checked only while other requests run
+        or wait: if a request that is alone could be refused, wrong predictions might never be corrected.
         """
         entry = Entry(request, self._clock.now_s())
         if request.deadline_s is not None and chain_s is not None and (self._running or self._waiting):

@@ -1,5 +1,5 @@
 """Interface of a queue policy. A policy decides the order in which waiting requests are served, and which request is
-removed first from a full queue.
+removed when the queue is too full.
 
 `orchestrator.admission.gate` calls the policy and counts slots. `orchestrator.admission.fair_queue` is the policy in
 use, selected in `orchestrator.composition`. A policy is pure: it has no clock and never waits.
@@ -74,5 +74,5 @@ class QueuePolicy(Protocol[WaiterT]):
     def before(self, waiter: WaiterT) -> tuple[float, int]:
         """Return `(all, own)`: the number of slots that other requests get before `waiter` is served. `all` counts the
         requests of all tenants, `own` only those of `waiter`'s tenant. `waiter` itself is not in the queue yet. It is
-        assumed that no other request arrives. `all` may be fractional, because it contains means over other tenants'
-        requests."""
+        assumed that no other request arrives. `all` may be fractional, because the number for the other tenants may be
+        an estimate."""

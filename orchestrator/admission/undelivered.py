@@ -1,10 +1,10 @@
 """Limits the memory of events that clients have not read yet, over all streams of an orchestrator.
 
 Made and used by `orchestrator.scheduler`. A request runs at full speed even if its client reads slowly. Its events wait
-in an `Outbox`. If all outboxes together exceed `MAX_UNDELIVERED_BYTES`, one stream is ended. It is selected from the
-tenant with the most bytes relative to its weight: the stream that was read least recently. It ends with
-RESOURCE_EXHAUSTED. Its client may resume it after the tokens that it has received. `orchestrator.api.delivery` ends the
-calls of clients that stop reading. Runs on the asyncio loop.
+in an `Outbox`. If all outboxes together exceed `MAX_UNDELIVERED_BYTES`, streams are ended one at a time until the limit
+is kept. Each time, the tenant with the most bytes relative to its weight is selected, and of its streams the one that
+was read least recently. The stream ends with RESOURCE_EXHAUSTED. Its client may resume it after the last token that the
+client has received. `orchestrator.api.delivery` ends the calls of clients that stop reading. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -34,14 +34,15 @@ class Outbox:
         self.num_bytes = 0
         """Number of bytes of memory that the stored events use."""
         self.refusal: ResourceExhaustedError | None = None
-        """Error with which `give_up` has ended the stream; None if it was not called."""
+        """Error with which `give_up` has ended the stream; None if `give_up` was not called."""
         self._count = count
         self._end = end
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._is_closed = False
 
     def put(self, event: Event) -> None:
-        """Add an event. After `give_up`, only the last event of the stream is stored, with the error."""
+        """Add an event. After `give_up`, events are dropped, except the stream's last event (Finished). It is stored
+        with the error that was passed to `give_up`, unless it has an error already."""
         if self.refusal is not None:
             if isinstance(event, Finished):
                 self._events.put_nowait(replace(event, error=event.error or self.refusal))
@@ -57,8 +58,8 @@ class Outbox:
         return event
 
     def give_up(self, refusal: ResourceExhaustedError) -> None:
-        """End the stream with the error `refusal`, and end its request. All events are dropped, except the last event
-        of the stream, which gets the error."""
+        """End the stream with the error `refusal`, and end its request. Unread events are dropped. If the stream's last
+        event (Finished) is one of them, it is kept, with `refusal` as its error if it has none yet."""
         events, self._events = self._events, asyncio.Queue()
         self.refusal = refusal
         self._add_bytes(-self.num_bytes)
@@ -67,7 +68,8 @@ class Outbox:
         self._end()
 
     def close(self) -> None:
-        """Drop all events, because the client has disconnected or has read all of them. Idempotent."""
+        """Ignore events that are added from now on, and no longer count the memory of stored events. Must be called
+        when the client has disconnected or has read all events. Idempotent."""
         self._is_closed = True
         self._add_bytes(-self.num_bytes)
 
@@ -97,8 +99,8 @@ class Outboxes:
         """Unread events of each tenant, by the tenant's name. Tenants without unread events have no entry."""
 
     def open(self, tenant: Tenant, end: Callable[[], object]) -> Outbox:
-        """Return an empty outbox for a request of `tenant`. `end`: function that ends the request. It is called if the
-        stream is ended because too much memory is in use."""
+        """Return an empty outbox for a request of `tenant`. `end`: function that ends the request. It is called if this
+        request's stream is ended to free memory."""
 
         def count(outbox: Outbox, change: int) -> None:
             self._count(tenant, outbox, change)

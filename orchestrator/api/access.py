@@ -21,7 +21,7 @@ class AllowedCallers(Enum):
     ANYBODY = "anybody"
     """Every caller that reaches the port."""
     CALLERS = "callers"
-    """Every caller. If `require_api_key` is set, only callers with a key or with the name of a trusted tenant."""
+    """All callers. If `require_api_key` is set, only callers that send a key, or the name of a trusted tenant."""
     MEMBERS = "members"
     """Callers that have the cluster's secret."""
     OPERATORS = "operators"
@@ -56,8 +56,8 @@ def check_access(tenants: Tenants, secret: ClusterSecret, method: str, metadata:
     """Raise an error if the caller may not call `method`, the full name of a gRPC method. The server's interceptor
     calls this function with `tenants` and `secret` already bound, as a `baton.transport.status_interceptor.Check`.
 
-    Raises UnauthenticatedError if a required key or secret is missing or unknown, and PermissionDeniedError for a
-    tenant's key if an operator's key is required.
+    Raises UnauthenticatedError if a required key or secret is missing or unknown. Raises PermissionDeniedError if an
+    operator's key is required and the caller sends a tenant's key.
     """
     access = METHODS.get(method, AllowedCallers.OPERATORS)
     if access is AllowedCallers.CALLERS and tenants.require_key:

@@ -43,7 +43,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._model_folders = model_folders
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
-        """Drain a group, and stream its state until it has no work left. If the group is to leave, stream its state
+        """Drain a group, and stream its state until it has no work left. If `request.leave` is set, stream its state
         until its workers have been stopped.
 
         The group stays drained if the call is cancelled.
@@ -55,9 +55,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> orchestrator_pb2.GroupState:
         """Allow new work for a drained group again, and return its state. If the group's workers have been stopped,
-        they are started first.
+        they are started first, with the model `request.model` if it is given.
 
-        Raises InvalidArgumentError for a model outside the allowed folders, before any of its files is read.
+        Raises InvalidArgumentError if `request.model` is not in one of the allowed folders. This is checked before any
+        file of the model is read.
         """
         if request.model and self._model_folders is not None:
             await asyncio.to_thread(_require_below, self._model_folders, request.model)
@@ -69,8 +70,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return group_state_to_proto(await self._operations.stand_in(request.group))
 
     async def Flip(self, request: pb.FlipRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
-        """Move the last worker of a group to the other role, or back. Stream the states of the groups that must finish
-        their work first, and finally the state of the group that has the worker afterwards."""
+        """Move a worker of a group to the other role or, if `request.undo` is set, return a moved worker to its group.
+        Stream the states of the groups that must finish their work first, and finally the state of the group that has
+        the worker afterwards."""
         flipping = self._operations.unflip(request.group) if request.undo else self._operations.flip(request.group)
         async with aclosing(flipping) as states:
             async for state in states:

@@ -72,8 +72,8 @@ class RequestValidator:
             )
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Check the prompt's token ids that a client sent, and return them. If the list is too long, its ids are not
-        read. Raises InvalidArgumentError."""
+        """Check the token ids that a client sent as the prompt, and return them. The ids of a list that is too long are
+        not read. Raises InvalidArgumentError."""
         checked = self._checked_prompt("token_ids", token_ids)
         self._check_ids("token_ids", checked)
         return checked
@@ -97,9 +97,9 @@ class RequestValidator:
             raise InvalidArgumentError(f"outputs has {num_outputs} lists: sampling.n is {params.n}, send one a choice")
 
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
-        """Check the output tokens that a client sends to resume a stream: their number and their ids. If the stream is
-        sampled at random, check also that the client sent its seed. If a list of tokens is too long, its ids are not
-        read. Raises InvalidArgumentError."""
+        """Check the lists of output tokens that a client sends to resume a stream: the length of each list, then its
+        token ids. If the stream is sampled at random, check also that the client sent the stream's seed. The ids of a
+        list that is too long are not read. Raises InvalidArgumentError."""
         limits = ((params.max_tokens, "sampling.max_tokens"), (self.model.max_tokens, "the model's limit"))
         for output_ids in outputs:
             for limit, whose in limits:

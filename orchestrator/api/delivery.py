@@ -71,7 +71,7 @@ class _Watch:
 
     def raise_error(self) -> None:
         """Raise the error of the write that took too long, if this object has cancelled the task for that reason. Does
-        nothing if it has not cancelled the task, or if others have cancelled it, too."""
+        nothing if this object has not cancelled the task, or if the task was cancelled by another caller as well."""
         if self._error is not None and not self._task.uncancel():
             raise self._error
 

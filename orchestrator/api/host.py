@@ -85,9 +85,9 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
             await self._server.stop(grace_s)
 
     async def Update(self, request: pb.UpdateRequest, context: Context) -> pb.OrchestratorStatus:
-        """Replace the cluster view, and record which orders for groups (such as drains) the supervisor has stored. If
-        the service for clients has not started yet, these orders also come into force. Return the status, which
-        includes the orders in force."""
+        """Replace the cluster view, and record which orders for groups (such as drains) the supervisor has stored.
+        Until the service for clients has started, these orders also replace the orders in force. Return the status,
+        which includes the orders in force."""
         self._members.update(view_from_proto(request.view))
         kept = orders_from_proto(request.kept)
         if self._server is None:

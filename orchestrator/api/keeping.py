@@ -34,8 +34,8 @@ def view_to_proto(view: ClusterView) -> pb.ClusterView:
 
 
 def view_from_proto(message: pb.ClusterView) -> ClusterView:
-    """Return the cluster view that a message contains. Each group is equal to the group that was sent. The groups'
-    `incarnation` (key that changes when a group is repaired or replaced) is equal, too."""
+    """Return the cluster view that a message contains. Each group is equal to the group that was sent, including its
+    `incarnation` (key that changes when a group is repaired or replaced)."""
     return ClusterView(
         prefill=tuple(_of(PrefillGroup, group) for group in message.prefill),
         generation=tuple(_of(GenerationGroup, group) for group in message.generation),

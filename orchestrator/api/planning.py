@@ -1,5 +1,5 @@
-"""Serves over gRPC the measurements from which the planner makes its predictions. They can be replaced while requests
-run.
+"""Serves over gRPC the measurements from which the planner makes its predictions. The measurements can be replaced
+while requests run.
 
 It is the server side of `baton calibrate`. The measurements are a calibration of chains, and a table of generation step
 times. Runs on the process's event loop. The search for chain partitions and the writing of files run in a thread.
@@ -47,7 +47,7 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
 
     async def UseCalibration(self, request: pb.UseCalibrationRequest, context: Context) -> pb.CalibrationInUse:
         """Save the given calibration, and use it for predictions from now on. If it cannot be saved, it is not used. If
-        the call is cancelled after saving has begun, both steps are still completed.
+        the call is cancelled after saving has begun, the calibration is nevertheless saved and used.
 
         Raises ConfigError if the text is damaged or cannot be saved. Raises InvalidArgumentError if the calibration
         belongs to another model or other hardware, or if it differs too much from the current calibration and `force`
@@ -68,7 +68,7 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
 
     async def UseStepTimes(self, request: pb.UseStepTimesRequest, context: Context) -> pb.StepTimesInUse:
         """Save the given step times, and use them for predictions from now on. If they cannot be saved, they are not
-        used. A cancelled call is still completed.
+        used. If the call is cancelled after saving has begun, the step times are nevertheless saved and used.
 
         Raises ConfigError if the text cannot be parsed or saved, or if the planner has no step times to replace. Raises
         InvalidArgumentError if the step times are of another model or hardware. Also raises InvalidArgumentError if

@@ -30,8 +30,8 @@ _SHORT_BYTES = 256
 """Maximum size in bytes of a request that is read on the event loop. Larger requests are read in a thread. Reading a
 request of this size takes 0.2 ms, about as long as passing it to a thread."""
 _MARGIN_S = 0.1
-"""Maximum number of seconds by which a request ends before its client's deadline. The request ends early so that its
-usage report still arrives in time."""
+"""Maximum number of seconds by which a request is ended before the deadline of the client's gRPC call. The request is
+ended early so that the usage report still reaches the client in time."""
 
 
 class RequestReader:
@@ -113,8 +113,8 @@ class RequestReader:
 
 def deadline_s(message: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:
     """Return the time at which the request must end, as a value of `clock.now_s()`. This is the earlier of two
-    deadlines: the deadline in the message, and the deadline of the gRPC call minus a safety margin. Return None if
-    neither is set."""
+    deadlines: the deadline in the message, and a time shortly before the deadline of the gRPC call (`_MARGIN_S`).
+    Return None if neither is set."""
     left_s = [message.deadline_ms / 1000] if message.deadline_ms else []
     if (call_s := context.time_remaining()) is not None:
         left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))

@@ -27,7 +27,7 @@ class Move(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One kind of change to make to a number of groups, with the predicted duration."""
+    """Kind of change, the number of groups to which it is made, and the predicted duration of the change."""
 
     move: Move
     num_groups: int
@@ -53,11 +53,11 @@ class FleetState:
     """Number of groups of each role after all changes in progress have completed."""
     backlog: Backlog = NO_BACKLOG
     drain_prefill_s: float = 0.0
-    """Predicted seconds until the prefill group with the least work is idle."""
+    """Predicted seconds, from now, until the prefill group with the least work is idle."""
     drain_generate_s: float = 0.0
-    """Predicted seconds until the generation group with the least work is idle."""
+    """Predicted seconds, from now, until the generation group with the least work is idle."""
     lends_ranks: bool = False
-    """True if prefill chains lend their last rank for generation. False if groups change their role as a whole."""
+    """True if prefill chains lend single ranks for generation. False if groups change their role as a whole."""
 
 
 def actions_between(state: FleetState, after: Allocation, times: LeadTimes, most: int) -> tuple[Action, ...]:
@@ -66,8 +66,9 @@ def actions_between(state: FleetState, after: Allocation, times: LeadTimes, most
 
     If one role has too many groups and the other role too few, a group may change its role. This replaces the stop of
     one group and the start of another. It is done in two cases: if draining and changing the role is predicted to take
-    less time than a cold start, or if one more group would exceed the budget of `most` groups. If `state.lends_ranks`
-    is true, groups do not change their role; single ranks are lent and returned instead.
+    less time than a cold start, or if the budget of `most` groups has no room to start a group before another one is
+    stopped. If `state.lends_ranks` is true, groups do not change their role; single ranks are lent and returned
+    instead.
     """
     lent = after.num_lent - state.target.num_lent
     prefill = after.num_prefill - state.target.num_prefill

@@ -2,10 +2,10 @@
 that meets the latency targets. If no allocation meets them, selects the one that serves the most requests within the
 targets.
 
-Latencies only decrease when a pool grows. Therefore bisection finds, for each role, the minimum number of groups that
-suffices if the other role has the maximum number. The search starts at these two minimums and increases the total
-number of groups. If many allocations have the same total, a few evenly spaced ones are predicted first, and then those
-near the best of them. Does no I/O.
+More groups of a role never increase a latency. Therefore bisection finds, for each role, the minimum number of groups
+that suffices if the other role has the maximum number. The search starts at the sum of these two minimums and increases
+the total number of groups. If many allocations have the same total, a few evenly spaced ones are predicted first, and
+then those near the best of them. Does no I/O.
 """
 
 from bisect import bisect_left
@@ -41,11 +41,12 @@ def most_good(predictor: Predictor, config: AutoscalingConfig) -> Prediction:
 
 
 def best_by_lending(predictor: Predictor, config: AutoscalingConfig, before: Allocation, ranks: int) -> Prediction:
-    """Return the prediction of the best allocation that differs from `before` only in the number of lent ranks. A
-    lent rank is a worker of a prefill group that serves as a generation group instead.
+    """Return the prediction of the best allocation that can be reached from `before` only by lending and returning
+    ranks. A lent rank is a worker of a prefill group that serves as a generation group instead.
 
     `ranks` is the number of ranks of each prefill group. If several allocations meet both targets, the one whose number
-    of lent ranks is nearest to that of `before` is selected.
+    of lent ranks is nearest to that of `before` is selected. If none meets them, the one with the largest share of
+    requests within the targets is selected.
     """
     most = before.num_prefill * (ranks - 1)
     found = []
@@ -84,8 +85,8 @@ def _best(predictor: Predictor, total: int, low: int, high: int) -> Prediction:
 
 
 def _worth(prediction: Prediction) -> tuple[float, float]:
-    """Return a sort key: the share of requests within the targets, and on ties the free capacity of the more loaded
-    pool."""
+    """Return a sort key: the share of requests within the targets and, for equal shares, the free capacity of the more
+    loaded role."""
     return round(prediction.good_share, 3), -max(prediction.prefill_load, prediction.generation_load)
 
 

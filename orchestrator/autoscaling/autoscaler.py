@@ -2,19 +2,20 @@
 
 It makes four kinds of decisions:
 
-- Up: a latency target is predicted to be missed one cold start from now. Scale to the smallest allocation that meets
-  both targets. If no allocation in the budget does, scale to the one that serves the most requests within the targets.
+- Up: the traffic forecast for the time after one cold start would miss a latency target. Scale to the smallest
+  allocation that meets both targets. If no allocation in the budget meets them, scale to the one that serves the most
+  requests within the targets.
 - Down: fewer groups would meet both targets with `MARGIN` times the traffic, for a whole cool-down period.
 - Flip: change the role of a group instead of stopping it and starting another one. This is done if it is faster than a
   cold start, or if the budget does not allow a new group before the other has stopped.
-- Lend: if a prefill group is a chain of several ranks, lend one rank for generation instead of starting a generation
-  group. This is done in the same two cases as a flip. The chain continues without the rank, and gets the rank back when
+- Lend: if prefill groups are chains of several ranks, lend ranks for generation instead of starting generation groups.
+  This is done in the same two cases as a flip. A chain continues without the lent rank, and gets the rank back when
   prompts need it.
 
 The groups are not changed until the first answer has ended, because the lengths of answers are unknown before. This
 wait lasts at most `PATIENCE_S` seconds from the first request. If a role has no group at all, a change is made at once.
-A change with a small gain is made only after a miss has been predicted for `PATIENCE_S` seconds. Such a change is not
-made if it reverts another change within a cool-down period. Each decision has an explanation.
+A change with a small gain is made only after a miss has been predicted for `PATIENCE_S` seconds. A change that reverts
+another one within a cool-down period is made only if its gain is large. Each decision has an explanation.
 `orchestrator.actuation` applies the decisions. Does no I/O. The caller provides the time.
 """
 
@@ -31,13 +32,14 @@ MARGIN = 1.2
 """Safety factor for scaling down. A smaller allocation is chosen only if it meets the targets with this multiple of the
 forecast traffic."""
 PATIENCE_S = 10.0
-"""Seconds for which a miss of a target must have been predicted before a change with a small gain is made."""
+"""Time in seconds for which a miss of a target must have been predicted before a change with a small gain is made. It
+is also the maximum time, from the first request, during which the autoscaler waits for the first answer to end."""
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """Threshold for the gain of a change. The gain is the increase in the share of requests that meet the targets. The
-    threshold is reached if the share increases by at least `share`, or is multiplied by at least `factor`."""
+    """Threshold for the gain of a change. Let x be the fraction of requests that meet the targets, from 0 to 1. The
+    threshold is reached if the change adds at least `share` to x, or multiplies x by at least `factor`."""
 
     share: float
     factor: float
@@ -48,14 +50,16 @@ class _Bar:
 
 
 _WORTH_IT = _Bar(0.05, 1.25)
-"""Minimum gain of a change when no allocation meets both targets. The share of requests that meet the targets must
-increase by at least the first number, or be multiplied by at least the second."""
+"""Minimum gain of a change when no allocation meets both targets: it must add at least the first number to the fraction
+of requests that meet the targets, or multiply this fraction by at least the second number."""
 _URGENT = _Bar(0.3, 2.0)
-"""Minimum gain of a change that is made immediately, without waiting for `PATIENCE_S` seconds. The share of requests
-that meet the targets must increase by at least the first number, or be multiplied by at least the second."""
+"""Minimum gain of a change that is made immediately, without waiting for `PATIENCE_S` seconds: it must add at least the
+first number to the fraction of requests that meet the targets, or multiply this fraction by at least the second
+number."""
 _TAKING_BACK = _Bar(0.3, 8.0)
-"""Minimum gain of a change that reverts a recent change before its cool-down period has ended. The share of requests
-that meet the targets must increase by at least the first number, or be multiplied by at least the second."""
+"""Minimum gain of a change that reverts an earlier change less than one cool-down period after it: it must add at least
+the first number to the fraction of requests that meet the targets, or multiply this fraction by at least the second
+number."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +120,15 @@ class Autoscaler:
         self._config = config
         self._service = service
         self._enough_since_s: float | None = None
-        """Time (`now_s`) of the call of `decide` that first found that fewer groups suffice; None if fewer groups do
-        not suffice now."""
+        """Start of the present period in which fewer groups suffice: the `now_s` of the first call of `decide` that
+        found this. None if no such period is in progress."""
         self._missed_since_s: float | None = None
-        """Time (`now_s`) of the call of `decide` that first predicted a miss of a target and found a change that helps;
-        None if no miss is predicted."""
+        """Start of the present period in which a target is predicted to be missed: the `now_s` of the first call of
+        `decide` that found a change that helps. None if no such period is in progress."""
         self._changed_s = -float("inf")
         self._leaned = 0
-        """Direction of the last change: 1 if it favored prefill, -1 if it favored generation, 0 if it favored
-        neither."""
+        """Direction of the latest change: 1 if it added groups to prefill relative to generation, -1 if it did the
+        opposite, 0 if it did neither or if nothing was changed yet."""
 
     def decide(self, now_s: float, state: FleetState) -> Decision:
         """Return the decision at time `now_s` in seconds. The decision has no actions if no change is needed."""

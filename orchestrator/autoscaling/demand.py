@@ -1,7 +1,8 @@
 """Computes the demand on the groups, from forecast traffic and waiting work: seconds of prefill, tokens, and sequences.
 
 The durations are predicted by the planner that also plans requests. Waiting work includes KV that the generation groups
-have not pulled yet. It is counted as additional traffic, spread over the time in which it should be done. Does no I/O.
+have not pulled yet. The waiting work is counted as additional traffic, spread over the time within which it should be
+completed (`Backlog.clear_s`). Does no I/O.
 """
 
 from collections.abc import Sequence
@@ -90,8 +91,8 @@ class Demand:
         self._factor = 1.0
 
     def beside(self, backlog: Backlog, factor: float = 1.0) -> "Demand":
-        """Return the demand of `factor` times the forecast traffic plus the waiting work `backlog`. Reuses the
-        predicted durations of this object."""
+        """Return the demand of two parts together: the forecast traffic multiplied by `factor`, and the waiting work
+        `backlog`. Reuses the predicted durations of this object."""
         made = Demand(self.service, self._traffic)
         made._backlog, made._factor = backlog, factor
         made._sampled, made._tokens = self._sampled, self._tokens
@@ -99,8 +100,8 @@ class Demand:
 
     @cached_property
     def rate(self) -> float:
-        """Return the number of requests per second. Requests that are waiting already are included, spread over
-        `clear_s` seconds."""
+        """Return the number of requests per second. Requests that are already waiting are included, spread over
+        `Backlog.clear_s` seconds."""
         return self._traffic_rate + self._backlog.num_requests / self._backlog.clear_s
 
     @cached_property
@@ -138,8 +139,8 @@ class Demand:
 
     @property
     def shares(self) -> NDArray[np.float64]:
-        """Return the fraction of all requests that each sampled prompt length represents. Shape: `[samples]`; the sum
-        is 1."""
+        """Return, for each sampled prompt length, the fraction of all requests that it stands for. Shape: `[samples]`.
+        The sum is 1."""
         return self._sampled[0]
 
     @property

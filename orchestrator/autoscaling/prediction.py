@@ -40,7 +40,7 @@ class Allocation:
     num_generate: int
     num_lent: int = 0
     """Number of ranks that prefill groups have lent for generation. Each lent rank serves as a generation group of its
-    own and is included in `num_generate`. The chains that lent them continue with fewer ranks."""
+    own and is included in `num_generate`. The lending groups continue with fewer ranks."""
 
     @property
     def total(self) -> int:
@@ -106,7 +106,7 @@ class Predictor:
         self._known: dict[Allocation, Prediction] = {}
 
     def busier(self, factor: float) -> "Predictor":
-        """Return a predictor for `factor` times the forecast traffic and the same waiting work."""
+        """Return a predictor for the same waiting work and for `factor` times the forecast traffic."""
         made = copy.copy(self)
         made._steady, made._known = self._steady.beside(NO_BACKLOG, factor), {}
         made._loaded = self._steady.beside(self._backlog, factor)

@@ -2,8 +2,8 @@
 
 Requests are sorted into classes by prompt length. Each class covers lengths twice as long as the class before it. The
 rate of a class is counted over a time window. The window restarts if the rate of the last few seconds differs from the
-rest of the window by more than chance. Therefore a change is recognized within seconds, while random variation is
-averaged out.
+rate in the rest of the window by more than chance explains. Therefore a change is recognized within seconds,
+while random variation is averaged out.
 
 The latest output lengths of each class are kept even while the class has no traffic, so that they are known when
 traffic returns. If the rate of a class rises or falls steadily, it is extrapolated linearly to the time of the

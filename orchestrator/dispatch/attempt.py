@@ -72,7 +72,7 @@ class _Learnt:
     trusts_hints: bool = True
     """True while the attempt relies on the prefix index. False after the index has listed blocks that were missing."""
     fetch: PrefixFetch | None = None
-    """Result of the attempt's last fetch of cached KV from another node; None before the first fetch."""
+    """Result of the attempt's most recent fetch of cached KV from another node; None before the first fetch."""
 
     @property
     def may_fetch(self) -> bool:

@@ -64,8 +64,9 @@ class ChainRunner:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def reports(self, task: PrefillTask) -> tuple[RankTiming, ...]:
-        """Wait for the prefill, and return the timings of its ranks. If ranks fail or are late, return an empty tuple
-        instead of raising an error, because the request already has all its tokens."""
+        """Wait for the prefill, for at most `report_wait_s` seconds, and return the timings of its ranks. If the
+        prefill fails or does not end in time, return an empty tuple and raise no error, because the request already has
+        all its tokens."""
         await asyncio.wait({task}, timeout=self._config.report_wait_s)
         return task.result() if task.done() and failure_of(task) is None else ()
 

@@ -1,4 +1,5 @@
-"""Detects requests that crash workers. A request that was being computed in two crashes is not retried.
+"""Detects requests that crash workers. A request is not retried if two workers have crashed while they computed its
+first tokens.
 
 Used by `orchestrator.scheduler`. A worker that crashes leaves a note with the requests whose first tokens it was
 computing. Its supervisor reads the note and adds it to the cluster view (`ClusterView.ended`). A worker that was killed
@@ -6,8 +7,8 @@ leaves no note.
 
 A request is a suspect if the note of a crashed worker names it. Suspects are tried one at a time until they have their
 first tokens (`NUM_WATCHED_TOKENS` per choice). So if a suspect crashes another worker, the note does not name other
-suspects of the same step. If an attempt fails before its first tokens, the
-next attempt starts only when it is known whether a worker has crashed. Runs on the event loop.
+suspects of the same step. If an attempt fails before its first tokens, the next attempt starts only when it is known
+whether a worker has crashed. Runs on the event loop.
 """
 
 import asyncio

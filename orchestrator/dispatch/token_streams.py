@@ -58,8 +58,9 @@ def with_origins(emit: Emit, generation: str, prefill: str = "", predicted_step_
     """Return a function that passes events to `emit` and adds the names of the groups that produced the tokens.
 
     The first token of each choice comes from the last rank of the chain in the group `prefill` (empty if there is no
-    chain). All other tokens come from the group `generation`. Names are added only to the first token of each choice,
-    and to its second token if the group differs.
+    chain). All other tokens come from the group `generation`. Names are added to the first token of each choice. If
+    there is a chain, they are also added to the second token, which is the first from the group `generation`.
+    `predicted_step_s` is added together with the names.
     """
     own = TokenOrigin(generation, predicted_step_s=predicted_step_s)
     origins = (replace(own, prefill=prefill), own) if prefill else (own,)
@@ -101,8 +102,8 @@ class StreamDrainer:
         """Start a task that reads the stream to its end and then closes `held`. The task continues even if the caller
         is cancelled. `store` is the name of the group's prefix store, whose entries in the prefix index are updated.
 
-        This call returns when the stream has ended, or after `_CLOSE_S` seconds. The wait gives the group time to store
-        the blocks of the answer, so that a prompt that continues the answer finds them in the cache.
+        This call waits until the stream has ended, for at most `_CLOSE_S` seconds. Meanwhile the group can store the
+        blocks of the answer. A prompt that continues the answer then finds them in the cache.
         """
         task = asyncio.create_task(self._hear(stream, store, held))
         self._tasks.add(task)

@@ -107,8 +107,8 @@ class Breakers:
 
     def __init__(self, clock: Clock, failures_to_open: int = 5, pauses: Backoff = _PAUSES) -> None:
         """Create a collection without breakers. A breaker opens after `failures_to_open` consecutive failures. `pauses`
-        gives the time for which a breaker stays open. This time grows each time the breaker opens without a success in
-        between."""
+        gives the time for which a breaker stays open. This time grows each time the breaker opens again before an
+        attempt succeeds."""
         self._clock = clock
         self._failures_to_open = failures_to_open
         self._pauses = pauses
@@ -146,18 +146,18 @@ def tells_of_the_group(error: BatonError) -> bool:
 class RetryBudget:
     """Limits the rate of retries over all requests.
 
-    The budget grows with time, and by a fraction of a retry with each arriving request, up to its capacity. The
-    capacity allows a burst of retries that is large enough for the failure of one group, when all its streams are
-    retried together. Further retries must wait. This bounds the capacity that retries take from other requests.
+    The budget is a number of retries. It grows with time, and by a fraction of a retry with each arriving request, up
+    to its capacity, which `resize` sets. The capacity is large enough for the failure of one group, when all its
+    streams are retried together. Further retries must wait, so that they do not crowd out other requests.
 
     Implemented as a token bucket whose level may become negative. A retry that finds the bucket empty is still counted,
     but must wait until the bucket has been refilled for it.
     """
 
     def __init__(self, clock: Clock, *, share: float = 0.2, burst: int = 100, window_s: float = 10.0) -> None:
-        """Create a budget that is filled to its capacity. `burst` is the minimum capacity, in retries. Each arriving
-        request adds `share` retries (a fraction of one) to the budget. Even without requests, an empty budget is full
-        again after `window_s` seconds."""
+        """Create a full budget of `burst` retries. `burst` is the capacity until `resize` is called, and the minimum
+        capacity later. Each arriving request adds `share` retries (a fraction of one) to the budget. Even without
+        requests, an empty budget is full again after `window_s` seconds."""
         self._clock = clock
         self._share = share
         self._least = float(burst)
@@ -166,8 +166,8 @@ class RetryBudget:
         self._at_s = clock.now_s()
 
     def resize(self, num_slots: int) -> None:
-        """Set the capacity of the budget to `num_slots` retries, one per stream that may fail together. The capacity
-        never falls below the configured burst."""
+        """Set the capacity of the budget to `num_slots` retries: one for each slot, because all streams may fail
+        together. If `num_slots` is below the minimum capacity, set the minimum capacity."""
         self._refill()
         added = max(float(num_slots), self._least) - self._burst
         self._burst += added

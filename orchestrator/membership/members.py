@@ -114,7 +114,7 @@ class Membership:
         the model in the folder `model` if it is not empty.
 
         Raises NotFoundError for an unknown name. Raises UnavailableError if a model is given while the group has
-        workers, or if the group has lent all its workers.
+        workers, or if other groups have borrowed all its workers.
         """
         self._require(name)
         if model and self.is_present(name):

@@ -81,8 +81,8 @@ class Metrics:
         self._refused.labels(type(error).__name__).inc()
 
     def scaled(self, move: str, num_groups: int) -> None:
-        """Count changes that the autoscaler has decided on. `move` is the kind of change; `num_groups` is the number of
-        groups."""
+        """Count a decision of the autoscaler. `move` is the kind of change. `num_groups` is the number of groups to
+        change, which is added to the counter."""
         self._scalings.labels(move).inc(num_groups)
 
     def attempt_failed(self, error: BatonError) -> None:

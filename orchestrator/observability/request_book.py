@@ -39,7 +39,7 @@ class RequestBook:
         self._ended.append(replace(status, reasons=finished.reasons, error=error))
 
     def list(self, num_ended: int, tenant: str | None) -> RequestList:
-        """Return all unfinished requests and the last `num_ended` requests that have ended.
+        """Return all unfinished requests, and the `num_ended` requests that ended most recently.
 
         `tenant` is the name of the caller's tenant; None for an operator. A tenant sees the requests of other tenants
         without their ids and tenant names. An operator sees all fields.

@@ -37,7 +37,7 @@ class Overview:
 
     async def state(self) -> ClusterState:
         """Poll all workers, and return the state of the groups, the queue and the slots. Polling takes at most about a
-        second. Answers that are less than 0.25 s old are reused."""
+        second. If all workers have answered an earlier call within the last 0.25 s, these answers are reused."""
         await self._poller.refresh()
         return self.last_state()
 

@@ -78,8 +78,8 @@ class BlockFetch:
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Return the names of the source store and the target store. Pauses after failures are recorded by this
-        pair."""
+        """Return the names of the source store and the target store. `BlockSources` uses this pair as the key of the
+        pause after a failure."""
         return self.source.store, self.target.store
 
 
@@ -98,8 +98,8 @@ class BlockSources:
         self._planner = planner
 
     def of(self, names: Sequence[str], block_tokens: int) -> "PromptSources":
-        """Return the stores that have leading blocks of a prompt at present. `names` are the names of the prompt's
-        blocks, in order; each block has `block_tokens` tokens."""
+        """Return an object that finds the stores which now have leading blocks of a prompt. `names` are the names of
+        the prompt's blocks, in order. Each block has `block_tokens` tokens."""
         held = self._index.holders(names[0]) if names else ()
         return PromptSources(self._accesses() if held else {}, self._index, self, tuple(names), block_tokens)
 

@@ -10,7 +10,8 @@ Of all such chains, only the one with the smallest first term is a candidate. Th
 each number of missing tokens. So the time to select among all combinations of groups is linear in the number of groups,
 unless almost every node has a different part of the prompt cached.
 
-Created by `orchestrator.placement.predictions` for one moment. Does no I/O.
+Created by `orchestrator.placement.predictions` from the state of the cluster at one moment, and not updated later. Does
+no I/O.
 """
 
 import math
@@ -29,8 +30,8 @@ _DIGITS = 9
 """Number of decimals to which costs in seconds are rounded before they are compared. Chains with the same cost may
 differ by rounding errors."""
 _Rank = tuple[float, int, bool]
-"""Sort key of a chain: its cost in seconds. Ties are broken by the group's position in the cluster view, and then in
-favor of a chain without a fetch."""
+"""Sort key of a chain. It has three values: the chain's cost in seconds, the position of its group in the cluster view,
+and True if the chain starts with a fetch. Chains are compared by the first value in which they differ."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class GroupChain:
 
     group: PrefillGroup
     place: int
-    """Position of the group in the cluster view. If costs are equal, the chain with the lowest position is selected."""
+    """Position of the group in the cluster view. Of chains with equal costs, the one with the lowest position is
+    selected."""
     chain: ChainPlan
     fetch: BlockFetch | None = None
     """Fetch of cached KV to the chain's node, which must end before the chain starts. None if no KV is fetched."""
@@ -67,7 +69,7 @@ class GroupChain:
     @cached_property
     def alone_s(self) -> float:
         """Return the predicted cost of the chain in seconds, without the transfer of KV. The cost is the time to the
-        first token of its own prompt plus the delay of other prompts."""
+        first token of the chain's own prompt, plus the delay that the chain causes to other prompts."""
         return self.queue_s + self.chain.ttft_s + self.fetch_s + self.others_s
 
     @property
@@ -103,7 +105,7 @@ class ChainRanking:
         chains.
 
         `num_missing` is the number of tokens whose KV the node does not have. If costs are equal, the group that comes
-        first in the cluster view is selected, and a chain without a fetch is preferred.
+        first in the cluster view is selected. Within this group, a chain without a fetch is preferred.
         """
         nearby = self._least(num_missing, node) if node in self._ahead else None
         # a chain near this node is overpriced in the second result, but the first has its true cost

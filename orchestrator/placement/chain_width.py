@@ -1,18 +1,20 @@
 """Plans how a prefill group computes a prompt: which ranks form the chain, how the prompt is divided among the ranks,
 and when the chain is served.
 
-The width of a chain is its number of ranks. If a group has few ranks, all widths are compared. Otherwise some are
-compared: evenly spaced ones, and each width after which the next rank would have more queued work. The width with the
-least cost is selected. The cost is the sum of two terms, in seconds of predicted time to first token:
+The width of a chain is its number of ranks. If a group has few ranks, all widths are compared. Otherwise only some are
+compared: spaced ones (`spaced_widths`), and each width at which a further rank would have more queued work than the
+ranks of the chain. The width with the least cost is selected. The cost is the sum of two terms, in seconds of
+predicted time to first token:
 
     own      Time of the jobs that the chain's ranks serve before it, plus the time of the chain itself.
     others   Delay of all jobs served after the chain, plus a charge for the additional work of this width. The charge
              is J * W / R, where J is the number of unfinished jobs of the group, W the rank-seconds of this width
-             beyond those of the cheapest width, and R the number of ranks of the group.
+             minus the least rank-seconds of any compared width, and R the number of ranks of the group.
 
 Jobs are served in the order of `due_s`, which is the arrival time plus the predicted time on idle ranks. Overtaking is
-limited. When a job arrives, it gets a latest end: (1 + overtaking) times its predicted time. A later job that would
-make it miss this end is served after it.
+limited. When a job arrives, it gets a latest end: its arrival time plus (1 + overtaking) times its predicted time to
+first token. If a later job would delay a waiting job beyond the waiting job's latest end, the later job is served after
+the waiting job.
 
 Tenants are served fairly. Let A be the tenant of a waiting job, and B the tenant of a new job. Two amounts of work are
 compared, each divided by the weight of its tenant: the work of A's jobs that are served before the waiting job, and the
@@ -51,7 +53,7 @@ class ChainPlan:
     """Entry for the group's queue of unfinished jobs. It has the chain's due time and its predicted work on each
     rank."""
     choice: WidthChoice
-    """Selected number of ranks, and the predictions for it and for all other numbers of ranks that were compared."""
+    """Selected number of ranks, and the predictions for each number of ranks that was compared."""
     ttft_s: float
     """Predicted duration of the chain in seconds if all its ranks are idle."""
 
@@ -96,10 +98,10 @@ class WidthPolicy:
     _: KW_ONLY
     elastic: bool
     """True if the number of ranks and the position in the queue are selected by cost. False if every prompt uses all
-    ranks, in order of arrival."""
+    ranks, and prompts are served in order of arrival."""
     overtaking: float
     """Maximum delay that later jobs may cause to a job by being served before it, as a fraction of the delayed job's
-    predicted time."""
+    predicted time to first token."""
 
     def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
         """Return an object that plans chains in any group for the tokens `tokens` of a prompt of `tenant`."""
@@ -191,8 +193,8 @@ class _Group:
         return {width for width, (last, following) in steps if width <= most and last != following}
 
     def place(self, shape: _Shape, extra_s: float) -> _PlacedChain:
-        """Return the chain with its position in the queue and its costs. `extra_s` is the work of this chain beyond the
-        work of the cheapest chain, in rank-seconds."""
+        """Return the chain with its position in the queue and its costs. `extra_s` is the work of this chain, in
+        rank-seconds, minus the least work of any chain that is compared."""
         pending, ranks = self._pending, tuple(sorted(self._ranks[: len(shape.chunks)]))
         own_left_s = dict(zip(ranks, shape.rank_s, strict=True))
         num_ahead = self._num_earlier

@@ -73,13 +73,12 @@ class Plan:
 
 
 class Chooser:
-    """Selects groups for requests. Changes no state except its own counter and its list of the attempts on each
-    generation group."""
+    """Selects groups for requests. Records each selection in the load of the generation group (see `plan`) and in
+    `generation_load`, and counts in `num_degraded` the attempts for which no prefill group was ready in time."""
 
     def __init__(self, members: Membership, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self.num_degraded = 0
-        """Number of attempts that were prefilled by their generation group because no prefill group was ready in
-        time."""
+        """Number of attempts whose generation group prefilled by itself, because no prefill group was ready in time."""
         self.prefixes = PrefixIndex()
         """Index of the blocks in all prefix stores, as reported by workers. Updated by `orchestrator.dispatch` and
         `orchestrator.workers.prefix_discovery`."""
@@ -109,10 +108,10 @@ class Chooser:
         """Return the plan for the attempt: the groups that serve it. Waits for groups if necessary.
 
         As soon as a generation group is selected, the attempt is added to the group's load, until the context stack
-        `held` is closed. Other requests therefore do not get the attempt's slots while it waits for a chain. Groups
-        whose incarnation is in `full` have refused the attempt and are tried last. If `uses_cached` is True, a chain
-        starts after the cached blocks. If `fetches` is True too, missing blocks may first be fetched from another node.
-        Raises NoGroupError if no group has enough free slots in time.
+        `held` is closed. Other requests therefore do not get the attempt's slots while the attempt waits for a chain.
+        Groups whose incarnation is in `full` have refused the attempt and are tried last. If `uses_cached` is True, a
+        chain starts after the cached blocks. If `fetches` is True too, missing blocks may first be fetched from another
+        node. Raises NoGroupError if no group has enough free slots in time.
         """
         look = partial(Prospects, self._outlook, AttemptPrompt(self._outlook, record), fetches=fetches)
         generation, prospects = await self._find_generation(record, look, record.avoid | {*full})

@@ -84,8 +84,8 @@ def cheapest_group(
 
 def compare(chain: PlacementTerms, local: PlacementTerms | None) -> Placement:
     """Decide whether the chain or the generation group should prefill. `chain` and `local` are the predicted costs of
-    these two options. The chain is selected unless `local` is predicted to be faster. `local` is None if it cannot be
-    predicted."""
+    these two options. The generation group is selected if its cost is lower; otherwise the chain is selected. `local`
+    is None if its cost cannot be predicted. Then the chain is selected."""
     if local is None:
         return Placement("not_predicted", chain)
     return Placement("local_faster" if local.cost_s < chain.cost_s else "chain_faster", chain, local)

@@ -1,8 +1,8 @@
 """Predicts the cost of each option to serve one request. `orchestrator.placement.comparison` compares these costs.
 
-Created by `orchestrator.placement.chooser` for one moment. The chains of all prefill groups are planned once.
-`orchestrator.placement.chain_ranking` then finds the cheapest of them for each generation group. Changes no state. Runs
-on the event loop.
+Created by `orchestrator.placement.chooser` from the state of the cluster at one moment, and not updated later. The
+chains of all prefill groups are planned once. `orchestrator.placement.chain_ranking` then finds the cheapest of them
+for each generation group. Changes no state. Runs on the event loop.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -148,9 +148,9 @@ class Prospects:
         return ChainWay(found.group, found.chain, terms, fetch)
 
     def local(self, generation: GenerationGroup) -> LocalWay | None:
-        """Return the option to prefill on the generation group itself, after the blocks that are cached on its node.
-        The option includes a fetch of missing blocks from another node if this is predicted to be faster. Return None
-        if the costs cannot be predicted."""
+        """Return the option to prefill on the generation group itself. The prefill starts behind the blocks that are
+        cached on the group's node. The option includes a fetch of further blocks from another node if this is predicted
+        to be faster. Return None if the costs cannot be predicted."""
         plain, fetching = self._local_ways(generation)
         if plain is None or fetching is None or fetching.fetch is None or not _is_cheaper(fetching, plain):
             return plain
@@ -180,9 +180,9 @@ class Prospects:
         return free < num_tokens * cost.num_layers * cost.kv_bytes
 
     def _local_ways(self, generation: GenerationGroup) -> tuple[LocalWay | None, LocalWay | None]:
-        """Return two options for a prefill by the generation group itself: after the blocks that its node has cached,
-        and after a fetch of further blocks. An option is None if its cost cannot be predicted. The second is None too
-        if nothing can be fetched."""
+        """Return two options for a prefill by the generation group itself. The first starts behind the blocks that its
+        node has cached, the second after a fetch of further blocks. An option is None if its cost cannot be predicted.
+        The second is also None if nothing can be fetched."""
         plain = self._local(generation, None)
         fetch = None if self._record.wants_prompt_scores else self._fetch(generation, generation.prefix_store)
         return plain, None if fetch is None else self._local(generation, fetch)

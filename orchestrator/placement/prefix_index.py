@@ -5,9 +5,9 @@ The name of a block depends on all blocks before it (`baton.prefix_blocks`). So 
 looking up one name after the other until one is missing.
 
 The entries are only hints. The blocks of a store are listed when the store appears. Later the store evicts blocks by
-itself and reports this with its next answer. A report is lost if its worker dies. If a listed block is missing in the
-store, the prefill is repeated without it. If a stored block is not listed, its tokens are computed again; the block is
-noticed when the prefill would store it a second time.
+itself, and a worker reports the evictions with its next answer. A report is lost if the worker dies. If a listed block
+is missing in the store, the prefill is repeated without cached blocks. If a stored block is not listed, its tokens are
+computed again; the block is noticed when the prefill would store it a second time.
 
 The number of names per store is limited. Above the limit, the least recently used names are removed. The blocks of a
 prompt are marked as used from the last to the first, so that its first blocks are removed last.

@@ -42,15 +42,15 @@ class OrchestratorLimits(TraceExport):
     prefill_wait_s: Seconds = 10.0
     """Maximum seconds that a request waits for a prefill group. Then its generation group prefills by itself."""
     avoid_s: Seconds = 2.0
-    """Maximum seconds that a retry waits for a repaired group or one on which the request has not failed."""
+    """Maximum seconds that a retry waits before it may use a group on which the request has failed."""
     report_wait_s: Seconds = 1.0
     """Maximum seconds that a finished request waits for the timings of its prefill ranks."""
     poll_s: Seconds = 0.5
     """Seconds between two polls of the workers' status. While the workers are idle, it is at least 2 s."""
     elastic: bool = True
-    """True: select a prompt's ranks and queue position by cost. False: use all ranks, in order of arrival."""
+    """True: select a prompt's ranks and queue position by cost. False: use all ranks, and queue by arrival."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.15
-    """Maximum delay that later prompts may cause to a prompt, as a fraction of its own predicted time."""
+    """Maximum delay of a prompt by later prompts, as a fraction of its predicted time to first token."""
     disaggregation: Disaggregation = "auto"
     """Workers that prefill: a chain (always), the generation group (never), or the faster by prediction (auto)."""
     control_tokens_in_text: bool = False
@@ -78,13 +78,13 @@ class AutoscalingConfig:
     max: Count = 8
     """Maximum number of groups of both roles together; at least 2, one of each role."""
     cooldown_s: Seconds = 60.0
-    """Seconds for which fewer groups must have been enough before the autoscaler stops any group."""
+    """Minimum seconds for which fewer groups must suffice before the autoscaler stops a group."""
     interval_s: Seconds = 1.0
     """Seconds between two decisions of the autoscaler."""
     cold_start_s: Seconds = 30.0
-    """Assumed duration of a group's start in seconds, until a start has been measured."""
+    """Assumed seconds that a group needs to start, until a start has been measured."""
     flip_s: Seconds = 2.0
-    """Assumed duration of an idle group's change of role in seconds, until a change has been measured."""
+    """Assumed seconds that an idle group needs to change its role, until a change has been measured."""
 
     @model_validator(mode="after")
     def _budget_holds_both_roles(self) -> Self:

@@ -63,13 +63,13 @@ class ChoiceRecord:
     """Number of decode steps that produced tokens of this choice. Steps that an earlier orchestrator process counted
     are not included."""
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
-    """Numbers of draft tokens that were proposed and accepted in the steps that `num_steps` counts, by draft source."""
+    """Number of proposed and number of accepted draft tokens, by draft source, in the steps that `num_steps` counts."""
     _num_taken: int = 0
     """Number of tokens produced by the steps that `num_steps` counts."""
 
     def add(self, token_id: int, drafts: DraftRound | None) -> None:
-        """Append the next token. `drafts` is the result of speculative decoding in the token's step. It is given only
-        with the last token of a step that verified drafts; None otherwise."""
+        """Append the next token. `drafts` is the result of speculative decoding in the token's step. It is given
+        with the last token of a step that verified drafts, and is None for all other tokens."""
         self.output_ids.append(token_id)
         self._num_taken += 1
         self.num_steps += 1
@@ -92,10 +92,10 @@ class Attempt:
     number: int = 1
     leased_ns: int = 0
     """Time at which the attempt was placed: a generation group was selected and, if a chain prefills, slots of this
-    group were leased. Unix time in nanoseconds; 0 before that."""
+    group were leased. Unix time in nanoseconds; 0 until the attempt is placed."""
     leased_s: float | None = None
     """Time at which the attempt was placed, as a value of `Clock.now_s()`. Same instant as `leased_ns`, used to measure
-    durations; None before that."""
+    durations. None until the attempt is placed."""
     residency: str = ""
     """Name of the generation group's residency policy, which decides where KV is stored."""
     placement: Placement | None = None
@@ -105,7 +105,7 @@ class Attempt:
     num_cached_tokens: int = 0
     """Number of leading tokens whose KV was in a prefix cache. The prefill starts after these tokens."""
     fetch: PrefixFetch | None = None
-    """Last fetch of cached KV from another node; None if no fetch was made."""
+    """Most recent fetch of cached KV from another node; None if no fetch was made."""
     ranks: tuple[RankTiming, ...] = ()
     """Timings of the prefill ranks; empty if the generation group prefilled by itself."""
     blamed: Hashable = None
@@ -149,7 +149,7 @@ class RequestRecord:
     last_token_ns: int = 0
     first_seen_s: float | None = None
     """Time at which the request's first token was passed to the client, as a value of `Clock.now_s()`; None before
-    that."""
+    the first token."""
     state: RequestState = RequestState.QUEUED
     attempt: Attempt = Attempt()
     """Attempt that is running, or the last attempt if the request has ended."""

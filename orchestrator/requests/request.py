@@ -40,8 +40,9 @@ class Request:
     """True if a prefill chain must be used whenever one is available, even if a prefill on the generation group is
     predicted to be faster."""
     exact: bool = False
-    """True if only groups that attend to all tokens may serve the request. Set if the client required it, or if an
-    earlier Started event promised it."""
+    """True if only groups that attend to all tokens may serve the request. Set if the client requires it. A client
+    that resumes a stream requires it if an earlier Started event reported it. Also set by the scheduler if all groups
+    attend to all tokens when the request arrives."""
     trace_context: tuple[tuple[str, str], ...] = ()
     """Caller's W3C trace context, as pairs of header name (`traceparent`, `tracestate`) and value. Empty if the caller
     sent none."""

@@ -56,7 +56,7 @@ class FetchReport:
     """Worker's report about a fetch of cached KV from another node."""
 
     num_stored: int = 0
-    """Number of leading requested blocks that the prefix store of the worker's node now has."""
+    """Number of requested blocks, counted from the first one, that the prefix store of the worker's node now has."""
     evicted: tuple[str, ...] = ()
     """Names of the blocks that the prefix store has evicted to make room for the fetched blocks."""
     num_bytes: int = 0
@@ -103,7 +103,7 @@ class AttemptEvents:
                     self.evicted += tuple(message.stored.evicted)
 
     def cancel(self) -> None:
-        """Stop reading the stream. The group keeps the stream running until its TTL expires. Idempotent."""
+        """Stop reading the stream. The group keeps the stream running until the stream's TTL expires. Idempotent."""
         self._call.cancel()
 
 
@@ -218,7 +218,7 @@ class Clients:
             client.num_users -= 1
 
     async def prune(self, present: Collection[str]) -> None:
-        """Close the clients of workers that no longer exist and are not in use. `present` are the endpoints of the
+        """Close each client that is not in use and whose worker no longer exists. `present` are the endpoints of the
         existing workers."""
         gone = [each for each, client in self._clients.items() if each not in present and not client.num_users]
         for client in [self._clients.pop(endpoint) for endpoint in gone]:

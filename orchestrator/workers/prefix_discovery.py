@@ -31,7 +31,7 @@ class PrefixStores:
         listed once."""
 
     def look(self) -> None:
-        """Start tasks that list the blocks of new stores, and remove stores that no longer exist from the index. Called
+        """Start tasks that list the blocks of new stores. Remove from the index all stores that no longer exist. Called
         for every request. Stores of drained groups are included, because other nodes may fetch from them."""
         groups = [group for group in self._members.present.groups if group.prefix_store]
         stores = {group.prefix_store for group in groups}
@@ -49,7 +49,7 @@ class PrefixStores:
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
 
     async def _ask(self, group: Group) -> None:
-        """List the store's blocks by a call to this group, which uses the store, and add them to the index."""
+        """List the blocks of this group's prefix store by a call to the group, and add them to the index."""
         try:
             with self._clients.use(endpoint_of(group)) as worker:
                 names = await worker.prefix_blocks(is_prefill=isinstance(group, PrefillGroup))

@@ -64,7 +64,7 @@ class StreamPart:
             self.end(UnavailableError(f"stream {self.number} was left by its reader"))
 
     def take(self, event: pb.StreamEvent) -> None:
-        """Add a message of this stream: an event, the end of the stream, or both."""
+        """Accept a received message of this stream: an event for the reader, the end of the stream, or both."""
         if event.HasField("event"):
             self._events.append(event.event)
         if event.HasField("end"):

@@ -1,8 +1,9 @@
 """Polls the status of all workers, less often while they are idle, and detects leaked slots and jobs.
 
 A slot or job is known if a request of this orchestrator owns it, or if it belongs to a stream that is kept for a client
-to resume. It is leaked if it has not been known for more than 2 s. A slot may be leased without being used, for example
-if the answer to a Reserve call was lost. Such a slot is leaked if its lease has not ended after its TTL.
+to resume. A slot or job that has been unknown for 2 s is leaked. A slot may be leased without being used, for example
+if the answer to a Reserve call was lost. Such a slot is leaked only when it has been unknown for 2 s plus the TTL of a
+lease.
 
 Run by `orchestrator.composition`; read by `orchestrator.observability.state`. Runs on the event loop.
 """
@@ -38,8 +39,8 @@ _MOST_PAUSE_S = 5.0
 
 
 class Leaks:
-    """Detects leaked slots or jobs of one worker. A slot or job is leaked if no known request has owned it for `LEAK_S`
-    seconds. A slot that is leased but not in use is leaked after `LEAK_S` seconds plus the TTL of a lease.
+    """Detects leaked slots or jobs of one worker. A slot or job is leaked when it has been without a known request for
+    `LEAK_S` seconds. For a slot that is leased but not in use, the limit is `LEAK_S` seconds plus the TTL of a lease.
     Does no I/O."""
 
     def __init__(self, lease_ttl_s: float) -> None:
@@ -58,7 +59,7 @@ class Leaks:
 
     @property
     def num_leaked(self) -> int:
-        """Return the number of leaked slots or jobs, i.e. of those that no known request has owned for too long."""
+        """Return the number of leaked slots or jobs, i.e. of those without a known request for too long."""
         unknown = [(at_s, num_unknown) for at_s, num_unknown, _ in self._seen]
         beyond_leases = [(at_s, num_beyond) for at_s, _, num_beyond in self._seen]
         return max(_least(unknown, self._window_s), _least(beyond_leases, LEAK_S))
@@ -146,7 +147,7 @@ class WorkerPoller:
     @property
     def leaks_count(self) -> bool:
         """Return True if slots without a known request are reported as leaked. Return False during the first
-        `lease_ttl_s` seconds, because leases of an earlier orchestrator may still exist."""
+        `lease_ttl_s` seconds of this object, because leases of an earlier orchestrator may still exist."""
         return self._clock.now_s() > self._leaks_count_from_s
 
     def groups(self) -> tuple[GroupState, ...]:

@@ -35,8 +35,8 @@ def resolve_model(
     """Return the folder of the model `name`. A GGUF file is converted once, into a folder under `cache`.
 
     `progress(done, total)` reports the progress of the conversion. After the conversion, `finish(gguf_path, folder)`
-    adds the other files of the folder. The folder appears only when it is complete. If several processes call this
-    function at the same time, one converts and the others wait.
+    adds the files that the conversion does not write, such as those of the tokenizer. The folder appears only when it
+    is complete. If several processes call this function at the same time, one converts and the others wait.
 
     A GGUF file is converted again if its size or modification time has changed, or if CONVERTER_VERSION has changed.
     Raises ModelError with a one-line message.
@@ -51,8 +51,9 @@ def resolve_model(
 
 
 def gguf_source(name: str) -> Path | None:
-    """Return the GGUF file of the model `name`, which is a name in the catalog or a path. None: `name` is neither.
-    Raises ModelError with a one-line message if the catalog's package is not installed."""
+    """Return the GGUF file of the model `name`, which is a name in the catalog or a path. None: `name` is neither a
+    name in the catalog nor the path of an existing .gguf file. Raises ModelError with a one-line message if the
+    catalog's package is not installed."""
     if name in _CATALOG:
         return _packaged_file(name)
     path = Path(name).expanduser()

@@ -133,7 +133,7 @@ class _Pace:
     def __init__(self, rate: LinkRate) -> None:
         self._rate = rate
         self._free_s = 0.0
-        """Time, by time.monotonic, at which the last transfer ends on the emulated link."""
+        """Time, by time.monotonic, at which all transfers so far have ended on the emulated link."""
 
     def keep(self, began_s: float, num_bytes: int) -> None:
         """Sleep until a transfer of `num_bytes` would end on the emulated link. `began_s` is the time at which its copy

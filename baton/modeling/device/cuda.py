@@ -64,14 +64,14 @@ class CudaLink:
         return self._copy(self._in, copies)
 
     def store(self, copies: Copies) -> Transfer:
-        """Start to copy tensors to host memory, after the work queued on the current stream."""
+        """Start to copy tensors to host memory. The copy begins after the work that is queued on the current stream."""
         with self._counting:
             self.num_bytes_stored += num_bytes_of(copies)
         return self._copy(self._out, copies)
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Start to copy selected keys and values to the device, after the work queued on the current stream. A kernel
-        reads pinned host memory directly. The host does not learn which keys are selected."""
+        """Start to copy selected keys and values to the device. The copy begins after the work that is queued on the
+        current stream. A kernel reads pinned host memory directly. The host does not learn which keys are selected."""
         addresses, pairs = (heads.home_B, heads.there_B), (heads.pairs_BGK2, heads.num_BG)
 
         def work() -> None:
@@ -81,8 +81,8 @@ class CudaLink:
         return self._run(self._in, work, (*addresses, *pairs))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Start to copy one contiguous range of bytes (row) per sequence to host memory, after the work queued on the
-        current stream. A kernel writes directly to pinned host memory."""
+        """Start to copy one contiguous range of bytes (row) per sequence to host memory. The copy begins after the work
+        that is queued on the current stream. A kernel writes directly to pinned host memory."""
         with self._counting:
             self.num_bytes_stored += rows.num_bytes
         addresses = rows.there_B, rows.home_B
@@ -135,8 +135,8 @@ class CudaDevice:
         return MemoryUse(limit_bytes, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
-        """Describe device memory for the KV of one sequence of up to `max_tokens` tokens. The memory is allocated
-        later, by `expect`, when a sequence begins to use it."""
+        """Return an object for the KV of one sequence of up to `max_tokens` tokens, in device memory. The memory is
+        allocated later, by `expect`, when a sequence begins to use it."""
         return TensorMemory(layout, max_tokens, self.torch_device, access=self._access)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> TensorPool:
@@ -144,8 +144,8 @@ class CudaDevice:
         return TensorPool(layout, num_pages, page_tokens, self.torch_device, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
-        """Describe pinned host memory for the KV of one sequence of up to `max_tokens` tokens. The memory is allocated
-        later, by `expect`, when a sequence begins to use it."""
+        """Return an object for the KV of one sequence of up to `max_tokens` tokens, in pinned host memory. The memory
+        is allocated later, by `expect`, when a sequence begins to use it."""
         return TensorMemory(layout, max_tokens, torch.device("cpu"), pinned=True)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:

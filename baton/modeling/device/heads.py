@@ -62,5 +62,5 @@ class HeadLink(Link, Protocol):
         """Start to copy the selected keys and values to the device."""
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Start to copy one contiguous range of bytes (row) per sequence to host memory, after the work that this
-        thread has queued."""
+        """Start to copy one contiguous range of bytes (row) per sequence to host memory. The copy begins after the work
+        that this thread has queued on the device."""

@@ -51,7 +51,8 @@ class Link(Protocol):
         """Start to copy from host memory to the device."""
 
     def store(self, copies: Copies) -> Transfer:
-        """Start to copy from the device to host memory, after the work that this thread has queued."""
+        """Start to copy from the device to host memory. The copy begins after the work that this thread has queued on
+        the device."""
 
     def rest(self) -> None:
         """Wait for the requested copies, and end the threads that copy. Later copies start the threads again.

@@ -67,16 +67,17 @@ class WeightFormat(Protocol):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return the features of the checkpoint's quantisation config that Baton ignores, as readable text."""
+        """Return, as readable text, the features that the checkpoint's quantisation config declares and Baton
+        ignores."""
 
     def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
-        """Return a function that loads dequantised rows of the weight of `module`. `shape` is the shape of the
-        dequantised weight. None: this weight is not quantised. Raises ModelError if the stored tensors do not fit the
-        format."""
+        """Return a function that loads dequantised rows of the weight of `module`, or None if this weight is not
+        quantised. `shape` is the shape of the dequantised weight. Raises ModelError if the stored tensors do not fit
+        the format."""
 
     def unused_kind(self, name: str) -> str | None:
-        """Return the purpose of the tensor `name`, as readable text, if no weight needs this tensor and it may be
-        skipped. None: the format defines no such tensor, so skipping it would be an error."""
+        """Return the purpose of the tensor `name`, as readable text, if it may be skipped because no weight needs it.
+        None: skipping this tensor would be an error."""
 
 
 class _TensorFile(Protocol):
@@ -109,7 +110,7 @@ class Checkpoint:
         """Number of weights that were dequantised while they were loaded."""
         self.num_unused: Counter[str] = Counter()
         """Number of tensors of a quantised checkpoint that were not loaded because no weight needs them, keyed by the
-        purpose of the tensors. `seal` sets the numbers."""
+        purpose of the tensors (see `WeightFormat.unused_kind`). `seal` sets the numbers."""
         self._weight_format = weight_format
         self._folder = folder
         self._dtype = dtype

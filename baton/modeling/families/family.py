@@ -28,8 +28,8 @@ HEAD = "lm_head.weight"
 
 
 class Family(Protocol):
-    """Model as its config.json describes it. Implementations are frozen dataclasses that contain the settings for
-    `load`."""
+    """Model as its config.json describes it. Implementations are frozen dataclasses whose fields contain the settings
+    that `load` needs."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     """Declaration for type checkers: all implementations are dataclasses."""
@@ -100,8 +100,8 @@ def compose(
     """Return a model's weights, composed of its parts. Call it after all tensors have been loaded.
 
     `ends` contains the embedding and the output head. The head is None if it shares the embedding's weight.
-    `embedding_scale` is rounded to the dtype of the weights. The fingerprint of the result covers the tensors and all
-    settings that affect the KV.
+    `embedding_scale` is rounded to the dtype of the weights. The fingerprint of the result is a hash of the tensors and
+    of all settings that affect the KV.
     """
     embedding_VD, head_VD = ends
     # A head computes only the rows that need logits, not all tokens of a prompt.

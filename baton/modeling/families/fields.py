@@ -63,8 +63,8 @@ class Fields:
         return value
 
     def choice(self, field: str, known: Iterable[str], default: str | None = None) -> str:
-        """Return the value of a field that must be one of the texts in `known`. Raises ModelError for any other
-        value."""
+        """Return the value of a field, or `default` if the field is missing. Raises ModelError unless the result is one
+        of the texts in `known`."""
         value = self._get(field, default)
         if not isinstance(value, str) or value not in known:
             raise self.error(field, f"{value!r} is not supported", f"choose a model that uses {' or '.join(known)}")

@@ -6,8 +6,8 @@ concatenated or copied.
 Masks depend only on absolute positions: a query at position p attends to a key at position j if j <= p and, with a
 sliding window of w tokens, j > p - w. One function therefore serves whole prefill, a chunk of a prefill chain, chunked
 local prefill, multi-token verification and single-token decode. A prefill chain is a group of workers that compute one
-prompt together, each of them a chunk of it. Attention is then causal for the chunk's own keys and dense for received
-keys.
+prompt together. Each worker computes one chunk of the prompt. Attention is then causal for the chunk's own keys and
+dense for received keys.
 
 If the numbers of queries and keys differ, the option `is_causal=True` of torch's SDPA lets query t attend to keys 0 to
 t, which is wrong here. The option is used only for equal numbers.
@@ -73,8 +73,8 @@ def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Parti
 
 @piece_by_piece
 def cpu_flash_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend with torch's flash attention for CPUs. The query heads of a group share K and V through a view with stride
-    zero, without copies."""
+    """Return the attention to one set of keys, computed with torch's flash attention for CPUs. K and V are not copied:
+    the query heads of a group share them through a view with stride zero."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     k_G1SH = rows.k_SGH.permute(1, 0, 2).unsqueeze(1)
@@ -97,8 +97,8 @@ _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @piece_by_piece
 def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend with plain matrix products and fp32 scores, in blocks of queries. Works on any device. It is the reference
-    for other kernels, and the fallback."""
+    """Return the attention to one set of keys, computed with plain matrix products and fp32 scores, in blocks of
+    queries. Works on any device. It is the reference for other kernels, and the fallback."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     if causal:
@@ -122,8 +122,8 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend with the C++ kernel. For a single query, a mask, or an unsupported dtype or head dim, attend with torch's
-    kernel instead. Call `native.load()` before."""
+    """Return the attention to all pieces (sets of keys), computed with the C++ kernel. Torch's kernel is used instead
+    for a single query, with a mask, or if the dtype or head dim is not supported. Call `native.load()` before."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
@@ -137,7 +137,8 @@ def is_native(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def on_device(kernel: Kernel, device: Device) -> Kernel:
-    """Wrap a kernel with a check that all keys are in the device's memory. The check raises WrongMemoryError."""
+    """Return a kernel that raises WrongMemoryError unless all keys are in the device's memory, and otherwise calls
+    `kernel`. On a device that computes in host memory, `kernel` itself is returned."""
     if device.is_home:
         return kernel
 

@@ -45,7 +45,7 @@ class DecodeRows:
         tokens = [first + index for first, place in spans for index in range(place.num_new)]
         self.tokens_B = torch.tensor(tokens)
         self.in_order = tokens == list(range(len(tokens)))
-        """True if row i is token i of the step, for all rows (new tokens)."""
+        """True if the rows (new tokens) are the first tokens of the step, in the order of the step."""
         places = [place for _, place in spans]
         addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
         pages_BC, page_tokens = _pages(places)
@@ -64,8 +64,8 @@ class DecodeRows:
         self._table = pages_BC, page_tokens
         has_one_length = all(place.others is None for place in places)
         self.keys = RowKeys(addresses_LB, lengths_LB[0], self._table, queries_B, unseen_B2) if has_one_length else None
-        """Keys of all rows (new tokens) in all layers, for kernels that run all layers in one call. Sliding windows are
-        ignored. None if a row has different numbers of keys in different layers."""
+        """Keys of all rows (new tokens) in all layers, for kernels that run all layers in one call. They include keys
+        outside the sliding windows of layers. None if a row has different numbers of keys in different layers."""
         widest = int(lengths_LB.max())
         windows_L = torch.tensor([widest if window is None else window for window in windows])
         hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides

@@ -12,7 +12,8 @@ attention between the two calls. A generation step (`generate_workers.engine.mod
 This module does not depend on the parts of a layer (`baton.modeling.forward.layers`) or on the position scheme
 (`baton.modeling.forward.positions`). Both are stored in the weights.
 
-Runs on the caller's thread. The only state is the weights. Not re-entrant on CUDA streams.
+Runs on the caller's thread. The only state is the weights. Calls of one decoder on several CUDA streams must not
+overlap.
 
 Shape letters: T tokens of all spans, D hidden size, N heads, G kv heads, H head dim, V vocabulary size, R rows of
 logits.
@@ -112,7 +113,7 @@ class DecoderWeights:
     head: Linear
     """Output head. The same object as `embedding` if both share the weight."""
     fingerprint: str
-    """Hash of the tensors from which these weights were loaded, the dtype, and the settings that affect the KV."""
+    """Hash of the loaded tensors, of the dtype, and of all settings that affect the KV."""
     embedding_scale: float = 1.0
     """Factor by which the embeddings of tokens are multiplied."""
 
@@ -122,7 +123,7 @@ class Step:
     """State of one forward pass. All layers share it."""
 
     positions: Positions
-    """Positions of all tokens."""
+    """Position information of all tokens of the step: cosines and sines (RoPE), or learned vectors."""
     spans: tuple[tuple[Span, slice], ...]
     """Pairs of a span (consecutive new tokens of one sequence) and the slice of its tokens among the tokens of the
     step. Spans whose attention the object in the field `rows` computes are not included."""
@@ -152,8 +153,8 @@ class Decoder:
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
         self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
-        """True if Triton kernels compute the attention of sequences whose KV is in pages and that have few new tokens
-        in a step."""
+        """True if Triton kernels compute the attention of some sequences of a step: those with few new tokens and with
+        KV in pages."""
         default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
@@ -173,8 +174,8 @@ class Decoder:
         return Step(self._positions(spans), tuple(_slices(spans)))
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
-        """Return the input `[T, D]` of the first layer. `token_ids` contains the new tokens of all sequences of `step`,
-        in the order of the step."""
+        """Return the input `[T, D]` of the first layer. `token_ids` contains the new tokens of all spans of `step`, in
+        the order of the spans."""
         return self.enter(torch.tensor(token_ids, device=self.weights.device), step.positions)
 
     def enter(self, token_ids_T: Tensor, positions: Positions) -> Tensor:

@@ -151,8 +151,8 @@ def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
 
 
 def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
-    """Return the next token of each row of logits, or NO_TOKEN. `rows` contains the sampling parameters and the output
-    position of each row.
+    """Return the next token of each row of logits. The result is NO_TOKEN for a row that contains NaN or plus infinity.
+    `rows` contains the sampling parameters and the output position of each row.
 
     Tokens are drawn one row after another, because one row of logits fits into a CPU's cache. The token of a row does
     not depend on the other rows. The C++ kernel (baton/modeling/kernels/sampling/draws.cpp) is used if it is available.

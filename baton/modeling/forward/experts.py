@@ -1,4 +1,5 @@
-"""Mixture of experts as the feed-forward part of a layer. A router sends each token through a few of many gated MLPs.
+"""Mixture of experts as the feed-forward part of a layer. The mixture has many gated MLPs (experts), and a router sends
+each token through a few of them.
 
 A family creates one mixture per layer (`baton.modeling.families.qwen3_moe`), and `layers` runs it like any other MLP.
 Tokens are grouped by expert, so each expert processes all of its tokens in one product. There are two implementations:
@@ -106,8 +107,8 @@ class ExpertsMlp:
 
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if torch's grouped products run on this device and dtype without the host reading the number of
-    tokens of each expert."""
+    """Return True if torch's grouped products support this device and dtype. With them, the host does not have to read
+    the number of tokens of each expert."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 

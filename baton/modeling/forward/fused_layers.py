@@ -56,9 +56,9 @@ class FusedLayers:
             self._native.add(*linear.described(norm))
 
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
-        """Return True if a step of `num_tokens` tokens can run in one native call. `rows` must contain all tokens of
-        the step, in order, and at most `most_rows` tokens. Each token must have the same number of keys in all
-        layers."""
+        """Return True if a step of `num_tokens` tokens can run in one native call. This is the case if `rows` contains
+        all tokens of the step, in order, if there are at most `most_rows` of them, and if each token has the same
+        number of keys in all layers."""
         is_plain = rows.in_order and rows.keys is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
@@ -78,7 +78,8 @@ class FusedLayers:
 
 
 def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig) -> FusedLayers | None:
-    """Return a FusedLayers for the layers. None if the layers or this machine do not support it."""
+    """Return a FusedLayers for the layers. None if the layers or this machine do not support running all layers in one
+    native call."""
     has_windows = any(window is not None for window in config.windows)
     if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
         return None

@@ -73,8 +73,8 @@ class PlainMlp:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Tail (rest of a layer after the attention) in which the MLP follows the attention. The MLP reads the residual sum
-    after a norm."""
+    """Tail (rest of a layer after the attention) in which the MLP follows the attention. First, the attention's output
+    is added to the residual. The MLP then reads the norm of this sum."""
 
     output: Linear
     norm: Transform
@@ -116,8 +116,8 @@ class PostNorm:
 
 @dataclass(frozen=True)
 class SandwichNorm:
-    """Tail (rest of a layer after the attention) with norms on both sides (Ding et al., 2021). Attention and MLP each
-    have a norm before them, and a norm after them that precedes the residual sum."""
+    """Tail (rest of a layer after the attention) with norms on both sides (Ding et al., 2021). The attention has one
+    norm before it and one after it, and so has the MLP. The norm after it is applied before the residual sum."""
 
     output: Linear
     attention_norm: Transform

@@ -52,7 +52,7 @@ class WideRmsNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Layer norm (Ba et al., 2016) over the last dimension. Gain and bias are optional: None is not applied."""
+    """Layer norm (Ba et al., 2016) over the last dimension. A gain or bias that is None is not applied."""
 
     gain_D: Tensor | None
     bias_D: Tensor | None

@@ -21,8 +21,8 @@ class Positions(Protocol):
         """Add learned positions to the embeddings, in place. Called once per forward pass. RoPE does nothing here."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Apply the positions to queries or keys before attention compares them in `layer`. RoPE rotates them here. The
-        result may be `x_TNH` itself, changed in place."""
+        """Return the queries or keys `x_TNH` of `layer` with the positions applied. RoPE rotates them here. Learned
+        positions change nothing here. The result may be `x_TNH` itself, changed in place."""
 
 
 class PositionTable(Protocol):

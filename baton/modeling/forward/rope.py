@@ -87,8 +87,8 @@ class Rotation:
 
     cos_T1H: Tensor
     sin_T1H: Tensor
-    """Sines. In the first half of a head they are negated, because the rotation subtracts the other dimension of the
-    pair there."""
+    """Sines, negated in the first half of each head. In this half, the rotation subtracts the other dimension of the
+    pair."""
     in_place: bool = False
     """True if a kernel rotates heads in place: on a CPU the C++ kernel (baton/modeling/kernels/layers/rotary.cpp), on a
     GPU the Triton kernel. False if torch's operations compute rotated copies of the heads."""
@@ -97,7 +97,8 @@ class Rotation:
         """Do nothing: RoPE does not change hidden states."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Rotate all heads. The cosines and sines are the same in every layer."""
+        """Return `x_TNH` with all heads rotated: the same tensor if `in_place` is set, otherwise a copy. The cosines
+        and sines are the same in every layer."""
         if not self.in_place:
             return apply_rotary(x_TNH, self)
         turn = turn_heads if x_TNH.is_cuda else native.operators().turn_heads
@@ -134,13 +135,14 @@ class LayeredRotation:
 
     rotations: tuple[Rotation, ...]
     by_layer: tuple[int, ...]
-    """Index of the rotation that each layer uses."""
+    """Index in `rotations` of the entry that each layer uses."""
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Do nothing: RoPE does not change hidden states."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Rotate all heads with the cosines and sines of `layer`."""
+        """Return `x_TNH` with all heads rotated by the cosines and sines of `layer`. The result may be `x_TNH` itself,
+        changed in place."""
         return self.rotations[self.by_layer[layer]].turn(x_TNH, layer)
 
 
@@ -151,7 +153,7 @@ class LayeredRotaryTable:
 
     tables: tuple[RotaryTable, ...]
     by_layer: tuple[int, ...]
-    """Index of the table that each layer uses."""
+    """Index in `tables` of the table that each layer uses."""
 
     def lookup(self, positions_T: Tensor) -> LayeredRotation:
         """Return the cosines and sines of these positions from all tables. Each position must be below the length of
@@ -166,6 +168,7 @@ def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def apply_rotary(x_TNH: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate every head of every token with torch's operations, in the dtype of the activations."""
+    """Return a copy of `x_TNH` in which every head of every token is rotated. Uses torch's operations, in the dtype of
+    the activations."""
     low, high = x_TNH.chunk(2, dim=-1)
     return torch.addcmul(x_TNH * rotation.cos_T1H, torch.cat((high, low), dim=-1), rotation.sin_T1H)

@@ -55,11 +55,12 @@ class TokenMasks(Protocol):
         ...
 
     def append(self, token_id: int) -> None:
-        """Append the next token of the output. Does not wait for the mask that follows it."""
+        """Append the next token of the output. Does not wait for the mask of the token after it."""
         ...
 
     def drop(self, num_tokens: int) -> None:
-        """Remove the latest `num_tokens` tokens. They must be drafts that were appended since the last `settle`."""
+        """Remove the latest `num_tokens` tokens. They must be drafts that were appended after the latest call of
+        `settle`."""
         ...
 
     def foresee(self, token_ids: Sequence[int]) -> int:
@@ -70,8 +71,8 @@ class TokenMasks(Protocol):
 
     def settle(self, num_drafts: int) -> None:
         """Block until the masks are ready for `num_drafts` + 1 positions: the next token, and the token after each of
-        the next `num_drafts` drafts. These drafts must have been passed to `foresee`, or appended and dropped.
-        Afterwards, earlier tokens can no longer be dropped. Raises the errors of `allowed`."""
+        the next `num_drafts` drafts. These drafts must have been passed to `foresee`, or appended and dropped. Tokens
+        that were appended before this call can then no longer be dropped. Raises the errors of `allowed`."""
         ...
 
 
@@ -138,7 +139,8 @@ class SamplerState:
 
     def follow(self) -> bool:
         """Wait until the grammar's mask for the next token is ready. Return False if the grammar does not allow the
-        output. `settle` then raises the reason. Without a grammar, return True immediately."""
+        output. `settle` then raises InvalidArgumentError with the reason. Without a grammar, return True
+        immediately."""
         if self._masks is not None:
             try:
                 self._masks.allowed()
@@ -272,8 +274,8 @@ def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
 
 
 def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-    """Return the logprobs of given tokens, one for each row of logits, and of the `num_top` most likely tokens of the
-    row. Penalties and bias are not applied. Raises NotFiniteError if a logit is NaN or plus infinity."""
+    """Return, for each row of logits, the token in `token_ids` with its logprob, and the `num_top` most likely tokens
+    with theirs. Penalties and bias are not applied. Raises NotFiniteError if a logit is NaN or plus infinity."""
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(token_ids)
     if NO_TOKEN in largest_tokens(logits_BV).tolist():
         raise NotFiniteError("the logits of a prompt are not finite: see whether the model is damaged, or try again")

@@ -2,7 +2,7 @@
 section 4.3).
 
 A partial key has R columns instead of the whole width of a head. The product of a partial query and a partial key
-approximates the key's score, and needs less memory to be read. The columns are defined by a basis from
+approximates the key's score, and is computed from fewer bytes. The columns are defined by a basis from
 `baton.modeling.sparse.bases`.
 
 For a sequence of S keys, let q_h be the partial query of head h, and k_g[j] the partial key j of kv head g. J query
@@ -13,8 +13,8 @@ heads share a kv head. Then:
     c_g    = number of keys with S_g[j] > -alpha: close enough to the best key of some head
     n      = ceil(mean of c_g over all g), at most max(floor(most_share * tokens), free_keys), and at least 1
 
-Each kv head selects the n keys with the largest S_g. If two are equal, the earlier key is selected. In addition, all kv
-heads select the first and the latest keys.
+Each kv head selects the n keys with the largest S_g. Of two keys with equal S_g, the earlier one is selected. In
+addition, all kv heads select the first and the latest keys.
 
 If some keys were evicted, a sequence has more tokens than keys. The bound on n depends on the number of tokens. Each
 sequence has its own n, whereas the paper uses one n for a whole batch. The keys of a sequence therefore do not depend
@@ -77,19 +77,19 @@ class Selection:
     """Parameters that determine how many keys are selected. Raises ConfigError if a field is outside its limits."""
 
     alpha: float
-    """Maximum distance, in scaled scores, of a key from the best score of its head. The number of keys within this
-    distance determines how many are selected. Above 0. Infinity: all keys are within the distance."""
+    """Maximum distance, in scaled scores, between a key's score and the best score of the same head (above 0). The
+    number of keys within this distance determines how many keys are selected. Infinity: all keys are within it."""
     most_share: float
-    """Maximum number of keys selected by score, as a fraction of the sequence's tokens. Above 0, up to 1. The value 1
-    means no limit."""
+    """Maximum number of keys selected by score, as a fraction of the sequence's tokens (above 0, at most 1). 1: no
+    limit."""
     num_first: int
     """Number of the sequence's first keys that are always selected (>= 0), because models concentrate attention on
     them."""
     num_last: int
     """Number of the sequence's latest keys that are always selected (>= 1), including the key of the new token."""
     free_keys: int = 1
-    """Number of keys (>= 1) up to which `most_share` does not limit the selection by score. It matters for short
-    sequences, in which the fraction `most_share` is a smaller number of keys."""
+    """Lower bound (>= 1) of the maximum that `most_share` sets, as a number of keys. It matters for short sequences, in
+    which the fraction `most_share` is a smaller number of keys."""
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -171,7 +171,8 @@ class PartialKeys:
         return self._memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes that the partial keys of `num_tokens` tokens take after all have been written."""
+        """Return the number of bytes that the partial keys of `num_tokens` tokens occupy once all of them are
+        written."""
         return self._memory.bytes_for(_num_blocks(num_tokens))
 
     def address(self, layer: int) -> int:

@@ -41,8 +41,8 @@ class DecodeRow(NamedTuple):
     token_id: int
     """Latest token of the sequence."""
     table: BlockTable
-    """Block table of the sequence. It must include a page for the latest token's key, and this page must not be
-    shared."""
+    """Block table of the sequence. It must include a page for the latest token's key. This page must not have another
+    owner, such as another sequence."""
     num_keys: int
     """Number of keys of the sequence, including the key of the latest token."""
     draw: RowDraw
@@ -117,8 +117,8 @@ def input_bytes(num_rows: int, row_pages: int) -> int:
 
 def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
     """Return an estimate of the device memory in bytes that steps of at most `num_rows` sequences need, in addition to
-    weights and KV. It covers the inputs, the memory of sampling and the activations of a layer. All captured steps
-    share this memory."""
+    weights and KV. The estimate includes the inputs, the memory of sampling and the activations of a layer. All
+    captured steps share this memory."""
     config = decoder.config
     widest = (
         3 * config.num_active_experts * config.intermediate_size
@@ -130,8 +130,8 @@ def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
 
 
 class StepGraphs:
-    """Generation steps for several batch sizes, captured in CUDA graphs. They serve sequences whose KV is in pages.
-    Used by one thread at a time."""
+    """Generation steps for several batch sizes, captured in CUDA graphs. The KV of all sequences must be in pages. Used
+    by one thread at a time."""
 
     def __init__(
         self, decoder: Decoder, pages_LPS2GH: Tensor, row_pages: int, sizes: Sequence[int], *, captures: bool = True
@@ -166,9 +166,9 @@ class StepGraphs:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Run one step. Writes the KV of each sequence's latest token to its pages, and returns the next tokens. There
-        must be at most as many sequences as the largest entry of `sizes`. Waits for the device once, to read the
-        tokens."""
+        """Run one step. Writes the KV of each sequence's latest token to the pages of the sequence, and returns the
+        next tokens. There must be at most as many sequences as the largest entry of `sizes`. Waits for the device once,
+        to read the tokens."""
         kind = max(row.draw.kind(self._decoder.config.vocab_size) for row in rows)
         self._written.write(rows, kind)
         self._there.copy_(self._home, non_blocking=True)  # the host writes it again only after the step's end

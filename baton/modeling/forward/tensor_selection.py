@@ -67,12 +67,12 @@ class TensorPartialKeys:
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes that the sequence's partial keys take now."""
+        """Return the number of bytes that the sequence's partial keys occupy now."""
         return self.memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the number of bytes that the partial keys of `num_tokens` tokens take: those of a whole page, or 0 if
-        `num_tokens` is 0."""
+        """Return the number of bytes that the partial keys of a sequence of `num_tokens` tokens occupy: the size of one
+        page, or 0 if `num_tokens` is 0."""
         return self.memory.bytes_for(num_tokens)
 
     def expect(self, num_tokens: int) -> None:

@@ -23,8 +23,8 @@ class StepBytes:
     """Fraction of a layer's experts that process one token."""
 
     def of(self, num_tokens: int) -> int:
-        """Return the number of bytes that a step of `num_tokens` tokens reads. For experts it is the expected number if
-        the experts of each token are drawn uniformly and independently."""
+        """Return the number of bytes that a step of `num_tokens` tokens reads. For a mixture of experts, this is the
+        expected number, assuming that the experts of each token are drawn uniformly and independently."""
         return self.always + round(self.experts * (1 - (1 - self.active_share) ** num_tokens))
 
 

@@ -31,9 +31,9 @@ _BUILT = Path(__file__).parent / "built"
 
 
 def load(instruction_set: str = NATIVE) -> bool:
-    """Load the kernels of an instruction set, which is a name in SETS or NATIVE. Return True if they are loaded. Return
-    False if they are not built or this processor does not support them; the log then gives the reason. A process tries
-    each set only once."""
+    """Load the kernels of an instruction set, and return True if they are loaded. `instruction_set` is NATIVE or a key
+    of SETS. Return False if the kernels are not built or this processor does not support them. The log then gives the
+    reason. A process tries each set only once."""
     try:
         operators(instruction_set)
     except OSError as error:
@@ -43,8 +43,8 @@ def load(instruction_set: str = NATIVE) -> bool:
 
 
 def operators(instruction_set: str = NATIVE) -> "Operators":
-    """Return the kernels of an instruction set, which is a name in SETS or NATIVE. Raises OSError if they cannot be
-    loaded."""
+    """Return the kernels of an instruction set. `instruction_set` is NATIVE or a key of SETS. Raises OSError if the
+    kernels cannot be loaded."""
     kernels = _operators(instruction_set)
     if isinstance(kernels, OSError):
         raise kernels

@@ -44,12 +44,13 @@ class HostAccess(Protocol):
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
         """Return the bytes of contiguous tensors, concatenated. The result is a view for a single tensor in host
-        memory. Otherwise it is a copy. Blocks."""
+        memory. Otherwise it is a copy, and the call blocks until the copy is complete."""
 
     def write(self, writes: Writes) -> Transfer:
-        """Copy bytes to host memory without holding the GIL, or start to copy them to a device's memory. Bytes in
-        staging frames (preallocated buffers in host memory) must not change until the transfer is done. All other bytes
-        may change as soon as this method returns."""
+        """Copy the data of each pair in `writes` to its target. Copies to host memory do not hold the GIL. Copies to a
+        device's memory are only started: use the returned transfer to wait for them. Data in staging frames
+        (preallocated buffers in host memory) must not change until the transfer is done. All other data may change as
+        soon as this method returns."""
 
 
 class HomeAccess:
@@ -100,8 +101,8 @@ class KvRows:
 class KvBuffer:
     """KV of the tokens `tokens` of one sequence in all layers: one tensor `[L, S, 2, G, H]`.
 
-    Memory is allocated when the buffer is created, unless `over` uses existing memory. It is freed with its last view.
-    On the CPU, memory pages of a large buffer are committed when they are first written.
+    The constructor allocates the memory. `over` and `of` use existing memory instead. The memory is freed when its last
+    view is freed. On the CPU, memory pages of a large buffer are committed when they are first written.
 
     Not thread-safe by itself. Threads that write at the same time must write different token ranges. A range may be
     read only after it has been written.
@@ -153,8 +154,8 @@ class KvBuffer:
         return KvRows(span[:, 0], span[:, 1], tokens.start)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of the KV of `tokens` in `layer`. The result is a view for host memory, and a copy for
-        device memory. Blocks."""
+        """Return the bytes of the KV of `tokens` in `layer`. For host memory, the result is a view. For device memory,
+        it is a copy, and the call blocks until the copy is complete."""
         return self.access.read([self.span(layer, tokens)])
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
@@ -244,8 +245,9 @@ class KvPlace:
     layer_bytes: int
     """Number of bytes from the start of one layer to the start of the next layer."""
     num_layers: int
-    """Number of layers that have memory at this location. If `others` is None, all layers of the model use this memory:
-    the model's layer l uses layer l modulo `num_layers`. Otherwise only the first `num_layers` layers use it."""
+    """Number of layers that have memory at this location. If `others` (the location of later layers) is None, all
+    layers of the model use this memory: the model's layer l uses layer l modulo `num_layers`. If `others` is set, only
+    the model's first `num_layers` layers use it."""
     num_keys: int
     """Number of keys of the sequence, including the keys of its new tokens."""
     num_new: int = 1

@@ -4,8 +4,9 @@
 reuses them as prefixes of new sequences.
 
 The cache is an owner of its pages, like a sequence. The pages therefore remain after the sequence that filled them has
-ended. The cache uses only pages that sequences do not need. If a sequence needs a page and none is free, the least
-recently used block is evicted, among the blocks that have a page without another owner.
+ended. The cache uses only pages that sequences do not need. If a sequence needs a page and none is free, blocks are
+evicted, the least recently used first. Blocks whose pages all have other owners are skipped, because evicting them
+would free nothing.
 """
 
 import threading
@@ -65,8 +66,9 @@ class PagePrefixes:
         return pages
 
     def evict(self, num_pages: int) -> bool:
-        """Evict blocks, the least recently used first, until `num_pages` pages are free. Only blocks that have pages
-        without another owner are evicted. Return True if at least one block was evicted."""
+        """Evict blocks, the least recently used first, until this frees `num_pages` pages. A block whose pages all have
+        other owners is skipped, because evicting it would free nothing. Return True if at least one block was
+        evicted."""
         dropped, num_spared = list[str](), 0
         with self._lock:
             for name, pages in self._blocks.items():

@@ -131,8 +131,9 @@ class RowPages:
         return self._pages[tokens.start // self._pool.page_tokens : self._num_for(tokens.end)]
 
     def share(self, pages: Sequence[int]) -> None:
-        """Use pages of another owner, which contain KV, as the start of the sequence. The sequence must not have pages
-        yet, and it becomes an additional owner of `pages`. An owner that writes to a shared page must copy it first."""
+        """Use pages that another owner has filled with KV as the start of the sequence. The sequence must not have
+        pages yet, and it becomes an additional owner of `pages`. An owner that writes to a shared page must copy it
+        first."""
         self._pool.share(pages)
         self.adopt(pages)
 

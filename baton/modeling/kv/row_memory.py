@@ -33,11 +33,12 @@ faults when they are first written."""
 
 
 class RowMemory(Protocol):
-    """Interface of the memory for the KV of one sequence, of up to `max_tokens` tokens. It is used by one sequence
-    after another. Not thread-safe."""
+    """Interface of memory that holds the KV of one sequence at a time, for at most `max_tokens` tokens. After
+    `release`, the next sequence can use it. Not thread-safe."""
 
     data_LS2GH: Tensor
-    """Memory of all layers and tokens. Only committed bytes may be accessed."""
+    """KV of the sequence in all layers, `[L, S, 2, G, H]`, where S is at least `max_tokens`. On the third axis, index 0
+    is K and index 1 is V. Only committed bytes may be accessed."""
     num_bytes: int
     """Number of bytes that are committed now."""
     access: HostAccess

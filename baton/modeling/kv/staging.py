@@ -27,8 +27,8 @@ Frame = memoryview
 
 class StagingFrames:
     """Pool of staging frames: buffers of equal size in one block of host memory. The most recently released frame is
-    reused first, because it is likely to be in a CPU cache. Frames that are never needed at the same time as all other
-    frames are therefore never written. Thread-safe."""
+    reused first, because it is likely to be in a CPU cache. If at most n frames are in use at any time, only the same n
+    frames are ever written. Thread-safe."""
 
     def __init__(
         self, make_home: Callable[[int], Tensor], num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES

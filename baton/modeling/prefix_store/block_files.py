@@ -124,7 +124,8 @@ class BlockWriter:
 
 
 def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
-    """Return the KV of an open block file as `num_bytes` writable bytes. Raises OSError.
+    """Return the KV of an open block file as `num_bytes` writable bytes. Raises OSError if the file cannot be mapped or
+    cannot be read completely.
 
     If `in_memory` is set, the result is a copy-on-write mapping of the file. The mapping keeps the file open, and
     therefore locked, until its last view is freed. Otherwise the result is a copy, so that later reads do not wait for

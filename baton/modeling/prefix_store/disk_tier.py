@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
 """Timeout in seconds after which a disk that does not answer counts as hung. A longer timeout would be useless, because
-computing a block instead of reading it usually takes less time."""
+computing the KV of a block again usually takes less than this time."""
 
 FOLDER_S = 30.0
 """Timeout in seconds for calls that list, copy or remove a whole folder. It restarts whenever the disk answers. No
@@ -40,7 +40,7 @@ class _Call:
     """A call to the disk that has not returned."""
 
     within_s: float
-    """Timeout in seconds. The timeout restarts whenever the disk answers."""
+    """Timeout of the call in seconds. It restarts whenever the disk answers."""
     due_s: float
     """Time in seconds on the clock at which the disk counts as hung, unless it answers before."""
     num_answers: int = 0

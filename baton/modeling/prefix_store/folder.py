@@ -8,7 +8,7 @@ A worker that starts removes folders that killed clusters left on its node. If a
 after a crash, it is reused with its files, because the name of each file identifies the file's content.
 
 In a file system that several users share, another user may own a folder with the same name. Such a folder is never
-used. Workers that have the same key then use the same alternative name.
+used. Workers then use an alternative name, which is derived from a secret key that they share.
 
 This module does not depend on the files in the folder. Any process of the node may use it. It blocks only while another
 process removes a folder.

@@ -20,8 +20,8 @@ from baton.types import KvLayout
 
 @dataclass(frozen=True)
 class DiskPlace:
-    """Settings of the store on disk: its folder, its maximum size in bytes, and the timeout of the disk. Blocks that
-    are evicted from memory may still be on disk."""
+    """Settings of the store on disk: its folder, its maximum size in bytes, and the time after which a disk that does
+    not answer is no longer used. Blocks that are evicted from memory may still be on disk."""
 
     folder: Path
     limit_bytes: int

@@ -22,20 +22,21 @@ folder."""
 
 @dataclass
 class Shelf:
-    """List of the blocks in a prefix store's folder that may be evicted, with the total size of the folder's files. The
-    caller must hold the lock on the folder."""
+    """List of the blocks in a prefix store's folder that are permitted to be evicted, with the total size of the
+    folder's files. The caller must hold the lock on the folder."""
 
     folder: Path
     blocks: list[tuple[int, str, int]] = field(default_factory=list)
-    """Blocks that may be evicted, each as (time of last use in unix nanoseconds, name, bytes). The least recently used
-    block is the last one."""
+    """Blocks that are permitted to be evicted, each as (time of last use in unix nanoseconds, name, bytes). The least
+    recently used block is the last one."""
     num_bytes: int = 0
-    """Total size of all files in the folder in bytes, including blocks that may not be evicted."""
+    """Total size of all files in the folder in bytes, including blocks that must not be evicted and files that are
+    still being written."""
 
     @classmethod
     def of(cls, folder: Path, *, spared: Collection[str]) -> Self:
         """Remove the incomplete files of killed writers. Return a Shelf that counts all remaining files in the folder.
-        All complete blocks may be evicted, except those whose names are in `spared`."""
+        `blocks` lists all complete blocks, except those whose names are in `spared`."""
         for unsealed in folder.glob(UNSEALED + "*"):
             if remove_unlocked(unsealed):
                 logger.info("removed %s, which a writer had left", unsealed)

@@ -15,8 +15,8 @@ Invariants, which hold even when processes die:
               not locked, and the next `take` removes it.
 
 A store may have a second store below it, on disk, with its own folder and limit. Blocks are copied to the disk after
-they are sealed, because no request waits then. They are not copied at eviction, because a request would then wait for
-the copy. Blocks on disk are copied to memory for readers. A disk that does not answer counts as empty (`disk_tier`).
+they are sealed, when no request waits for the copy. They are not copied at eviction, because a request would have to
+wait. Blocks on disk are copied to memory for readers. A disk that does not answer counts as empty (`disk_tier`).
 
 The kernel releases the locks of a process that dies, so no process has to keep a list of readers. Files are mapped
 copy-on-write: readers share the pages and cannot change the files. Processes share no state except the files, so any
@@ -76,7 +76,7 @@ class Filled:
     stored: tuple[str, ...] = ()
     """Names of the requested blocks that are stored now, in the order of the prompt."""
     evicted: tuple[str, ...] = ()
-    """Blocks that were evicted to make room for the stored ones."""
+    """Names of blocks that were evicted to make room. Blocks that are known to be on disk are omitted."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class BlockRoom:
     present: list[str] = field(default_factory=list)
     """Names of the requested blocks that were already stored and are not written again."""
     evicted: list[str] = field(default_factory=list)
-    """Names of the blocks that were evicted to reserve the space."""
+    """Names of blocks that were evicted to make room. Blocks that are known to be on disk are omitted."""
 
     def allocate(self) -> None:
         """Allocate the memory of the blocks. If a block's memory cannot be allocated, this block and all blocks after
@@ -100,7 +100,7 @@ class BlockRoom:
                 self.give_up(index)
 
     def give_up(self, index: int) -> None:
-        """Release the space of the block at `index` in `writers`, and of all blocks after it."""
+        """Remove the writer at `index` in `writers`, and all later ones. Release the space of their blocks."""
         for writer in self.writers[index:]:
             writer.drop()
         del self.writers[index:]
@@ -112,7 +112,7 @@ class BlockRoom:
                 writer.seal()
 
     def filled(self, names: Sequence[str]) -> Filled:
-        """Return the blocks of `names` that are stored now, and the blocks that were evicted. Call after `seal`."""
+        """Return those of `names` whose blocks are stored now, and the names in `evicted`. Call after `seal`."""
         stored = {*self.present, *(writer.name for writer in self.writers)}
         return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
 

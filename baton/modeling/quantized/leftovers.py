@@ -34,6 +34,6 @@ KV_CACHE = "quantisation of the KV cache"
 
 
 def unused_kind(name: str) -> str | None:
-    """Return a description of the tensor `name` if it is a scale of activations or of a KV cache, which is not read.
-    Return None for any other tensor."""
+    """Return the kind of the tensor `name`, as text for messages, if it is a scale of activations or of a KV cache.
+    Such tensors are not read. Return None for any other tensor."""
     return next((kind for kind, endings in _KINDS.items() if name.endswith(endings)), None)

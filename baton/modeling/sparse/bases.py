@@ -39,8 +39,8 @@ NUM_WHOLE_LAYERS = 2
 """Number of layers at the start of the model that attend to all keys, as in the InfiniGen paper. Attention in these
 layers is spread over too many keys to omit some."""
 NUM_PLACES = 5
-"""Number of start positions in the context. To fit a basis, the queries and keys of the sample text are rotated to each
-of these positions."""
+"""Number of positions in the context at which the sample text is assumed to begin. To fit a basis, the text's queries
+and keys are rotated to each of these positions."""
 _DAMPING = 1e-3
 """Smallest singular value that may be used as a divisor, as a fraction of the largest singular value. Smaller singular
 values are replaced by this minimum."""
@@ -50,17 +50,18 @@ class BasisKind(enum.Enum):
     """Method by which a basis is computed. The value is the method's name on the command line and in files."""
 
     COLUMNS = "columns"
-    """Method that keeps R of a head's H dimensions unchanged: those with the largest absolute values of queries and
-    keys, summed over all tokens."""
+    """Method that keeps R of a head's H dimensions unchanged. For each dimension, the absolute values in all queries
+    and keys are summed. The R dimensions with the largest sums are kept."""
     COLUMNS_Q = "columns_q"
-    """Method that keeps R of a head's H dimensions unchanged: those with the largest absolute values of queries, summed
-    over all tokens."""
+    """Method that keeps R of a head's H dimensions unchanged. For each dimension, the absolute values in all queries
+    are summed. The R dimensions with the largest sums are kept."""
     SKEW = "skew"
     """Method of the InfiniGen paper. Queries and keys are multiplied by the right singular vectors of the queries. The
-    R columns of the products with the largest absolute values, summed over all tokens, are kept."""
+    results have H columns. For each column, the absolute values of all queries and keys are summed. The R columns with
+    the largest sums are kept."""
     SKEW_Q = "skew_q"
-    """Variant of SKEW that chooses the columns by the products with queries alone. The chosen columns are usually those
-    of the largest singular values."""
+    """Variant of SKEW in which only the values of queries are summed, not those of keys. The chosen columns are usually
+    those of the largest singular values."""
     CENTRED = "centred"
     """Method that approximates all attention scores best with rank R (Eckart and Young), after each query's mean score
     over all keys is subtracted."""
@@ -164,7 +165,8 @@ def fit_bases(
 
 
 def spread(positions: PositionTable, x_TNH: Tensor, context: int, layer: int) -> Tensor:
-    """Rotate the queries or keys of a text to NUM_PLACES start positions, from the start to the end of the context.
+    """Rotate the queries or keys of a text as if the text began at other positions. There are NUM_PLACES start
+    positions, evenly spaced, so that the first copy begins with the context and the last copy ends with it.
 
     `x_TNH` holds the queries or keys of the text's T tokens in `layer`. Returns `[NUM_PLACES * T, N, H]`. If the model
     does not use RoPE, the input is only repeated.

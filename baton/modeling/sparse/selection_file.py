@@ -3,8 +3,8 @@ projections of queries and keys) and the parameters of key selection.
 
 Residency policies that select keys load the file when a generation group starts. Its tensors are `q_LGHR` and `k_LGHR`
 (see `baton.modeling.sparse.bases`). All other values are text in the file's metadata. A file is valid only for the
-weights from which it was computed, including their dtype and quantization, and stores their fingerprint. Reading and
-writing block on the disk.
+weights from which it was computed, including their dtype and quantization. It stores the fingerprint of these weights.
+Reading and writing block on the disk.
 """
 
 import math

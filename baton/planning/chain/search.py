@@ -1,13 +1,13 @@
 """Search for the partition with the shortest predicted time to first token (KVR-S in KV-Runahead, ICML 2024, section
 4.2).
 
-The search starts from several partitions, called seeds. One seed is computed: it gives all ranks the same compute time,
-and ignores communication. Other seeds are suitable for slow links. Each seed is improved by moving tokens between ranks
-while this reduces the predicted time.
+The search starts from several partitions, called seeds. One seed is computed from the costs: it gives all ranks the
+same compute time, and ignores communication. Other seeds are suitable for slow links. Each seed is improved by moving
+tokens between ranks while this reduces the predicted time.
 
-A search takes tens of milliseconds, and a whole table takes seconds; the grid search of the paper took hours. This is
-still too long for each request, so results are stored in a table (`baton.planning.chain.partition_table`). See
-docs/kv_runahead.md. All functions are pure.
+A search takes tens of milliseconds, and a whole table takes seconds; the grid search of the paper took hours. Even tens
+of milliseconds are too long for each request, so results are stored in a table
+(`baton.planning.chain.partition_table`). See docs/kv_runahead.md. All functions are pure.
 """
 
 import itertools
@@ -77,7 +77,8 @@ def search(
 def analytic_seed(
     num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
 ) -> tuple[int, ...]:
-    """Return the chunks with which all ranks take the same time, if communication takes no time.
+    """Return the number of tokens of each rank with which all ranks have the same compute time, up to rounding. The
+    time of communication is ignored.
 
     The common time is found by bisection. For a given time, each chunk is the root of a quadratic equation. With s
     tokens before it, a chunk of c tokens takes linear_s * c + pair_s * c * (s + w * c) seconds. w is 1 for the dense
@@ -105,9 +106,9 @@ def analytic_seed(
 def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
     """Improve a partition by local search. Return the chunks, and the value that `evaluate` returns for them.
 
-    Each step moves tokens from one rank to another, if this decreases the value. If no move does, the number of tokens
-    of a step is halved, down to `least_step`. Pairs of moves are also tried, because often the value decreases only if
-    the slowest rank gives tokens to two other ranks at once.
+    Each step moves tokens from one rank to another, if this decreases the value. If no move decreases it, the number of
+    tokens of a step is halved, down to `least_step`. Pairs of moves are also tried, because often the value decreases
+    only if the slowest rank gives tokens to two other ranks at once.
     """
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])

@@ -50,12 +50,11 @@ class LayerTimes:
     """Seconds of the part of a layer that needs earlier ranks' KV: attention to the keys of cached tokens and of
     earlier ranks' tokens, and the matrix products that follow attention."""
     copy: Seconds
-    """Seconds to copy one layer's KV of the rank's own and all earlier ranks' tokens before it is sent. 0 on the first
-    rank."""
+    """Seconds to copy one layer's KV before it is sent. This is the KV of the rank's own tokens and of all earlier
+    ranks' tokens. 0 on the first rank."""
     last_own: Seconds
-    """Seconds of attention to the keys of the rank's own chunk in the last layer, if the rank is the last of its chain.
-    It is less than `own` if attention is computed only for the last query. `last_far` holds the seconds of the part
-    that needs earlier ranks' KV, in the same layer."""
+    """Value of `own` in the last layer. It is less than in other layers if attention is computed only for the last
+    query. `last_far` is the value of `far` in the last layer. Both apply only to the last rank of a chain."""
     last_far: Seconds
 
     @property
@@ -100,8 +99,9 @@ def rank_seconds(work: LayerTimes, is_last: NDArray[np.bool_], cost: CostModel, 
 def chain_ttft(
     chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
 ) -> Seconds:
-    """Return the predicted time to first token in seconds. For one partition `[n]` the result is a 0-d array; for N
-    partitions `[N, n]` it has the shape `[N]`.
+    """Return the predicted time to first token in seconds. `chunks` holds the number of tokens of each of n ranks. For
+    one partition, its shape is `[n]`, and the result is a scalar. For N partitions, its shape is `[N, n]`, and the
+    result has the shape `[N]`.
 
     `cached` is the number of cached tokens, which precede the tokens in `chunks`. The time ends when the first token is
     sampled. If `cost.push` is set, the time ends only when all KV has reached the generation group, too.

@@ -49,14 +49,14 @@ class Batch:
 
     def __init__(self, lines: StepLines, gaps: GapHistogram, on_end: Callable[[int, float], None]) -> None:
         """Create an empty batch. `lines`: step times. `gaps`: histogram to which the times between tokens are added.
-        `on_end` is called when a sequence leaves, with the sequence's number and the time of its last token. This time
+        `on_end` is called when a sequence leaves the batch, with its number and the time of its last token. This time
         may be up to one step in the future."""
         self._lines = lines
         self._gaps = gaps
         self._on_end = on_end
         self._ends: list[tuple[int, int, int, int]] = []
-        """Heap of the sequences, ordered by the step after which they leave. An entry is (index of this step, order of
-        joining, final number of tokens, number of the sequence)."""
+        """Heap of the sequences, ordered by their last step in the batch. An entry is (total number of steps of the
+        batch when the sequence leaves, order of joining, final number of tokens, number of the sequence)."""
         self._order = count()
         self._num_steps = 0
         self._at_s = 0.0
@@ -77,8 +77,8 @@ class Batch:
         return self._line[0] + self._line[1] * self.num_keys if self._ends else 0.0
 
     def join(self, number: int, context: int, num_tokens: int, now_s: float) -> None:
-        """Add the sequence `number`, which has `context` tokens now and leaves after `num_tokens` (at least 1) further
-        steps. It joins at the next step boundary."""
+        """Add the sequence `number`, which has `context` tokens now. It joins the batch at the next step boundary, and
+        leaves the batch `num_tokens` steps later. `num_tokens` is at least 1."""
         if not self._ends:
             self._at_s = max(now_s, self._at_s)
         elif now_s > self._at_s:
@@ -97,8 +97,7 @@ class Batch:
         return self._at_s + self._seconds(self._steps_begun(now_s))
 
     def advance(self) -> None:
-        """Run all steps until the next sequence leaves. Remove this sequence, and all others that leave after the same
-        step."""
+        """Run steps until at least one sequence is complete. Remove all complete sequences from the batch."""
         if self._ends:
             self._settle(self._ends[0][0] - self._num_steps)
             self._leave()
@@ -106,14 +105,14 @@ class Batch:
 
     @property
     def next_end_s(self) -> float:
-        """Return the time at which the next sequence leaves; infinity if the batch is empty."""
+        """Return the time at which the next sequence leaves the batch; infinity if the batch is empty."""
         if not self._ends:
             return math.inf
         return self._at_s + self._seconds(self._ends[0][0] - self._num_steps)
 
     def drain_s(self, now_s: float) -> float:
-        """Return the predicted seconds from `now_s` until the last sequence leaves. Assumes that all steps take as long
-        as the next one and that no sequence joins."""
+        """Return the predicted seconds from `now_s` until the batch is empty; 0 if it is empty now. Assumes that no
+        sequence joins, and that all steps take as long as the next one."""
         if not self._ends:
             return 0.0
         num_steps = max(end for end, _, _, _ in self._ends) - self._num_steps

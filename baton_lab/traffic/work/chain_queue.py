@@ -32,7 +32,7 @@ class PrefillWork(Protocol):
         """Add a job with the number `number`, whose ranks and durations are those of `plan`."""
 
     def advance(self, now_s: float) -> Done:
-        """Advance the simulated time to `now_s`, and return the work that was finished by then."""
+        """Advance the simulated time to `now_s`. Return the work that finished after the previous call of `advance`."""
 
     @property
     def next_turn_s(self) -> float:

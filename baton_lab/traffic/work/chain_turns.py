@@ -25,8 +25,8 @@ from orchestrator.placement.chain_width import ChainPlan
 
 @dataclass(frozen=True)
 class _Turn:
-    """Unit of a rank's work on a job: it completes one layer and begins the next one. The first turn of a
-    rank on a job completes no layer. The last turn of the chain's last rank begins none."""
+    """Unit of a rank's work on a job. A turn completes one layer and begins the next one. There are two exceptions: a
+    rank's first turn on a job completes no layer, and the last turn of the chain's last rank begins no layer."""
 
     until_projected_s: float | None
     """Seconds from the start of the turn until the rank's own KV of the next layer is computed. None if no layer begins
@@ -86,8 +86,8 @@ class _Part:
 
 
 class _Rank:
-    """One rank of the group: its work on each job, ordered by due time, and the work on which it currently runs a turn
-    (about one layer)."""
+    """One rank of the group. It has a list of its unfinished jobs, ordered by due time, and runs one turn (about one
+    layer) of one job at a time."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []
@@ -96,8 +96,8 @@ class _Rank:
 
     @property
     def next_s(self) -> float:
-        """Time at which the current turn ends. If the rank is idle, the time at which a job becomes ready; infinity if
-        this is not known or if there are no jobs."""
+        """Time at which the current turn ends. If the rank is idle: the time at which the first of its jobs becomes
+        ready. Infinity if this time is not known yet, or if the idle rank has no jobs."""
         return self._turn_end_s if self.running else min((part.ready_s for part in self.parts), default=math.inf)
 
     def begin_turn(self, now_s: float) -> None:

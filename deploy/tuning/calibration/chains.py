@@ -62,7 +62,7 @@ class Check:
     num_tokens: int
     chunks: tuple[int, ...]
     is_fitted: bool
-    """True if prompts of this length and number of ranks were used for the fit."""
+    """True if the fit used the prompts of this length that were divided among this number of ranks."""
     measured_s: float
     """Median time to first token, in seconds."""
     predicted_s: float
@@ -81,7 +81,8 @@ class ChainFit:
 
     calibration: Calibration
     residual: float
-    """Largest deviation of a measured computation time of a rank from the fit, as a fraction of the measured time."""
+    """Largest difference between a rank's measured computation time and the time that the fit gives, as a fraction of
+    the measured time."""
     checks: tuple[Check, ...]
     """Comparisons of predicted and measured times, in ascending order of prompt length. There is one comparison for
     each prompt length and each division of the prompt among the ranks (`Check.chunks`: number of tokens of each

@@ -1,8 +1,8 @@
 """`baton calibrate`: measures the costs of prefill on a running cluster, and sends the costs to the cluster, which uses
 them for its predictions.
 
-`baton.planning.fit` fits the costs. `baton.planning.calibration` writes the file. docs/kv_runahead.md explains the
-numbers.
+`baton.planning.fit` fits the costs. `baton.planning.calibration` writes the calibration file. docs/kv_runahead.md
+explains calibrations.
 """
 
 import argparse

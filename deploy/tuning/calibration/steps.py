@@ -25,11 +25,11 @@ from baton.types import TokenEvent
 NUM_STEPS = 16
 """Number of steps that are measured in each batch."""
 _BEFORE = NUM_STEPS // 2 + 2
-"""Number of output tokens that a sequence has half-way through its measurement. The first two of them are not measured.
-They come from the step that ends the prompt, and from the step after it."""
+"""Number of output tokens that a sequence has when half of its measured steps have run. It includes two tokens that are
+not measured: those of the step that ends the prompt, and of the step after it."""
 LEAST_CONTEXT = _BEFORE + 1
 """Minimum context that can be measured, in tokens. A context is the number of tokens (prompt and output) that a
-sequence has half-way through its measurement. A prompt of one token has the minimum context."""
+sequence has when half of its measured steps have run. A prompt of one token has the minimum context."""
 _BATCHES = (1, 4, 16, 64)
 _CONTEXTS = (192, 1024, 4096)
 
@@ -42,7 +42,7 @@ class Grid:
     """Batch sizes (numbers of sequences), in ascending order."""
     contexts: tuple[int, ...]
     """Contexts in tokens, in ascending order. A context is the number of tokens (prompt and output) that a sequence has
-    half-way through its measurement."""
+    when half of its measured steps have run."""
     repeats: int = 1
     """Number of times that each batch is measured."""
 
@@ -67,7 +67,7 @@ def default_batches(num_slots: int) -> tuple[int, ...]:
 
 def longest_context(max_tokens: int) -> int:
     """Return the longest context that can be measured, in tokens, if a request has at most `max_tokens` tokens. A
-    context is the number of tokens (prompt and output) that a sequence has half-way through its measurement."""
+    context is the number of tokens (prompt and output) that a sequence has when half of its measured steps have run."""
     return max_tokens - NUM_STEPS // 2
 
 

@@ -26,7 +26,7 @@ class Captured:
     selected. Values are means over queries, heads, and the layers in which keys are selected."""
 
     mass: float
-    """Fraction of the softmax weight over all keys that the selected keys have."""
+    """Fraction of the softmax weight that falls on the selected keys. The weights of all keys add up to 1."""
     share: float
     """Fraction of the visible keys that are selected."""
 

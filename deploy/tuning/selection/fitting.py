@@ -79,9 +79,9 @@ class Judged:
     """Fraction of the softmax weight that the selected keys have if each layer selects keys with queries that were
     predicted one layer earlier (lookahead 1)."""
     is_best: bool
-    """True if this basis is among the best bases with the same number of columns. These are the bases whose captured
-    mass is less than `_TIE` below the highest captured mass. The captured mass is the field `own_mass` or `early_mass`,
-    according to the requested lookahead."""
+    """True if this basis is one of the best among the compared bases with the same number of columns: its captured mass
+    is less than `_TIE` below the highest captured mass of these bases. The captured mass is the field `own_mass` or
+    `early_mass`, according to the requested lookahead."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,19 @@ class Outcome:
     title: str
     judged: tuple[Judged, ...]
     judged_share: float
-    """Fraction of the keys that were selected while bases were compared. It includes the keys that are always selected.
-    A basis projects queries and keys to a few columns, from which attention scores are estimated."""
+    """Fraction of the keys that were selected while bases were compared. It includes the keys at the beginning and at
+    the end of the context, which are always selected. A basis projects queries and keys to a few columns, from which
+    attention scores are estimated."""
     best_mass: float
     """Fraction of the softmax weight that the selected keys have if they are selected by their true scores, not by
     estimated scores. The number of selected keys is the same as for the compared bases. No basis can select keys with
     more weight."""
     full_perplexity: float
     found: tuple[Measured, ...]
-    """Accepted selections of keys, in order of preference. If the user gave the bounds alpha and most_share, these are
-    the selections with these bounds, one per basis. Otherwise they are the selections whose increase of perplexity is
-    within the allowed limit. The first one is written to the file."""
+    """Accepted selections of keys, in order of preference. A selection has two bounds: alpha (maximum distance of a
+    key's score from the best score) and most_share (maximum fraction of the keys). If the user gave alpha, these are
+    the selections with the given bounds, one per basis. Otherwise they are the selections whose increase of perplexity
+    is within the allowed limit. The first one is written to the file."""
     path: Path
 
 
@@ -182,9 +184,10 @@ def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> l
     """Measure selections of keys with these bases, and return the selections in order of preference. A basis projects
     queries and keys to a few columns, from which attention scores are estimated. A selection has two bounds: alpha
     (maximum distance of a key's score from the best score) and most_share (maximum fraction of the keys). If the user
-    gave both bounds, a selection with these bounds is measured for each basis, and the one that increases perplexity
-    least is first. Otherwise both bounds are searched for. Of the selections whose increase of perplexity is within the
-    allowed limit, the one that reads the fewest bytes is first. Raises ConfigError."""
+    gave alpha, a selection with this alpha, and with the given or the default most_share, is measured for each basis,
+    and the one that increases perplexity least is first. Otherwise both bounds are searched for. Of the selections
+    whose increase of perplexity is within the allowed limit, the one that reads the fewest bytes is first. Raises
+    ConfigError."""
     if wanted.by_hand is None:
         fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
         bases = cheapest(bases, fixed, wanted.context, reader.measure)

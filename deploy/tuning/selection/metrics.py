@@ -49,8 +49,8 @@ class PicksMeter:
 
     @property
     def picked_share(self) -> float | None:
-        """Mean fraction of a sequence's keys that a kv head attended to, over the layers in which keys were selected.
-        None if no layer selected keys."""
+        """Mean fraction of a sequence's keys to which a kv head attended. Only layers in which keys were selected
+        count. None if no layer selected keys."""
         return statistics.fmean(self._shares) if self._shares else None
 
     @property
@@ -88,19 +88,19 @@ class WatchedTurns:
     them."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Call the residency policy's hook for the beginning of `layer` (`turns.begin`)."""
+        """Call `self.turns.begin`, the residency policy's hook for the beginning of `layer`."""
         self.turns.begin(layer, hidden_TD)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the keys that the residency policy selects for these queries (`turns.picks`), and record them in the
-        meter. None: the policy selects no keys, and all keys are attended to."""
+        """Return the keys that the residency policy selects for the queries `q_TNH` (`self.turns.picks`), and record
+        these keys in the meter. None: the policy selects no keys, and all keys are attended to."""
         picks = self.turns.picks(layer, q_TNH)
         if picks is not None:
             self.meter.take(layer, picks, self.step, q_TNH)
         return picks
 
     def end(self, layer: int) -> None:
-        """Call the residency policy's hook for the end of `layer` (`turns.end`)."""
+        """Call `self.turns.end`, the residency policy's hook for the end of `layer`."""
         self.turns.end(layer)
 
 

@@ -100,8 +100,8 @@ class Reading:
     held: KvBytes
     """KV memory of all sequences after the last step."""
     picked_share: float | None
-    """Mean fraction of a sequence's keys that its kv heads attended to, over the layers in which the policy selects
-    keys. None if there are no such layers."""
+    """Mean fraction of a sequence's keys to which its kv heads attended. Only layers in which the policy selects keys
+    count. None if there are no such layers."""
     mass: float | None
     """Mean fraction of full attention's softmax weight that belongs to the keys attended to. None if it was not
     measured."""

@@ -39,7 +39,7 @@ class Measured:
     cost_error: float
     """Standard error of `cost` over passages; NaN for one passage."""
     picked_share: float
-    """Mean fraction of a sequence's keys that were attended to, over the layers in which the policy selects keys."""
+    """Mean fraction of a sequence's keys that were attended to. Only layers in which the policy selects keys count."""
     read_share: float
     """Bytes read, as a fraction of the KV bytes that full attention reads. The bytes include KV for attention, and
     partial keys (keys projected to fewer columns, from which scores are estimated)."""

@@ -30,7 +30,8 @@ class Wanted:
     most_cost: float
     """Maximum relative increase of perplexity that a selection may cause, for example 0.02."""
     by_hand: tuple[float, float] | None
-    """Values of alpha and most_share that the user gave. None: `baton prepare` searches for the values."""
+    """Pair (alpha, most_share) that the user gave: the maximum distance of a selected key's score from the best score,
+    and the maximum fraction of keys that are selected by score. None: `baton prepare` searches for the values."""
     num_first: int
     num_last: int
     free_keys: int

@@ -13,8 +13,8 @@ keys and values of all kv heads:
 This module has the parts that are the same for all devices. It determines the area of a layer, the layer whose keys an
 area contains, and the places of the latest tokens. Two other modules assign keys to cache slots: `native_keys` for
 CPUs, and `tensor_keys` for GPUs. They list the keys in *records*, one for each area and kv head. A pick that is not in
-a cache slot gets a cache slot that was never used. If all cache slots were used, the pick replaces the key in the next
-one, in cyclic order, whose key is not picked in this step.
+a cache slot gets a cache slot that was never used. If all cache slots were used, the pick replaces another key. The
+cache slots are searched in cyclic order for a key that is not picked in this step.
 
 Shape suffixes: G kv heads, H head dim, W latest, C cache slots.
 """
@@ -27,9 +27,9 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.row_parts import MakeMemory, PagedKv
 
 _MORE_LATEST = 16
-"""Number of places (indices of an area, the device memory of one layer) for new tokens, in addition to the places for
-the latest tokens that the policy always selects. When all of these places are used, the latest tokens are copied to the
-first places of the area."""
+"""Number of additional places for new tokens. A place is an index in an area, which is the device memory of one layer.
+The policy always selects the latest `num_last` tokens, for which an area has `num_last` places. When these and the
+additional places are all used, the latest `num_last` tokens are copied to the first places."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class HotKeys:
 
     @property
     def num_bytes(self) -> int:
-        """Return the number of bytes of memory that are committed now."""
+        """Return the number of bytes of device memory that are committed for the slot's hot keys now."""
         return self._kv.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
@@ -99,7 +99,8 @@ class HotKeys:
         return self._kv.bytes_for(self.size.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin the use of the slot by a new sequence, which has no hot keys yet."""
+        """Begin the use of the slot by a new sequence, which has no hot keys yet. `num_tokens`: number of tokens that
+        are certain to be written, such as the prompt. `capacity_tokens` is not used."""
         self._kv.open(self.size.num_places(num_tokens), self._num_places)
         self.forget()
 

@@ -57,15 +57,16 @@ class FetchedStep(ScoringStep[FetchedRow]):
         mechanism: FetchMechanism,
         pieces: Pieces,
     ) -> None:
-        """`pieces` is a buffer on the device. The earlier KV of a sequence with several new tokens is read through it,
-        in pieces (ranges of tokens), one at a time."""
+        """Begin a step. `rows`: memory of each sequence's slot, with the range of the sequence's new tokens. `pieces`:
+        buffer on the device. A sequence with several new tokens reads its earlier KV through this buffer, one piece
+        (range of tokens) at a time."""
         super().__init__(rows, prepared, decoder, mechanism.scored)
         self._link, self._pieces = link_of(decoder.device), pieces
         self._stores = HomeStores(self._link)
         self._num_bytes_before = pieces.num_bytes
         self._coming: dict[int, tuple[Transfer, Picks]] = {}
-        """Running fetches by layer. Each entry has the transfer of the missing keys, and the indices of all selected
-        keys in the layer's device memory."""
+        """Running fetches by layer. Each entry is a pair: the transfer of the keys that were not on the device, and all
+        selected keys, as indices in the layer's device memory."""
         self._fetch: Transfer = DoneTransfer()
         """Latest fetch. All earlier fetches have ended when this one has ended."""
         self._num_picks: list[tuple[Tensor, Tensor]] = []
@@ -81,7 +82,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
             self._ask(layer + 1, picks)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Wait for the fetch of the layer's selected keys. Return the indices of the selected keys and values in the
+        """Wait for the fetch of the layer's selected keys. Return the selected keys and values, as indices in the
         layer's device memory, for the sequences that select keys. Return None in the first two layers, in which
         sequences attend to all keys."""
         if layer not in self._layers:

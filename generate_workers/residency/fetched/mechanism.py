@@ -31,13 +31,13 @@ Choosing = Sequence[tuple[FetchedRow, TokenRange]]
 
 
 class StepKeys(Protocol):
-    """Interface to the device memory of those sequences that select keys in one step. The memory holds the selected
-    keys and values, and the KV of each sequence's new token."""
+    """Interface to the device memory of one step, for the sequences that select keys in this step. The memory holds the
+    selected keys and values, and the KV of each sequence's new token."""
 
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
         """Assign a place (index in device memory) to each key in `picks`, the keys that `layer` selects. Return `picks`
-        with places instead of token indices, and the keys and values that must be fetched to their places. Must be
-        called once per layer, in ascending order."""
+        with places instead of token indices, and the keys and values that must be fetched to their places. In each
+        step, must be called once per layer, in ascending order of layers."""
 
     def own_keys(self, layer: int) -> Tensor:
         """Return the keys of the new tokens in `layer`, `[B, G, H]`, from the device memory that the layer uses."""
@@ -66,7 +66,8 @@ class FetchMechanism(Protocol):
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
         """Make and return a FetchedRow, the memory of one slot, for every slot. Each has `num_areas` areas: device
         memory for selected keys and values of one layer at a time. `num_rows` is the number of sequences for which the
-        device has memory at the same time. Must be called once. Raises an error of OUT_OF_MEMORY, or OSError."""
+        device has memory at the same time. Must be called exactly once. Raises an error of OUT_OF_MEMORY, or
+        OSError."""
 
     def scored(self, keys: Sequence[Any], lengths: Sequence[int], num_tokens: Sequence[int]) -> ScoredKeys:
         """Return an object that scores the partial keys (keys projected to fewer columns) of several sequences.

@@ -1,4 +1,4 @@
-"""Finds places on the device for selected keys (picks) with C++ kernels, for CPUs and for the device that a CPU
+"""Finds places on the device for selected keys (picks) with C++ kernels. Used on CPUs, and on the device that a CPU
 emulates. A place is an index in an area, the device memory that holds selected keys of one layer at a time
 (`hot_keys`).
 
@@ -6,7 +6,7 @@ Each slot has its own memory, which is committed as the slot's sequence grows. A
 in one area for one kv head. The records are in host memory. The C++ code in baton/modeling/kernels/sparse/hot_keys.cpp
 reads and writes them.
 
-Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C cache slots.
+Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K maximum number of picks, C cache slots.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,8 @@ class RecordedKeys(HotKeys):
     layer. Empty if no sequence uses the slot."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin the use of the slot by a new sequence, which has no hot keys yet."""
+        """Begin the use of the slot by a new sequence, and make empty records for its hot keys. `num_tokens`: number of
+        tokens that are certain to be written, such as the prompt. `capacity_tokens` is not used."""
         super().open(num_tokens, capacity_tokens)
         numbers = self.size.layout.num_kv_heads * (_RECORD_HEAD + 2 * self.most_slots)
         self.records = torch.zeros(self.size.num_areas, numbers, dtype=torch.int32)
@@ -87,7 +88,7 @@ class NativeStepKeys:
         return Picks(places_BGK, picks.num_BG), heads
 
     def own_keys(self, layer: int) -> Tensor:
-        """Return the keys of the new tokens in `layer`."""
+        """Return the keys of the new tokens in `layer`, `[B, G, H]`, from the device memory that the layer uses."""
         area = self._area(layer)
         return torch.stack([k_AGH[area] for k_AGH in self._own_k])
 
@@ -108,11 +109,11 @@ class NativeMechanism:
     scratch_bytes = 0
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: two buffers on the device, which all FetchedRows share. Each holds one piece (a range of tokens) of
-        one layer's KV at a time. The first is for keys that were computed elsewhere and written to a slot: their
-        partial keys (projections to fewer columns) are computed from it. The second is for the earlier KV of a sequence
-        that has several new tokens in a step: attention reads it there. Raises an error of OUT_OF_MEMORY, or
-        OSError."""
+        """Make the mechanism. `pieces`: two buffers on the device, which all FetchedRows share. Each holds one piece (a
+        range of tokens) of one layer's KV at a time. The first is for keys that were computed elsewhere and written to
+        a slot: their partial keys (projections to fewer columns) are computed from it. The second is for the earlier KV
+        of a sequence that has several new tokens in a step: attention reads it there. Raises an error of OUT_OF_MEMORY,
+        or OSError."""
         assert native.load()
         self.basis, self._selection = prepared.basis, prepared.selection
         self._shape, self._device, self._pieces = shape, decoder.device, pieces

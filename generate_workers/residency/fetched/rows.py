@@ -38,7 +38,7 @@ class Pieces:
     `PIECE_TOKENS` tokens, one after another. Used by one thread at a time."""
 
     def __init__(self, layout: KvLayout, device: Device) -> None:
-        """Raises an error of OUT_OF_MEMORY if the buffer cannot be allocated."""
+        """Allocate the buffer. Raises an error of OUT_OF_MEMORY if memory is short."""
         self.num_bytes = 0
         """Number of bytes fetched so far."""
         self._buffer = device.buffer(replace(layout, num_layers=1), TokenRange(0, PIECE_TOKENS))
@@ -167,8 +167,8 @@ def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: Toke
 
 @dataclass(frozen=True)
 class PlacedSpan:
-    """SequenceSpan of one new token, in the layers that select keys. It covers the selected keys and values on the
-    device. They are in areas: an area is device memory that holds keys and values of one layer at a time."""
+    """SequenceSpan of one new token, in the layers that select keys. Attention reads the selected keys and values on
+    the device. They are stored in areas: an area is device memory that holds keys and values of one layer at a time."""
 
     places: KvBuffer
     """Device memory for selected keys and values. Its layer index is the number of an area, the memory for one layer at

@@ -16,7 +16,8 @@ from baton.modeling.kv.transfers import Transfer
 
 
 class HomeStores:
-    """Copies of the KV of one step's new tokens from the device to host memory. Used on the engine's thread."""
+    """Copies of one step's new KV from the device to host memory, which is called `home` in names. Used on the engine's
+    thread."""
 
     def __init__(self, link: HeadLink) -> None:
         self._link = link
@@ -46,8 +47,8 @@ class HomeStores:
 
     def join(self, layer: int) -> None:
         """Wait until the copy of the KV of a layer's new tokens has ended, so that the tokens' device memory may be
-        overwritten. Return at once if no copy was begun for the layer. Copies for sequences with several new tokens are
-        not waited for."""
+        overwritten. Return at once if no copy was begun for the layer. Does not wait for copies of sequences with
+        several new tokens."""
         if (transfer := self._transfers.get(layer)) is not None:
             transfer.join()
 

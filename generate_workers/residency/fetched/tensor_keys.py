@@ -8,11 +8,11 @@ each cache slot, and are indexed by page, too. Pools are allocated once, for as 
 
 The numbers that a step needs are copied to the device when the step begins. After that, the lengths of the sequences
 determine all shapes, and data on selected, hot and missing keys stays on the device. A kernel fetches missing keys from
-pinned host memory (`baton.modeling.kernels.triton.copies`). A selected key that is not in a cache slot replaces the key
-in the next cache slot, in cyclic order, whose key is not selected in this step.
+pinned host memory (`baton.modeling.kernels.triton.copies`). A selected key that is not in a cache slot replaces another
+key. The cache slots are searched in cyclic order for a key that is not selected in this step.
 
-Shape suffixes: B sequences of one new token, G kv heads, H head dim, K picks at most, W latest, C cache slots, A areas,
-L layers, P pages of pools.
+Shape suffixes: B sequences of one new token, G kv heads, H head dim, K maximum number of picks, W latest, C cache
+slots, A areas, L layers, P pages of pools.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,8 @@ class TensorPartialIndex(TensorPartialKeys, PartialPart):
     PartialPart."""
 
     def __init__(self, layout: KvLayout, basis: Basis, pool: PagePool) -> None:
-        """`pool`: pool for partial keys (keys projected to fewer columns), with one page per sequence."""
+        """Make the partial keys (keys projected to fewer columns) of one slot. `pool`: pool for partial keys, with one
+        page per sequence."""
         layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         super().__init__(layers, layout.num_kv_heads, basis.num_columns, pool)
         self._basis = basis
@@ -98,9 +99,9 @@ class Records:
     has cache slots. Each cache slot holds one key of each kv head. The records are tensors on the device."""
 
     def __init__(self, size: HotSize, num_rows: int, most_slots: int, device: torch.device) -> None:
-        """`num_rows`: number of pages in the pool of hot keys, which is the maximum number of sequences. `most_slots`:
-        number of cache slots of an area (device memory of one layer), for each kv head. Raises an error of
-        OUT_OF_MEMORY."""
+        """Allocate records without keys. `num_rows`: number of pages in the pool of hot keys, which is the maximum
+        number of sequences. `most_slots`: number of cache slots of an area (device memory of one layer), for each kv
+        head. Raises an error of OUT_OF_MEMORY."""
         shape = (size.num_areas, num_rows, size.layout.num_kv_heads, most_slots)
         self.keys_APGC = torch.full(shape, -1, dtype=torch.int32, device=device)
         """Token index of the key in each cache slot; -1: the cache slot is empty. The dimensions are area, page of the
@@ -112,8 +113,8 @@ class Records:
 
 @dataclass(frozen=True)
 class PooledSpan(SplitSpan):
-    """SplitSpan whose two memories are pages of pools. One page has the KV of the first two layers. The other has the
-    hot keys (recently selected keys) of the other layers."""
+    """SplitSpan (a SequenceSpan with two separate memories) whose memories are pages of pools. One page has the KV of
+    the first two layers. The other page has the hot keys (recently selected keys) of all later layers."""
 
     tables: tuple[BlockTable, BlockTable]
     """Block tables of the sequence in two pools: the pool of the first two layers' KV, and the pool of hot keys. Each
@@ -130,7 +131,7 @@ class PooledRow(FetchedRow):
 
     def placed_span(self, tokens: TokenRange) -> PooledSpan:
         """Assign a place (index in device memory) to the one new token in `tokens`. Return the SequenceSpan of a step
-        that runs this token, with the block tables of its memory."""
+        that runs this token. It contains the block tables of the slot's memory."""
         span = super().placed_span(tokens)
         return PooledSpan(span.whole, span.others, (_table(self.whole.memory), _table(_hot(self).memory)))
 
@@ -179,7 +180,7 @@ class TensorStepKeys:
         return Picks(places_BGK, picks.num_BG), heads
 
     def own_keys(self, layer: int) -> Tensor:
-        """Return the keys of the new tokens in `layer`."""
+        """Return the keys of the new tokens in `layer`, `[B, G, H]`, from the device memory that the layer uses."""
         return self._areas_APS2GH[layer % self._num_areas, self._rows_B, self._own_places_B, 0]
 
     def own_rows(self, layer: int) -> RowCopies:
@@ -192,10 +193,10 @@ class TensorMechanism:
     stored in the pools."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: two buffers on the device, which all FetchedRows share. Each holds one piece (a range of tokens) of
-        one layer's KV at a time. The first is for keys that were computed elsewhere and written to a slot: their
-        partial keys (projections to fewer columns) are computed from it. The second is for the earlier KV of a sequence
-        that has several new tokens in a step: attention reads it there."""
+        """Make the mechanism. `pieces`: two buffers on the device, which all FetchedRows share. Each holds one piece (a
+        range of tokens) of one layer's KV at a time. The first is for keys that were computed elsewhere and written to
+        a slot: their partial keys (projections to fewer columns) are computed from it. The second is for the earlier KV
+        of a sequence that has several new tokens in a step: attention reads it there."""
         device = decoder.device
         self.basis, self._selection = prepared.basis.to(device.torch_device), prepared.selection
         self._shape, self._device, self._pieces = shape, device, pieces

@@ -7,8 +7,8 @@ itself, because it does not overflow for a narrow group, and because unpacking t
 
 A packed head begins with the level numbers, two per byte, the first channel's number in the high half. The step and the
 minimum of each group follow. If the head dim is not a multiple of 64, groups have the largest even size below 64 that
-divides the head dim. If a group contains an infinity, a NaN, or a value beyond fp16, all of its channels are unpacked
-as NaN, so that the loss is visible.
+divides the head dim. If a group contains an infinity, a NaN, or a value outside the range of fp16, all of its channels
+are unpacked as NaN, so that the loss is visible.
 
 C++ kernels pack and unpack (baton/modeling/kernels/sparse/kv_int4.cpp). With torch's own operations, which read the
 memory about twelve times, unpacking took 20 times as long as attention in a step of 16 sequences of 4,096 tokens.
@@ -66,23 +66,24 @@ class Int4Format:
         return replace(self.plain, num_layers=num_layers, head_dim=self.head_bytes // 2, dtype="float16")
 
     def pack(self, x_T2GH: Tensor, to_T2GW: Tensor) -> None:
-        """Pack the keys and values of some tokens into `to_T2GW`. Both tensors must be contiguous. Uses only the
-        calling thread, with the GIL released."""
+        """Convert the keys and values `x_T2GH` of some tokens to 4 bits, and write the result to `to_T2GW`. Both
+        tensors must be contiguous. Uses only the calling thread, with the GIL released."""
         self.pack_rows(*_addresses(x_T2GH, to_T2GW), torch.tensor([len(x_T2GH)]))
 
     def unpack(self, packed_T2GW: Tensor, to_T2GH: Tensor) -> None:
-        """Unpack the keys and values of some tokens into `to_T2GH`, rounded to its dtype. Both tensors must be
-        contiguous. Uses all threads."""
+        """Convert the 4-bit keys and values `packed_T2GW` of some tokens to the dtype of `to_T2GH`, and write the
+        result to `to_T2GH`. Both tensors must be contiguous. Uses all of torch's threads."""
         self.unpack_rows(*_addresses(packed_T2GW, to_T2GH), torch.tensor([len(to_T2GH)]))
 
     def pack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Pack `num_tokens_B` tokens of each sequence from the addresses `from_B` to the addresses `to_B`, one address
-        per sequence."""
+        """Convert KV of several sequences to 4 bits. For each sequence, read the KV of `num_tokens_B` tokens at the
+        address `from_B`, and write the result to the address `to_B`."""
         native.operators().pack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Unpack the first `num_tokens_B` tokens of each sequence from the addresses `from_B` to the addresses `to_B`,
-        one address per sequence. Uses all threads."""
+        """Convert 4-bit KV of several sequences to the layout's dtype. For each sequence, read the packed KV of the
+        first `num_tokens_B` tokens at the address `from_B`, and write the result to the address `to_B`. Uses all of
+        torch's threads."""
         native.operators().unpack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
@@ -91,8 +92,8 @@ class Int4Format:
         not change. Each kv head has its own picks. Picks that are not among the first `num_tokens_B` tokens of a
         sequence are ignored.
 
-        Uses all threads. Return the number of unpacked keys. Raises RuntimeError if `picks` has a different number of
-        sequences or heads, or a negative index.
+        Uses all of torch's threads. Return the number of unpacked keys. Raises RuntimeError if `picks` has a different
+        number of sequences or heads, or a negative index.
         """
         lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.keys_BGK.shape[1]
         if num_kv_heads != self.plain.num_kv_heads:

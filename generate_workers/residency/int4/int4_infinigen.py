@@ -17,7 +17,7 @@ step's new token as it was computed, before packing.
 `home` is the memory that stores KV between steps. Partial keys are keys projected to fewer columns, from which scores
 are estimated. For the same queries, this policy selects the same keys as `infinigen`. A layer's additional error is
 therefore only the error of its selected KV in 4 bits. A sequence with several new tokens (local prefill) attends to all
-keys, with packed values of earlier tokens.
+keys. The KV of earlier tokens is then unpacked from 4 bits.
 
 Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L layers.
 """
@@ -58,16 +58,18 @@ class ScoredInt4Row(Int4Row, ScoredRow):
         *,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """`more`: additional parts of the slot's memory on the device. `make_home`: function that makes host memory for
-        the packed layers; None: `make_memory` makes memory for them, too. Raises ConfigError for KV that cannot be
-        packed, and an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot be reserved."""
+        """Make the memory of a slot. `more`: additional parts of the slot's memory on the device. `make_home`: function
+        that makes host memory for the packed layers; None: `make_memory` makes memory for them, too. Raises ConfigError
+        for KV that cannot be packed, and an error of OUT_OF_MEMORY, or OSError, if the slot's address space cannot be
+        reserved."""
         self.partial = PartialIndex(shape.layout, basis, shape.max_slot_tokens, make_memory)
         index = self.partial, *more
         super().__init__(shape, make_memory, index, is_apart=make_home is not None, make_home=make_home)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the SequenceSpan of a step that runs the new tokens `tokens`. It covers the KV of the layers that are
-        not packed, and the slot's area, device memory that holds the unpacked KV of one of the other layers."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`. It contains the KV of the layers that
+        are not packed, and the slot's area. An area is device memory that holds the unpacked KV of one packed layer at
+        a time."""
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), AreaSpan(self, tokens))
 
 
@@ -124,7 +126,8 @@ class InfinigenInt4Step(ScoringStep[I]):
         """Views of the new tokens' keys in the current layer, one `[G, H]` for each sequence that selects keys."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Select keys as ScoringStep does. For spans of several new tokens, also unpack all earlier KV of `layer`."""
+        """With lookahead 1, select the keys of layer `layer` + 1 (see ScoringStep). For sequences with several new
+        tokens, also unpack all earlier KV of `layer`."""
         super().begin(layer, hidden_TD)
         if layer in self._layers:
             self.num_link_bytes += self._of_more.unpack(layer)
@@ -152,9 +155,9 @@ class InfinigenInt4Residency(RowResidency[ScoredInt4Row]):
     traits = POLICIES["infinigen_int4"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must have been made for the model of `decoder`, and the packing kernel must be loaded. Raises
-        ConfigError if the KV cannot be packed. Raises an error of OUT_OF_MEMORY, or OSError, when the slots' address
-        space cannot be reserved."""
+        """Make the memory of all slots. `prepared` must have been made for the model of `decoder`, and the packing
+        kernel must be loaded. Raises ConfigError if the KV cannot be packed. Raises an error of OUT_OF_MEMORY, or
+        OSError, when the slots' address space cannot be reserved."""
         assert has_int4_kernel()
         form = Int4Format(shape.layout)
         rows = [ScoredInt4Row(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]

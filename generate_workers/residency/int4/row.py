@@ -40,8 +40,8 @@ class Int4Row(AreaRow):
         """Make the memory of a slot. `index`: parts of the memory with the data by which a policy selects keys; empty:
         the policy selects no keys. `is_apart`: True if `make_memory` makes memory of a device that has its own memory.
         `make_home` may be set only if `is_apart` is true. It is a function that makes host memory for the packed
-        layers; None: the packed layers are stored on the device. The first two layers always count as `home`, the
-        memory that stores KV between steps. They also count as device memory if `index` is not empty or `is_apart` is
+        layers; None: the packed layers are stored on the device. In KvBytes, the first two layers count as `home`, the
+        memory that stores KV between steps. They count as device memory, too, if `index` is not empty or `is_apart` is
         true.
 
         Raises ConfigError for KV that cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space

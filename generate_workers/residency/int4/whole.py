@@ -11,10 +11,10 @@ If the device has its own memory, all KV is stored only on the device: packed KV
 KV over the link. Pushed KV is packed before it crosses the link. The only such device that is supported is one that a
 CPU emulates.
 
-A prompt that is prefilled here in chunks attends to the packed values of earlier chunks. FlexGen, which has no chunks,
-attends to the unpacked prompt. The policy needs its native kernel, and a CPU or a device that a CPU emulates. On a CPU,
-copies over the link are limited by the memory bandwidth. No thread fetches layers ahead, because unpacking reads host
-memory directly.
+If a prompt is prefilled here in chunks, a chunk attends to KV of earlier chunks that was rounded to 4 bits. FlexGen,
+which has no chunks, attends to the prompt's KV before it is rounded. The policy needs its native kernel, and a CPU or a
+device that a CPU emulates. On a CPU, copies over the link are limited by the memory bandwidth. No thread fetches layers
+ahead, because unpacking reads host memory directly.
 """
 
 from collections.abc import Sequence
@@ -76,9 +76,9 @@ class Int4Residency(RowResidency[Int4Row]):
     traits = POLICIES["int4"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, *, is_apart: bool = False) -> None:
-        """`is_apart`: True if the device has its own memory, which `make_memory` allocates; False if `make_memory`
-        allocates host memory. Raises ConfigError if KV cannot be packed or the kernel cannot be loaded, and an error of
-        OUT_OF_MEMORY if the slots' address space cannot be reserved."""
+        """Make the memory of all slots. `is_apart`: True if the device has its own memory, which `make_memory`
+        allocates; False if `make_memory` allocates host memory. Raises ConfigError if KV cannot be packed or the kernel
+        cannot be loaded, and an error of OUT_OF_MEMORY if the slots' address space cannot be reserved."""
         if not has_int4_kernel():
             raise ConfigError("residency = int4 needs its native kernel: install a C++ compiler, or use host or device")
         form = Int4Format(shape.layout)

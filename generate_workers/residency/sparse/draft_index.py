@@ -37,8 +37,8 @@ class DraftIndex(PartialIndex):
         """Raises OSError if the address space cannot be reserved."""
         super().__init__(layout, basis, max_tokens, make_memory)
         self._num_followed = 0
-        """Number of the current sequence's first tokens whose partial keys were computed. The KV of these tokens is
-        final."""
+        """Number of first tokens of the current sequence whose partial keys have been computed. The KV of these tokens
+        does not change any more."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin the use of the slot by a new sequence, which has no partial keys yet. No memory is reserved, because
@@ -46,8 +46,8 @@ class DraftIndex(PartialIndex):
         self._num_followed = 0
 
     def follow(self, num_tokens: int, read: ReadKv) -> None:
-        """Compute the partial keys of those of the sequence's first `num_tokens` tokens that have none yet. The KV of
-        these tokens must be final. `read` returns this KV."""
+        """Compute the partial keys of the sequence's first `num_tokens` tokens, except those that were computed before.
+        The KV of these tokens must be final. `read`: function that returns this KV."""
         new = TokenRange(self._num_followed, num_tokens)
         if new:
             for layer in self.layers:

@@ -143,7 +143,8 @@ class InfinigenRow(SelectiveRow, ScoredRow):
         super().__init__(shape, make_memory, self.partial, num_places, reads_home=reads_home)
 
     def own_keys(self, position: int) -> Tensor:
-        """Return a view `[L, G, H]` of the keys of a step's new token, in the layers that select keys."""
+        """Return a view `[L, G, H]` of the keys of a step's new token, whose position in the sequence is `position`, in
+        the layers that select keys."""
         return self.others.buffer.data[:, self.num_kept(position), 0]
 
 
@@ -193,7 +194,7 @@ class ScoringStep(SelectiveStep[S]):
         return self._guessed.pop(layer)
 
     def end(self, layer: int) -> None:
-        """Compute and store, in `layer`, the partial keys of the new tokens of those sequences that have several new
+        """Compute and store the partial keys of new tokens in `layer`, for each sequence that has several new
         tokens."""
         for _, row, span in self.longer:
             row.take_in(layer, span.tokens, span.own(layer))

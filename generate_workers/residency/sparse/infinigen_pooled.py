@@ -75,7 +75,7 @@ class PooledInfinigenRow(InfinigenRow):
         self._has_begun = False
         """True after the first decode step of the current sequence has begun. Before this step, no key was selected."""
         self._kv_LP2GH: NDArray[np.int64] = self.others.memory.data_LS2GH.view(torch.int64).numpy()
-        """KV of all tokens in the pool, by layer and by position in the pool, viewed as int64. Each int64 contains
+        """KV of all tokens in the pool, by layer and place (index in the pool), viewed as int64. Each int64 contains
         several elements of K or V: numpy does not support bf16, and copies of int64 are fast."""
         self._k_LCGRI: NDArray[np.int16] = self.partial.data_LCGRI.view(torch.int16).numpy()
         self._head_G = np.arange(shape.layout.num_kv_heads)
@@ -83,8 +83,8 @@ class PooledInfinigenRow(InfinigenRow):
 
     @property
     def pool_slot(self) -> int | None:
-        """Return the number of the slot's pool if selected keys are recorded in it. None: they are not recorded,
-        because the sequence never evicts tokens, or evicts them in FIFO order."""
+        """Return the index of the slot's pool in the KvPools, if selected keys are recorded in this pool. None:
+        selected keys are not recorded, because the sequence never evicts tokens, or evicts them in FIFO order."""
         return self._slot if self._can_overflow and self._pools.limit.eviction is not Eviction.FIFO else None
 
     @property
@@ -101,8 +101,8 @@ class PooledInfinigenRow(InfinigenRow):
         return KvBytes(whole + others + self._pools.row_bytes, device)
 
     def num_kept(self, num_tokens: int) -> int:
-        """Return the number of tokens that are kept of a sequence of `num_tokens` tokens: all of them, but at most the
-        limit."""
+        """Return the number of tokens that the pool keeps of a sequence of `num_tokens` tokens: `num_tokens`, but at
+        most the limit."""
         return min(num_tokens, self._pools.limit.num_places)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -118,9 +118,9 @@ class PooledInfinigenRow(InfinigenRow):
             raise
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV into the slot. In a layer that selects keys, only the KV of tokens that the pool
-        keeps at this time is copied. In such a layer, the copies, and the tokens' partial keys, are complete when this
-        returns."""
+        """Begin to copy pushed KV into the slot. In a layer that selects keys, KV is copied only for tokens that the
+        pool keeps at this time. For such a layer, the KV and the partial keys are stored when this method returns. For
+        other layers, the returned transfer may still be running."""
         if layer < NUM_WHOLE_LAYERS:
             return self.whole.write(layer, tokens, data)
         row_bytes = data.nbytes // len(tokens)
@@ -137,8 +137,8 @@ class PooledInfinigenRow(InfinigenRow):
         return super().export(layer, tokens)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for the new `tokens` of a step. In a full pool, a new token is stored at the last place (index
-        in the sequence's KV memory), which exists for this purpose."""
+        """Commit memory for the new `tokens` of a step. If the pool is full, a step's new token is stored at one
+        additional place, the last one. A place is an index in the sequence's KV memory."""
         self.whole.memory.commit(tokens)
         start, end = self.num_kept(tokens.start), self.num_kept(tokens.end)
         if len(tokens) == 1 or self._has_begun:
@@ -146,9 +146,9 @@ class PooledInfinigenRow(InfinigenRow):
         self.others.memory.commit(TokenRange(start, end))
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return the SequenceSpan of a step that runs the new tokens `tokens`. Several new tokens that do not all fit
-        into the pool get a separate buffer. Before the first decode step, the latest tokens of the prompt are moved to
-        the end of the pool."""
+        """Return the SequenceSpan of a step that runs the new tokens `tokens`. If there are several new tokens and they
+        do not all fit into the pool, they get a separate buffer. The call for a sequence's first decode step also moves
+        the prompt's latest tokens to the end of the pool, if the sequence may outgrow the pool."""
         kept, beside = self.others.buffer, None
         if len(tokens) != 1 and tokens.end > self._pools.limit.num_places:
             beside = self._make_buffer(replace(kept.layout, num_layers=1), tokens)
@@ -162,8 +162,8 @@ class PooledInfinigenRow(InfinigenRow):
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
         """Copy the KV of `tokens` to their places (indices in KV memory) in the pool, and compute their partial keys.
         Before the sequence's first decode step, or if the sequence can never be longer than its pool, consecutive
-        tokens are copied together. In all other cases they are copied one by one, and each evicts another token when
-        the pool is full."""
+        tokens are copied together. In all other cases they are copied one by one. If the pool is full, each of them
+        then replaces another token."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -200,8 +200,8 @@ class PooledInfinigenRow(InfinigenRow):
             k_LCGRI[:, block, :, :, at] = k_LCGRI[:, own_block, :, :, own_at]
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Copy the first `num_tokens` tokens of another slot's sequence, and the state of its pool. The sequences must
-        have the same capacity."""
+        """Copy the KV and partial keys of the first `num_tokens` tokens of another slot's sequence, and the state of
+        its pool. The sequences must have the same capacity."""
         num_places = self.num_kept(num_tokens)
         self.whole.copy_from(other.whole, num_tokens)
         self.others.copy_from(other.others, num_places)

@@ -65,9 +65,9 @@ MAX_TOKENS = 1 << 23
 counter."""
 _MAX_COUNT = 255
 _FULL_COUNT = 127
-"""Default count of selections at which all counters of a layer and kv head are halved. With a much lower value, counts
-are lost before they are useful. With a much higher value, old selections count as much as recent selections
-(docs/infinigen.md)."""
+"""Default number of selections of a token at which all counters of the same layer and kv head are halved. With a much
+lower value, counts are lost before they are useful. With a much higher value, old selections count as much as recent
+selections (docs/infinigen.md)."""
 _ALL = slice(None)
 
 
@@ -90,7 +90,7 @@ class PoolSize:
     """Size and eviction rule of pools, as configured by a user."""
 
     num_tokens: int
-    """Number of tokens whose KV a sequence keeps in each layer that selects keys."""
+    """Maximum number of tokens whose KV a sequence keeps in each layer that selects keys."""
     eviction: Eviction = Eviction.COUNTER
 
 
@@ -100,15 +100,15 @@ class PoolLimit:
     out of range."""
 
     num_places: int
-    """Number of tokens that a sequence keeps in each layer."""
+    """Maximum number of tokens whose KV a sequence keeps in each layer that selects keys."""
     eviction: Eviction = Eviction.COUNTER
     num_first: int = 4
     """Number of first tokens of a sequence that are never evicted (attention sinks)."""
     num_last: int = 16
     """Number of latest tokens of a sequence that are never evicted, including the new token."""
     most_count: int = _FULL_COUNT
-    """Count of selections, from 2 to 255, at which all counters of a layer and kv head are halved. Used only with
-    Eviction COUNTER."""
+    """Number of selections, from 2 to 255. When a token's counter reaches this number, all counters of the same layer
+    and kv head are halved. Used only with Eviction COUNTER."""
 
     def __post_init__(self) -> None:
         if self.num_first < 0:
@@ -124,9 +124,9 @@ class PoolLimit:
 
     @property
     def position_bits(self) -> int:
-        """Return the number of low bits of an eviction order that store the token's position. With Eviction LRU, an
-        order has 64 bits instead of 32. Its high bits store the position of the step that last selected the token,
-        instead of a count."""
+        """Return the number of low bits of an eviction order that store the token's position. The high bits store how
+        often the token was selected. With Eviction LRU, they store instead the position of the step that last selected
+        the token, and an order has 64 bits instead of 32."""
         return 32 if self.eviction is Eviction.LRU else 23
 
     @property
@@ -150,8 +150,8 @@ class KvPool:
     token, and the order in which tokens are evicted."""
 
     def __init__(self, limit: PoolLimit, orders_LGP: Orders) -> None:
-        """Make an empty pool. `orders_LGP`: memory for the eviction orders, filled with zeros. P is `limit.num_places`
-        + 1. The pool takes ownership."""
+        """Make an empty pool. `orders_LGP`: memory for the eviction orders, filled with zeros, of which the pool takes
+        ownership. Its size P is `limit.num_places` + 1: one more place is for the new token of a step."""
         self.limit = limit
         self._orders_LGP = orders_LGP
         """Eviction order of the token at each place (index in the sequence's KV memory). The token with the lowest
@@ -174,8 +174,9 @@ class KvPool:
 
     def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
         """Rearrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: places
-        (indices in the sequence's KV memory) from which and to which the caller must move tokens in all layers. Sources
-        may also be targets, so all are moved at once. Both are empty if no token has to be moved."""
+        (indices in the sequence's KV memory) from which and to which the caller must move tokens in all layers. A place
+        may be both a source and a target, so the caller must read all sources before it writes a target. Both are empty
+        if no token has to be moved."""
         limit = self.limit
         if num_tokens <= limit.num_places or limit.num_last == 1:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -282,9 +283,9 @@ class PoolNotes:
         native.load()
 
     def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
-        """Record the keys `picks` that the sequences select in a layer. Must be called once per layer. `layer` is
-        counted from the first layer that selects keys. `closeness_BGS`: for each kept key, the difference between its
-        score and the best score (at most 0), as written by `PartialRows.select`."""
+        """Record the keys `picks`, which the sequences of the step have selected in a layer. Must be called once per
+        layer. `layer` is counted from the first layer that selects keys. `closeness_BGS`: for each kept key, the
+        difference between its score and the best score (at most 0), as written by `PartialRows.select`."""
         limit = self._limit
         most_count = 0 if limit.eviction is Eviction.LRU else limit.most_count
         self._victims_BLG[:, layer] = native.operators().note_picks(

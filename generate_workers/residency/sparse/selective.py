@@ -13,7 +13,7 @@ count as device memory. On a CPU, they count as device memory too, as if a separ
     link    (host to device) in the other layers, the selected keys and values: 2 x H elements per key and kv head
 
 Sequences of one new token select keys, even if the token is a prompt's last. Longer spans (local prefill) attend to all
-keys. The selection of one sequence does not depend on others.
+keys. The selection of one sequence does not depend on other sequences.
 
 Shape suffixes: B sequences of one new token, T tokens of all sequences, N heads, G kv heads, H head dim.
 """
@@ -152,8 +152,8 @@ class SelectiveStep(ABC, RowStep[R]):
         """Index of the new token among all tokens of the step, for each sequence that selects keys."""
         placed = zip(starts, rows, self.spans, strict=True)
         self.longer = [(at, row, span) for at, (row, tokens), span in placed if not row.chooses(tokens)]
-        """Sequences that do not select keys. Each entry has the index of the sequence's first new token among all
-        tokens of the step, its slot's memory, and its span."""
+        """Sequences that do not select keys. Each entry is a tuple: the index of the sequence's first new token among
+        all tokens of the step, the memory of the sequence's slot, and the sequence's span."""
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         num_others = layout.num_layers - num_whole
         num_old = sum(row.num_kept(span.tokens.start) for _, row, span in self.longer)

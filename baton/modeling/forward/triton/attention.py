@@ -15,6 +15,6 @@ from baton.modeling.kv.buffers import KvRows
 
 @piece_by_piece
 def triton_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend with the Triton kernel, which reads keys and values in place. Raises ConfigError if Triton is not
-    installed."""
+    """Return the attention to one set of keys, computed with the Triton kernel. Keys and values are read in place.
+    Raises ConfigError if Triton is not installed."""
     return prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, Visibility(is_causal=causal, mask_TS=mask_TS))

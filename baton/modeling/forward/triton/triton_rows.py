@@ -101,8 +101,9 @@ class _Pool:
         """Kernel argument for attention: block table and total number of keys of each sequence."""
         self.new_rows = self.rows
         """Kernel argument for writing the keys and values of new tokens. The kernel writes to the end of a sequence's
-        keys. If a new token's key must not be the last key of its sequence (`KvPlace.own`), this argument counts the
-        keys of that sequence only up to the new token's key. If there is no such sequence, it equals `rows`."""
+        keys. In some sequences, the new token's key must be stored at another index (`KvPlace.own`). For these
+        sequences, this argument counts only the keys up to that index, inclusive. Without such sequences, it is the
+        same object as `rows`."""
         if any(place.own is not None for place in places):
             ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
             self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))

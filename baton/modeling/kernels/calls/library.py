@@ -49,7 +49,7 @@ class Library:
         return bool(self._library[f"baton_{name}"]())
 
     def destructor(self, name: str) -> Callable[[int], None]:
-        """Return the function `name` of the library, which frees an object of a kernel."""
+        """Return the library's function `name`. This function frees an object that a kernel has created."""
         function = self._library[f"baton_{name}"]
         function.argtypes, function.restype = [ctypes.c_void_p], None
         return function

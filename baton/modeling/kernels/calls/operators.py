@@ -101,8 +101,8 @@ class Operators(SparseOperators):
         lengths_B: Tensor,
         table: Table = NO_TABLE,
     ) -> None:
-        """Store the new key and value of each row (new token) in its KV memory, as its last key. `lengths_B` contains
-        the number of keys of each row, including the new key."""
+        """Store the key and value of each row (new token) in the KV memory of its sequence. `lengths_B` contains the
+        number of keys of each row, including the new key, which becomes the last one."""
         _check_rows(k_BGH)
         _check_rows(v_BGH)
         require(v_BGH.shape == k_BGH.shape and v_BGH.dtype is k_BGH.dtype, "keys and values have one shape")
@@ -125,8 +125,9 @@ class Operators(SparseOperators):
         product: str,
         picks: KeyLists | None = None,
     ) -> Tensor:
-        """Return the attention output `[B, N, H]` of rows (new tokens), each over its own keys. If `picks` is
-        given, rows attend only to the selected keys."""
+        """Return the attention output `[B, N, H]` of rows (new tokens). `keys` describes the keys of each row. If
+        `picks` is given, a row attends only to its selected keys. `product` is a multiplication method of
+        `baton.modeling.kernels.products`."""
         _check_rows(q_BNH)
         B, N, H = q_BNH.shape
         require(keys.lengths_B.numel() == B, "a length for each row")
@@ -187,7 +188,7 @@ class Operators(SparseOperators):
         draws: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
         """Draw a token from each of the rows `rows_R` of the logits. Return the token ids, `[R]`. The result is -1 for
-        a row whose logits do not form a distribution.
+        a row whose largest logit is not finite.
 
         `draws`: keys of the noise, top-k, logarithms of min-p, top-p, and temperatures, each `[R]`.
         """
@@ -237,7 +238,8 @@ class DecodeLayers:
     def run(
         self, hidden_TD: Tensor, factors: tuple[Tensor, Tensor], keys: RowKeys, picks: KeyLists | None = None
     ) -> None:
-        """Run all layers on the hidden states, in place, and append the keys and values of the new tokens to their KV.
+        """Run all layers on the hidden states, in place, and append the keys and values of the new tokens to the KV of
+        their sequences.
 
         `factors`: cosines and sines of RoPE, both `[T, H]`. `keys`: keys of the new tokens, with the addresses of all
         layers, `[L, T]`. If `picks` is given, tokens attend only to the selected keys.

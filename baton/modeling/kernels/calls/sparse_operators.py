@@ -78,17 +78,17 @@ class SparseOperators:
         return places_BGK, missing_BGK2, num_missing_BG
 
     def copy_heads(self, from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor, head_bytes: int) -> None:
-        """Copy K and V of single keys. `from_B`, `to_B`: source and target address of each sequence's KV. `pairs_BGK2`:
-        for each kv head, pairs of a key's index at the source and its index at the target. `num_BG`: number of pairs of
-        each kv head. `head_bytes`: bytes of one key of a head. Runs on the calling thread only."""
+        """Copy single keys together with their values. `from_B`, `to_B`: source and target address of each sequence's
+        KV. `pairs_BGK2`: for each kv head, pairs of a key's index at the source and its index at the target. `num_BG`:
+        number of pairs of each kv head. `head_bytes`: bytes of one key of a head. Runs on the calling thread only."""
         B, G, K, _ = pairs_BGK2.shape
         pairs = numbers(pairs_BGK2, torch.int32, B * G * K * 2, "pairs must be [B, G, K, 2] int32, contiguous")
         num = numbers(num_BG, torch.int32, B * G, _NUMBERS)
         self._copy_heads(_of_rows(from_B, B), _of_rows(to_B, B), pairs, num, B, G, K, head_bytes)
 
     def copy_rows(self, from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
-        """Copy `num_bytes` bytes from each address in `from_B` to the address in `to_B`. Runs on the calling thread
-        only."""
+        """Copy `num_bytes` bytes for each sequence, from its address in `from_B` to its address in `to_B`. Runs on the
+        calling thread only."""
         B = from_B.numel()
         self._copy_rows(_of_rows(from_B, B), _of_rows(to_B, B), B, num_bytes)
 
@@ -105,9 +105,9 @@ class SparseOperators:
         and their number, `[B, G]`. If `closeness_BGS` is given, the closeness of every key is written to it
         (`baton.modeling.forward.selection` defines closeness as S_g).
 
-        `rows`: addresses of partial keys, numbers of keys, numbers of tokens, and the number of new tokens per sequence
-        whose partial keys are not written yet. The keys of these new tokens are always selected. `limits`: the fields
-        alpha, most_share, free_keys, num_first and num_last of `Selection`.
+        `rows`: addresses of partial keys, numbers of keys, numbers of tokens, and, as one number for all sequences, how
+        many new tokens of a sequence have no partial keys yet. The keys of these tokens are always selected. `limits`:
+        the fields alpha, most_share, free_keys, num_first and num_last of `Selection`.
         """
         has_dtype = q_BNR.dtype is torch.float32 and q_BNR.dim() == 3 and q_BNR.is_cpu
         require(has_dtype and q_BNR.is_contiguous(), "partial queries must be [B, N, R], in float32, contiguous")
@@ -178,8 +178,8 @@ class SparseOperators:
         `rows`: address of each sequence's records, and position of the sequence's new token. `limits` contains five
         numbers: the number of places, the start and the end of the range of places that may be evicted, the number of
         bits of a record that hold the token's position, and the largest value of a selection counter. If this largest
-        value is 0, records have no counters. They then contain the position of the sequence's new token in the last
-        step that selected the token.
+        value is 0, records have no counters. A record then identifies the latest step that selected the token, by the
+        position of the sequence's new token in this step.
         """
         (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
         lists = "picks must be int32, contiguous"

@@ -12,7 +12,7 @@ from baton.modeling.kernels.triton.tiles import padded, power_of_two
 
 
 def append_kv(k_TGH: Tensor, v_TGH: Tensor, pages_PS2GH: Tensor, rows: StepRows) -> None:
-    """Write the keys and values of the sequences' new tokens to their pages. Does not wait for the device.
+    """Write the keys and values of new tokens to the pages of their sequences. Does not wait for the device.
 
     Sequences must not share the pages to which they write. Tokens that belong to no sequence are not written. Raises
     RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed.

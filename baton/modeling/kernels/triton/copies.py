@@ -47,9 +47,9 @@ def copy_heads(from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor,
 
 
 def copy_rows(from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
-    """Copy `num_bytes` bytes from each address in `from_B` to the address in `to_B`. Both are int64 tensors. Does not
-    wait for the device. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not
-    installed."""
+    """Copy `num_bytes` bytes for each sequence, from its address in `from_B` to its address in `to_B`. Both are int64
+    tensors. Does not wait for the device. Raises RuntimeError for tensors that do not fit together, and ConfigError if
+    Triton is not installed."""
     require_triton()
     from baton.modeling.kernels.triton import copy_kernels as kernels
 

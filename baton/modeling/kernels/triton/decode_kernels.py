@@ -42,7 +42,8 @@ class DecodeShape:
     has_unseen: bool
     most_queries: int
     num_tiles: int
-    """Number of programs among which the pairs of a query and a head are divided, for each sequence and kv head."""
+    """Number of tiles of each sequence and kv head. A tile contains pairs of a query and a head, which one program
+    computes."""
     tile_rows: int
     tile_keys: int
     split_keys: int
@@ -90,8 +91,8 @@ class Results(NamedTuple):
 @triton.jit
 def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) -> tl.tuple:
     """Describe the list of keys to which a sequence attends in one kv head. Return five numbers: the length of the
-    list, the number of keys of the sequence, the first key in the list, the first excluded key, and the number of
-    excluded keys."""
+    list, the number of keys of the sequence, the index of the first key to which some query may attend, the index of
+    the first excluded key, and the number of excluded keys. Keys are indexed within their sequence."""
     length = tl.load(rows.lengths + row)
     first = 0
     if shape.window > 0:
@@ -111,9 +112,9 @@ def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) 
 @triton.jit
 def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tuple, shape: tl.constexpr) -> tl.tuple:
     """Return the key index for each entry of a list of keys, and a mask that is True for valid keys. `span`: the number
-    of keys of the sequence, the first key in the list, the first excluded key, and the number of excluded keys.
-    `entry_S`: index of each entry in the list. If keys are selected, it is instead the index in `rows.picks`, which
-    contains the lists of all sequences and kv heads one after another."""
+    of keys of the sequence, the index of the first key to which some query may attend, the index of the first excluded
+    key, and the number of excluded keys. `entry_S`: index of each entry in the list. If keys are selected, it is
+    instead the index in `rows.picks`, which contains the lists of all sequences and kv heads one after another."""
     length, first, gap, num_left_out = span
     if shape.has_picks:
         key_S = tl.load(rows.picks + entry_S, mask=is_entry_S, other=-1)
@@ -147,8 +148,9 @@ def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.cons
 
 @triton.jit
 def attend_split(q: Heads, pages: Pages, rows: Rows, results: Results, shape: tl.constexpr) -> None:
-    """Kernel that computes attention to one split of the list of keys of a sequence and kv head. Grid: (B * tiles, G,
-    X)."""
+    """Kernel that computes the attention of one tile to one split. A tile contains pairs of a query and a head, for one
+    sequence and kv head. A split is a part of the list of keys of this sequence and kv head. Grid: (B * `num_tiles`, G,
+    number of splits)."""
     row = tl.program_id(0) // shape.num_tiles
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -209,7 +211,8 @@ def attend_split(q: Heads, pages: Pages, rows: Rows, results: Results, shape: tl
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_splits(rows: Rows, results: Results, num_splits: int, shape: tl.constexpr) -> None:
-    """Kernel that merges the results of all splits for one query and head. Grid: (B * most_queries, N)."""
+    """Kernel that merges the results of all splits (parts of the list of keys) for one query and head. Grid: (B *
+    most_queries, N)."""
     row = tl.program_id(0) // shape.most_queries
     query = tl.program_id(0) % shape.most_queries
     head = tl.program_id(1)

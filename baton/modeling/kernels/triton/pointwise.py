@@ -2,7 +2,7 @@
 kernels.
 
 In a decode step with few tokens, a launch costs more than the work of its kernel. In a long prompt, every pass over the
-tokens is significant. Results are those of torch's operations, but are rounded only once.
+tokens is significant. Results equal those of torch's operations except for rounding: they are rounded only once.
 
 Shape letters: T tokens, D channels, I gated channels, N heads, H head dim.
 """

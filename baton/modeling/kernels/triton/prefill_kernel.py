@@ -53,7 +53,7 @@ class Block(NamedTuple):
     q_MH: Any
     kv_head: Any
     query_M: Any
-    """Indices of the queries."""
+    """Indices of the block's queries among all queries."""
     is_query_M: Any
     """True for queries that exist, False for padding of the block."""
     end: Any

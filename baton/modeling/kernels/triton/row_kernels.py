@@ -34,8 +34,8 @@ class StepRows:
     most_queries: int
     """Upper bound on the number of new tokens of a sequence, known to the host."""
     most_keys: int
-    """Upper bound on the number of keys of a sequence, known to the host. With another bound, the results of a sequence
-    may be rounded differently. The other sequences of the step do not affect the rounding."""
+    """Upper bound on the number of keys of a sequence, known to the host. The results of a sequence may be rounded
+    differently if this bound differs. The other sequences of the step do not affect the rounding."""
 
     def __post_init__(self) -> None:
         tensors = self.table_BC, self.lengths_B, self.starts_E
