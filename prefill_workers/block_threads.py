@@ -15,8 +15,8 @@ Result = TypeVar("Result")
 
 
 _MAX_SINKING = 64
-"""Maximum number of prompts whose blocks wait to be copied to disk. Blocks of further prompts are not copied until they
-are stored again."""
+"""Maximum number of prompts whose blocks wait to be copied to disk. If that number waits, the blocks of another prompt
+stay in memory without a copy on disk."""
 
 
 class BlockThreads:

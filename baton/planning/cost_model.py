@@ -65,8 +65,8 @@ class CostModel:
     """Seconds in which the last token's logits are computed. If measured while serving requests, this includes all time
     that a request spends outside its prefill chain."""
     copy_s: float = 0.0
-    """Seconds to copy the KV of one token in one layer. Only protocols that need contiguous KV copy it. Baton's
-    protocol does not copy KV."""
+    """Seconds to copy the KV of one token in one layer. The KV is copied only by protocols that need it
+    contiguous. Baton's protocol does not copy KV."""
     link: LinkModel = field(default_factory=LinkModel)
     push: LinkModel | None = None
     """Link from each rank to the generation group, over which KV is pushed. None: the time of pushing KV is not

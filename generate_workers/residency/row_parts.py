@@ -225,8 +225,8 @@ class AreaRow(StoredRow):
     area: Area
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for the stored KV of `tokens`. In the area (device memory that layers use one after another),
-        commit memory for `tokens` and all tokens before them."""
+        """Commit memory for `tokens` where their KV is stored, and device memory for the KV that attention reads: that
+        of `tokens` and of all tokens before them, in the area (a device buffer that layers use one after another)."""
         super().commit(tokens)
         self.area.commit(tokens)
 

@@ -37,7 +37,8 @@ class GatedMlp:
     """Gated MLP with silu: SwiGLU (Shazeer, 2020)."""
 
     gate_up: Linear
-    """Fused gate and up projection. The gate rows come first, then the up rows. This linear layer applies the gate."""
+    """Fused gate and up projection. The gate rows come first, then the up rows. The layer also computes
+    silu(gate) * up, and returns this product."""
     down: Linear
 
     def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
@@ -49,8 +50,8 @@ class ActivatedMlp:
     """Gated MLP whose activation is not silu, for example GeGLU (Shazeer, 2020)."""
 
     gate_up: Linear
-    """Fused gate and up projection. The gate rows come first, then the up rows. This linear layer does not apply the
-    gate."""
+    """Fused gate and up projection. The gate rows come first, then the up rows. The layer returns both
+    projections side by side, without their product."""
     activation: Transform
     down: Linear
 

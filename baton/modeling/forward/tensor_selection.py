@@ -76,7 +76,8 @@ class TensorPartialKeys:
         return self.memory.bytes_for(num_tokens)
 
     def expect(self, num_tokens: int) -> None:
-        """Allocate a page of the pool for the sequence's partial keys. Raises MemoryError if no page is free."""
+        """Allocate the page of the pool in which the sequence's partial keys are stored. One page has room for
+        any number of tokens, so `num_tokens` has no effect. Raises MemoryError if no page is free."""
         self.memory.expect(num_tokens)
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:

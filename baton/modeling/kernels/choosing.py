@@ -29,8 +29,7 @@ from baton.types import KernelChoice
 logger = logging.getLogger(__name__)
 
 MARGIN = 1.05
-"""Minimum ratio of the preferred kernel's time to an alternative's time. At smaller ratios, the preferred kernel is
-chosen."""
+"""Factor by which an alternative kernel must be faster than the preferred kernel to be chosen in its place."""
 ROWS = (1, 16, 32, 64, 128, 512)
 """Numbers of rows (tokens) with which linear layers are compared."""
 _BATCH_ROWS = 32

@@ -23,7 +23,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 
 NUM_STEPS = 16
-"""Number of steps that are measured in each batch."""
+"""Number of steps that are measured for each batch of sequences."""
 _BEFORE = NUM_STEPS // 2 + 2
 """Number of output tokens that a sequence has when half of its measured steps have run. It includes two tokens that are
 not measured: those of the step that ends the prompt, and of the step after it."""
