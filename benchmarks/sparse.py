@@ -6,7 +6,7 @@ feeds the next token of the novel to every sequence. It includes decoder, policy
 the engine's other work. The policies alternate. Each time, a policy runs one warm-up step and two measured steps.
 
 The file given by `--selection`, or else the file that `baton prepare` wrote for the model, configures how keys are
-selected. If there is no such file, the benchmark first fits a key selection itself, with the threshold (alpha) and the
+selected. Without such a file, the benchmark first fits a key selection itself, with the threshold (alpha) and the
 maximum fraction of keys of the InfiniGen paper. The output row `kv_bytes` is the number of bytes of KV that attention
 reads in a step. To select keys, the policy also reads some columns of each key; these bytes are not counted.
 

@@ -31,7 +31,7 @@ class DeviceRoom:
     @classmethod
     def of(cls, decoder: Decoder, device_memory_bytes: int = 0) -> "DeviceRoom":
         """Return the object for the reservations of a rank that runs `decoder`. Its limit for KV is
-        `device_memory_bytes` minus the size of the weights. There is no limit if `device_memory_bytes` is 0, or if the
+        `device_memory_bytes` minus the size of the weights. KV is not limited if `device_memory_bytes` is 0, or if the
         device computes in host memory. Raises ConfigError if the weights need all of the memory."""
         if not device_memory_bytes or decoder.device.is_home:
             return cls(decoder.layout)

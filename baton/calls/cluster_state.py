@@ -101,10 +101,10 @@ class Scaling:
     """Predicted request rate, in requests per second."""
     ttft_p95_s: float = 0.0
     """95th percentile of the time to first token in seconds, as predicted for the desired numbers of groups. Infinity
-    if the groups would be overloaded, 0 if there is no traffic."""
+    if the groups would be overloaded; 0 without traffic."""
     itl_p95_s: float = 0.0
     """95th percentile of the time between tokens in seconds, as predicted for the desired numbers of groups. Infinity
-    if the groups would be overloaded, 0 if there is no traffic."""
+    if the groups would be overloaded; 0 without traffic."""
     changes: tuple[ScalingChange, ...] = ()
     """Latest decisions to change the number of groups, oldest first. In advise mode they were only reported."""
 

@@ -39,7 +39,7 @@ class HttpRules:
     """Rules of an HTTP gateway: permitted hosts and origins, and timeouts of requests and connections."""
 
     allowed_hosts: Hosts = ()
-    """Allowed Host headers in addition to loopback names. Empty: all, but none on loopback without API keys."""
+    """Host names allowed in addition to loopback names. Empty: all; on loopback without API keys: no others."""
     allow_origins: TokenAttribution = ()
     """Origins whose web pages may send requests, like https://chat.example.com. *: all; empty: only own pages."""
     default_deadline_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0

@@ -97,7 +97,7 @@ class ChainRanking:
         chains that have a rank on this node. The key None has candidates from all chains, for any node."""
         self._ahead[None] = _ahead(chains)
         self._found: dict[Hashable, tuple[_Rank, GroupChain] | None] = {}
-        """Cached results of `_least`: the cheapest chain and its sort key, or None if there is no chain. The key is the
+        """Cached results of `_least`: the cheapest chain and its sort key, or None if no chain exists. The key is the
         number of missing tokens and the node."""
 
     def best(self, num_missing: int, node: str) -> GroupChain | None:
