@@ -6,7 +6,8 @@ to launch a layer's kernels, and the latency of a message, are fitted to the tim
 The times of other models follow from their FLOPs and bytes, without fitted factors. The ranks compute as in the paper's
 table 5 (`baton_lab.study.protocols.PAPER`), and partitions into chunks are searched at a resolution of 64 tokens.
 
-`python -m benchmarks.simulate_paper` prints the tables in Markdown.
+`python -m benchmarks.simulate_paper` prints the tables in Markdown. `benchmarks/results/calculated/simulate.md` has the
+tables, and explains their columns.
 """
 
 import argparse
@@ -186,30 +187,64 @@ def speedups(cells: list[Cell], least_context: int) -> list[Cell]:
     return sorted(chosen, key=lambda cell: -abs(cell.error))
 
 
+def print_hardware(hardware: Hardware) -> None:
+    """Print one line per calibrated rate: its field in Hardware, its value, its meaning, and its source."""
+    fitted_to_one, fitted_to_1k = "fitted to the times on one GPU", "fitted to the times of 1k tokens"
+    print_heading("field of `Hardware`", "value", "meaning", "source")
+    for name, value, meaning, source in (
+        ("linear_flops", f"{hardware.linear_flops / 1e12:.2f} TFLOP/s", "speed of matrix products", fitted_to_one),
+        ("scores_per_s", f"{hardware.scores_per_s / 1e9:.2f} billion/s", "rate of attention scores", fitted_to_one),
+        ("fixed_s", f"{hardware.fixed_s * 1e6:.2f} us", "time that is added to each layer", fitted_to_one),
+        ("issue_s", f"{hardware.issue_s * 1e3:.3f} ms", "minimum time of a layer: launching its kernels", fitted_to_1k),
+        ("link.latency_s", f"{hardware.link.latency_s * 1e6:.2f} us", "latency of a message", fitted_to_1k),
+        ("link.bandwidth", f"{hardware.link.bandwidth / 1e9:.0f} GB/s", "bandwidth of NVLink", "given in the paper"),
+        (
+            "memory_bandwidth",
+            f"{hardware.memory_bandwidth / 1e9:,.0f} GB/s",
+            "bandwidth of memory copies",
+            "nominal value of an A100",
+        ),
+        (
+            "pair_flops",
+            f"{hardware.pair_flops / 1e12:.0f} TFLOP/s",
+            "speed of attention kernels that do not store scores; not used here",
+            "half of an A100's peak",
+        ),
+    ):
+        print(f"| `{name}` | {value} | {meaning} | {source} |")
+
+
 def print_fast(cells: list[Cell]) -> None:
-    """Print one line per model, context length and number of ranks: the paper's value, the predicted value, and the
-    error."""
-    print("| model | context | ranks | TSP s | error | KVR-S s | error | speedup | error |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    """Print one line per model, context length and number of GPUs. It contains the paper's value, the predicted value
+    and the error of both times and of the speedup."""
+    times = [f"{scheme} {what}" for scheme in ("TSP", "KVR-S") for what in ("paper, s", "predicted, s", "error, %")]
+    print_heading("model", "context", "GPUs", *times, *(f"speedup {what}" for what in ("paper", "predicted", "error")))
     for index in range(0, len(cells), 3):
         base, chain, ratio = cells[index : index + 3]
         print(
             f"| {base.model} | {base.context // 1024}k | {base.ranks} "
-            f"| {base.paper:.3f} / {base.ours:.3f} | {base.error:+.1%} "
-            f"| {chain.paper:.3f} / {chain.ours:.3f} | {chain.error:+.1%} "
-            f"| {ratio.paper:.2f} / {ratio.ours:.2f} | {ratio.error:+.2f} |"
+            f"| {base.paper:.3f} | {base.ours:.3f} | {100 * base.error:+.1f} "
+            f"| {chain.paper:.3f} | {chain.ours:.3f} | {100 * chain.error:+.1f} "
+            f"| {ratio.paper:.2f} | {ratio.ours:.2f} | {ratio.error:+.2f} |"
         )
 
 
 def print_slow(rows: list[SlowRow], margin: float) -> None:
-    """Print one line per link and context length: the paper's and the predicted seconds, and the best number of ranks
+    """Print one line per link and context length: the paper's and the predicted seconds, and the best number of GPUs
     according to each."""
-    print("| GB/s | context | 1 rank s | 2 ranks s | 4 ranks s | best in paper | best of ours |")
-    print("|---|---|---|---|---|---|---|")
+    counts = ("1 GPU", *(f"{ranks} GPUs" for ranks in SLOW_RANKS))
+    times = [f"{count} {what}, s" for count in counts for what in ("paper", "predicted")]
+    print_heading("GB/s", "context", *times, "best number of GPUs, paper", "best number of GPUs, predicted")
     for row in rows:
-        times = " | ".join(f"{row.paper[ranks]:.2f} / {row.ours[ranks]:.3f}" for ranks in (1, *SLOW_RANKS))
+        seconds = " | ".join(f"{row.paper[ranks]:.2f} | {row.ours[ranks]:.3f}" for ranks in (1, *SLOW_RANKS))
         best = f"{row.best_in_paper()} | {row.best_of_ours(margin)}"
-        print(f"| {row.gb_s} | {row.context // 1024}k | {times} | {best} |")
+        print(f"| {row.gb_s} | {row.context // 1024}k | {seconds} | {best} |")
+
+
+def print_heading(*headings: str) -> None:
+    """Print the first two lines of a Markdown table."""
+    print(f"| {' | '.join(headings)} |")
+    print("|---" * len(headings) + "|")
 
 
 def main() -> int:
@@ -220,16 +255,12 @@ def main() -> int:
     hardware = calibrate(tables)
     cells = list(fast_cells(tables, hardware))
     median = median_error(cells, 4096)
-    print(f"Calibrated: {hardware}\n")
-    print("NVLink, 300 GB/s: paper / ours\n")
+    print("### Calibration\n")
+    print_hardware(hardware)
+    print("\n### NVLink, 300 GB/s\n")
     print_fast(cells)
-    print(f"\nMedian error of times from 4k: {median:.1%}. Speedups from 8k, furthest off:\n")
-    for cell in speedups(cells, 8192)[:6]:
-        print(f"- {cell.model} {cell.context // 1024}k {cell.ranks} ranks: {cell.paper:.2f}, ours {cell.ours:.2f}")
-    print(
-        "\nSlow links, Llama-7B: paper / ours. Best of ours: the fewest ranks within our median error,"
-        " and 0.005 s of rounding, of the least time\n"
-    )
+    print(f"\nMedian of the absolute errors of times from 4k tokens on: {100 * median:.1f} %")
+    print("\n### Slow links, Llama-7B, KVR-S\n")
     print_slow(list(slow_rows(tables, hardware)), median)
     return 0
 
