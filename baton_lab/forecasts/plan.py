@@ -36,7 +36,7 @@ that fits into memory, by the roofline of "How To Scale Your Model", part 7:
   step = batch * KV bytes / bandwidth + max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
 
 With the rates of an accelerator's data sheet, this is a lower bound. --hardware here measures this machine with the
-decoder in a few seconds, and predicts its step times. Baton runs on CPUs only; other hardware is for comparison.
+decoder in a few seconds, and predicts its step times.
 
 With --speculation: the speedup of speculative decoding, and the context length from which it pays (MagicDec, figures 2
 to 4; docs/speculation.md). An upper bound, on all hardware.

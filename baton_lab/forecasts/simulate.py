@@ -32,8 +32,7 @@ _ENOUGH_MARGIN = 0.03
 
 _DESCRIPTION = """\
 Predicts the time to the first token of one prompt on an idle prefill group, for several context lengths and numbers of
-ranks, and the times of other schemes to divide a prompt over the same ranks. A prediction, not a measurement; Baton
-itself runs on CPUs only.
+ranks, and the times of other schemes to divide a prompt over the same ranks. These are predictions, not measurements.
 
   KVR-E, -S, -P   a KV-Runahead chain with even, searched, and interpolated chunks
   TSP             sequence parallel with an all-gather in each layer; dense or causal attention kernels
