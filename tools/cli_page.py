@@ -9,8 +9,29 @@ from deploy.cli import GROUPS, build_parser
 _HEAD = """\
 # The command line
 
-All commands, as `baton --help` groups them. `python -m tools.pages` writes this page from the parser. A command that
-fails says what, where and the remedy in one line, and exits with status 1, or 2 where an option or a setting is wrong.
+This page lists all commands and their options, in the order of `baton --help`. `python -m tools.pages` generates it.
+
+A command that fails prints one line to standard error, with the error and a remedy.
+
+| exit status | meaning |
+|---|---|
+| 0 | success |
+| 1 | the command failed, or had one of the results that its description below names |
+| 2 | an option or a setting is invalid |
+| 130 | the command was interrupted by Ctrl-C. `serve`, `gateway` and `http` then end with 0 |
+
+| term | meaning |
+|---|---|
+| cluster | an orchestrator and its groups of workers, started by `baton serve` |
+| orchestrator | process that accepts requests and assigns them to groups |
+| server | process that clients connect to: the orchestrator, or a gateway in front of it |
+| prefill group, chain, rank | group of workers (ranks) that form a chain and compute a prompt together |
+| generation group, engine | worker that generates tokens for a batch of sequences. It can also compute prompts |
+| pool | all groups of one role: prefill or generation |
+| KV | keys and values of attention |
+| slot | place of one sequence and its KV in a generation group |
+| residency | where KV is stored, and which keys generation attends to ([infinigen.md](../infinigen.md)) |
+| setting | value of the configuration, like `generate.num_slots`. `baton config` lists all settings |
 """
 
 

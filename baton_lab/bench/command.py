@@ -17,15 +17,18 @@ if TYPE_CHECKING:
     from baton_lab.bench.server import Server, Style
 
 _DESCRIPTION = """\
-Sends requests to a server like many clients. Reports latencies, the number of answers, and the number of good ones
-(within all --target). The server speaks OpenAI's API (--url), or is Baton over gRPC (--address).
+Sends requests to a running server, like many clients. Prints latencies, requests per second, and the fraction of good
+requests, which are answered within all latency targets (--target). The server is any server with OpenAI's API (--url),
+or Baton over gRPC (--address). One of these options defines the load:
 
-  --rate         open loop: requests are sent at scheduled times, from which latencies count, however late answers are
-  --concurrency  closed loop: N users, each of which sends its next request after its previous one was answered
-  --trace        open loop: requests of a trace file, with its lengths and shared prefixes
+  --rate         open loop: requests are sent at scheduled times, even if earlier ones are not answered yet. Latencies
+                 are measured from the scheduled times
+  --concurrency  closed loop: N users, each of which sends its next request after the answer to its previous one
+  --trace        open loop: requests of a trace file, with its times, lengths and shared prefixes
 
-Exit status: 0 if every load got an answer, 1 if a load got none, 2 for invalid options. docs/bench.md has the
-definitions."""
+Several rates or numbers of users are a sweep: the command runs one load after the other. Metrics with targets are ttft
+(time to first token), tpot (time per output token) and e2el (time to the end of the answer). docs/bench.md defines all
+numbers. The exit status is 1 if no request of a load was answered."""
 
 _EXAMPLES = """\
 examples:
@@ -38,7 +41,7 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `bench` command to the command line."""
-    text = "send load to a server, and measure what its clients see"
+    text = "send load to a server, and measure the latencies of its clients"
     parser = add_command(commands, run, "bench", text, _DESCRIPTION, examples=_EXAMPLES)
     options.add_server_options(parser)
     options.add_load_options(parser)
@@ -46,8 +49,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     group = parser.add_argument_group("results")
     text = "latency target of a good request: ttft, tpot or e2el, for example ttft=500ms; may be repeated"
     group.add_argument("--target", action="append", default=[], metavar="METRIC=TIME", help=text)
-    group.add_argument("--json", type=Path, metavar="FILE", help="write settings, all numbers, and each request")
-    text = "draw a PNG: distributions, or goodput and latencies over a sweep; needs the extra 'lab'"
+    text = "JSON file for the options, all numbers, and each request"
+    group.add_argument("--json", type=Path, metavar="FILE", help=text)
+    text = "PNG file for a plot of distributions, or of goodput and latencies over a sweep; needs the extra 'lab'"
     group.add_argument("--plot", type=Path, metavar="FILE", help=text)
 
 

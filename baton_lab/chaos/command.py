@@ -10,15 +10,22 @@ from deploy.config.environment import DEFAULT_MODEL
 from deploy.options.subcommand import add_command
 
 _DESCRIPTION = """\
-Starts two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a proxy
-that injects network faults. For each seed it sends the same requests twice: once without faults, and once while it
-kills and stops processes (the orchestrator, too), delays, loses, drops and repeats calls, and cancels requests. One
-engine hangs: its thread is stopped at any point, and its process still answers. It must be killed within four expected
-steps or 10 s, plus two heartbeats, and be replaced. The other gets a fifth of a core for half a minute, and must not be
-killed.
+Tests the guarantees of a cluster while faults occur. Starts two prefill ranks, two generation engines and an
+orchestrator as processes of this machine. A proxy in front of each process injects network faults.
 
-Every request must end once, in time, with the tokens of the run without faults. Afterwards no resource may be held, and
-slots and bytes must balance. A schedule depends on its seed alone. Exit status 1 if a condition was violated."""
+A schedule is a list of requests and faults, which is determined by a seed. For each schedule, the command sends the
+requests twice: first without faults, then with these faults:
+
+  processes   a process, which may be the orchestrator, is killed or stopped (--blows)
+  calls       a call is delayed, refused, repeated or cut off, or its answer is lost
+  clients     a client cancels its request, or has set an early deadline
+  hung        the thread of an engine is stopped, but its process still answers (--hung). Within two heartbeats plus
+              the duration of four expected steps (at least 10 s), the engine must be killed, and then replaced
+  slow        an engine gets a fifth of a core for half a minute (--slow). It must not be killed
+
+Each request must end exactly once and in time, with the same tokens as without faults. Afterwards, no slot, memory or
+request may still be held, and the counts of slots and bytes must be consistent. docs/chaos.md lists all conditions. The
+exit status is 1 if a condition is violated."""
 
 _EXAMPLES = """\
 examples:
@@ -35,11 +42,12 @@ _FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `chaos` command to the command line."""
-    text = "start a cluster, inject faults by seeded schedules, and check invariants"
+    text = "start a cluster, inject faults, and check that its guarantees hold"
     parser = add_command(commands, run, "chaos", text, _DESCRIPTION, examples=_EXAMPLES)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--seeds", type=int, default=3, metavar="N", help="run schedules 1 to N (default: 3)")
-    which.add_argument("--seed", type=int, metavar="K", help="run schedule K only")
+    text = "number of schedules; their seeds are 1 to N (default: 3)"
+    which.add_argument("--seeds", type=int, default=3, metavar="N", help=text)
+    which.add_argument("--seed", type=int, metavar="K", help="seed of a single schedule, instead of --seeds")
     parser.add_argument(
         "--requests", type=int, default=40, metavar="N", help="number of requests in each schedule (default: 40)"
     )
@@ -52,15 +60,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--slow", type=int, default=1, metavar="N", help="number of slow engines in each schedule (default: 1)"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="a setting of the engines, or of devices; may be repeated; `baton config` lists all fields",
-    )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or name")
-    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
+    text = "setting of the sections generate and device, or prefill.device; may be repeated; see `baton config`"
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help=text)
+    text = "model: name, Hugging Face folder, or GGUF file (default: %(default)s)"
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=text)
+    text = "folder for converted models (default: %(default)s)"
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help=text)
     parser.add_argument(
         "--log", type=Path, default=Path("chaos.log"), help="file for the logs of the processes (default: chaos.log)"
     )

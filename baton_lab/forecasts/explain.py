@@ -76,20 +76,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--explain",
         action="store_true",
-        help="compare disaggregated prefill with the same workers doing both, and show the break-even points;"
-        f" --hardware is then one of {', '.join(HARDWARE)}, or here (default: {DEFAULT_HARDWARE})",
+        help="compare disaggregated with colocated prefill, and print the break-even points; --hardware is then one of"
+        f" {', '.join(HARDWARE)}, or here (default: {DEFAULT_HARDWARE})",
     )
     for name, metavar, text in (
         ("prompt", "N", "number of tokens of a prompt"),
         ("output", "N", "number of tokens of an answer"),
-        ("rate", "X", "requests per second of the whole cluster"),
+        ("rate", "X", "number of requests per second of the whole cluster"),
         ("ranks", "N", "number of ranks of a prefill group"),
         ("groups", "N", "number of prefill groups"),
         ("engines", "N", "number of generation engines"),
-        ("slots", "N", "number of requests that an engine holds at a time"),
+        ("slots", "N", "maximum number of requests that an engine holds at a time"),
     ):
         group.add_argument(f"--{name}", metavar=metavar, help=f"{text} (default: {_DEFAULTS[name]})")
-    group.add_argument("--link-gb-s", metavar="X", help="bandwidth of every link, in place of the hardware's")
+    text = "bandwidth of each link in 1e9 bytes per second (default: the hardware's)"
+    group.add_argument("--link-gb-s", metavar="X", help=text)
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -30,22 +30,24 @@ MAX_TOKENS = 2**24
 _MARKS = {"kv": "k", "weights": "w", "compute": "c", "calls": "o"}
 
 _DESCRIPTION = """\
-Predicts generation: the time of one step (one token for each sequence of the batch), tokens per second, and the batch
-that fits into memory, by the roofline of "How To Scale Your Model", part 7:
+Predicts generation: the time of a step, the tokens per second, and the largest batch that fits into memory. A step
+generates one token for each sequence of the batch. The prediction uses the roofline model of "How To Scale Your Model",
+part 7:
 
   step = batch * KV bytes / bandwidth + max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
 
-With the rates of an accelerator's data sheet, this is a lower bound. --hardware here measures this machine with the
-decoder in a few seconds, and predicts its step times.
+For an accelerator, the rates are those of the data sheet, and the predicted time is a lower bound. With
+--hardware=here, the command measures the rates of this machine in a few seconds, and predicts its step times.
 
-With --speculation: the speedup of speculative decoding, and the context length from which it pays (MagicDec, figures 2
-to 4; docs/speculation.md). An upper bound, on all hardware.
+With --speculation, the command predicts the speedup of speculative decoding, and the context length at which it begins
+to pay. The speedup is an upper bound, on all hardware (MagicDec, figures 2 to 4; docs/speculation.md).
 
-With --explain: when disaggregated prefill pays, compared with the same workers doing both, by prompt length and rate
-(docs/deployment.md).
+With --explain, the command compares two arrangements of the same workers: apart (prefill groups compute prompts, and
+engines generate) and together (every worker is an engine that does both). It prints the prompt lengths and the rates of
+requests at which each of them is faster (docs/deployment.md).
 
 MODEL is a name (smollm2-135m, llama-3.1-8b, llama-13b, ...), a Hugging Face folder (config.json is enough), or a GGUF
-file. k after a number is 1024 times it; GB and kB are 1e9 and 1e3 bytes."""
+file. The suffix k multiplies a number by 1024. GB and kB are 1e9 and 1e3 bytes."""
 
 _EXAMPLES = """\
 examples:
@@ -59,41 +61,41 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `plan` command to the command line."""
-    text = "predict generation: step time, tokens per second, and memory, by batch size and context"
+    text = "predict step time, tokens per second and memory of generation"
     parser = add_command(commands, run, "plan", text, _DESCRIPTION, examples=_EXAMPLES)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="name, folder, or GGUF file")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="model: name, Hugging Face folder, or GGUF file")
     batches, contexts = "1,8,16,32,64,256", "1k,4k,8k,32k"
-    parser.add_argument(
-        "--batch", default=batches, metavar="N,N,...", help="batch sizes, in sequences (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--context", default=contexts, metavar="N,N,...", help="context lengths, in tokens (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps as a PNG; needs the extra 'lab'")
+    text = "batch sizes in sequences (default: %(default)s)"
+    parser.add_argument("--batch", default=batches, metavar="N,N,...", help=text)
+    text = "context lengths in tokens (default: %(default)s)"
+    parser.add_argument("--context", default=contexts, metavar="N,N,...", help=text)
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG file for a plot; needs the extra 'lab'")
     model = parser.add_argument_group("model")
-    model.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(default: bfloat16)")
-    model.add_argument("--weights", choices=("int8",), help="format of the weights, in place of --dtype")
-    model.add_argument("--kv", choices=("int8",), help="format of keys and values, in place of --dtype (not served)")
+    text = "data type of weights and KV (default: bfloat16)"
+    model.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help=text)
+    model.add_argument("--weights", choices=("int8",), help="number format of weights (default: that of --dtype)")
+    text = "number format of KV (default: that of --dtype); not supported by servers"
+    model.add_argument("--kv", choices=("int8",), help=text)
     model.add_argument(
         "--shape",
         metavar="FIELD=N,...",
-        help="a model by its shape: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab; and gated=0,"
-        " tied=1 (one matrix for embedding and head), experts=16, active_experts=2",
+        help="shape of a model, instead of MODEL. Required: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn,"
+        " vocab. Optional: gated=0 (feed-forward network without a gate), tied=1 (one matrix for embedding and output"
+        " head), experts, active_experts (per token)",
     )
-    model.add_argument("--params", metavar="N", help="number of parameters of a model; with --kv-per-token")
-    model.add_argument(
-        "--kv-per-token", metavar="N", help="number of bytes of keys and values of a token, in all layers"
-    )
+    text = "number of parameters of a model, instead of MODEL; needs --kv-per-token"
+    model.add_argument("--params", metavar="N", help=text)
+    text = "number of bytes of KV of one token in all layers; needs --params"
+    model.add_argument("--kv-per-token", metavar="N", help=text)
     hardware = parser.add_argument_group("hardware")
-    known = f"{', '.join(CHIPS)}, or here: this machine, measured (default: {DEFAULT_CHIP})"
+    known = f"hardware: {', '.join(CHIPS)}, or here for this machine (default: {DEFAULT_CHIP})"
     hardware.add_argument("--hardware", metavar="NAME", help=known)
     hardware.add_argument(
         "--chips", default="1", metavar="N", help="number of chips the model is sharded over (default: 1)"
     )
-    hardware.add_argument(
-        "--threads", metavar="N", help="number of threads of this machine (default: one for each core)"
-    )
+    text = "number of compute threads, with --hardware=here (default: one for each core)"
+    hardware.add_argument("--threads", metavar="N", help=text)
     speculation.add_options(parser)
     explain.add_options(parser)
 

@@ -31,14 +31,19 @@ MAX_RANKS = 64
 _ENOUGH_MARGIN = 0.03
 
 _DESCRIPTION = """\
-Predicts the time to the first token of one prompt on an idle prefill group, for several context lengths and numbers of
-ranks, and the times of other schemes to divide a prompt over the same ranks. These are predictions, not measurements.
+Predicts the time to first token (TTFT) of one prompt on an idle prefill group, for several prompt lengths and numbers
+of ranks. Compares Baton's chain of ranks with other methods that divide a prompt among ranks. All times come from a
+cost model: they are predictions, not measurements. The output has a table for each number of ranks, with these columns:
 
-  KVR-E, -S, -P   a KV-Runahead chain with even, searched, and interpolated chunks
-  TSP             sequence parallel with an all-gather in each layer; dense or causal attention kernels
-  zigzag          ring attention with balanced chunks and causal kernels
-  bound           perfect balance, no communication, every layer whole (a chain cuts the last one short)
-  TTFT*           the KV-Runahead paper's bound, TTFT(1) / 2 (1/n + 1/n^2), from a dense single process"""
+  1 rank     one rank, which computes the whole prompt
+  KVR-E      KV-Runahead: a chain of ranks, each with a chunk of the prompt; here all chunks have the same length
+  KVR-S      the same, with the chunk lengths that a search finds
+  KVR-P      the same, with chunk lengths that are interpolated between searched ones
+  TSP        sequence parallelism with an all-gather in each layer, with dense or with causal attention kernels
+  zigzag     ring attention with balanced chunks and causal kernels
+  bound      lower bound: equal work on all ranks, no communication. A chain can be slightly faster, because it
+             shortens the last layer
+  TTFT*      lower bound of the KV-Runahead paper for n ranks: TTFT(1) / 2 (1/n + 1/n^2), with dense attention"""
 
 _EXAMPLES = """\
 examples:
@@ -50,41 +55,37 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `simulate` command to the command line."""
-    text = "predict the time to the first token for other ranks, links, models and hardware"
+    text = "predict the time to first token for other ranks, links, models and hardware"
     parser = add_command(commands, run, "simulate", text, _DESCRIPTION, examples=_EXAMPLES)
-    parser.add_argument(
-        "--ranks", default="2,4,8", metavar="N,N,...", help="numbers of ranks of the group (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--contexts",
-        default="1k,2k,4k,8k,16k,32k",
-        metavar="N,N,...",
-        help="numbers of uncached prompt tokens; k is 1024 (default: 1k to 32k)",
-    )
-    parser.add_argument("--cached", default="0", metavar="N", help="number of cached tokens before them (default: 0)")
-    protocols = f"protocol of the chain: {', '.join(PROTOCOLS)} (default: baton, as implemented)"
+    text = "numbers of ranks of the prefill group (default: %(default)s)"
+    parser.add_argument("--ranks", default="2,4,8", metavar="N,N,...", help=text)
+    text = "numbers of uncached prompt tokens; k multiplies by 1024 (default: %(default)s)"
+    parser.add_argument("--contexts", default="1k,2k,4k,8k,16k,32k", metavar="N,N,...", help=text)
+    text = "number of cached prompt tokens before the uncached ones (default: 0)"
+    parser.add_argument("--cached", default="0", metavar="N", help=text)
+    protocols = f"protocol of the chain: {', '.join(PROTOCOLS)} (default: baton, the implemented one)"
     parser.add_argument("--protocol", default="baton", metavar="NAME", help=protocols)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as a PNG; needs the extra 'lab'")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG file for a plot; needs the extra 'lab'")
     group = parser.add_argument_group("model and machine")
-    group.add_argument("--model", metavar="NAME", help=f"{', '.join(SHAPES)} (default: {DEFAULT_MODEL})")
+    group.add_argument("--model", metavar="NAME", help=f"model: {', '.join(SHAPES)} (default: {DEFAULT_MODEL})")
     group.add_argument(
         "--shape",
         metavar="FIELD=N,...",
-        help="a model by its shape: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab;"
-        " and gated=0 for a plain feed-forward part, dtype_bytes (default: 2)",
+        help="shape of a model, instead of --model. Required: num_layers, hidden, num_heads, num_kv_heads, head_dim,"
+        " ffn, vocab. Optional: gated=0 (feed-forward network without a gate), dtype_bytes (default: 2)",
     )
-    group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE})")
+    text = f"hardware: {', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE})"
+    group.add_argument("--hardware", metavar="NAME", help=text)
     for name, text in (
-        ("--linear-tflop-s", "rate of the matrices, in place of the hardware's"),
-        ("--attention-tflop-s", "rate of attention, in place of the hardware's"),
-        ("--link-gb-s", "bandwidth from rank to rank, 1e9 bytes a second"),
-        ("--link-us", "latency of a message from rank to rank, microseconds"),
-        ("--push-gb-s", "bandwidth from each rank to the generation group (default: not counted)"),
+        ("--linear-tflop-s", "rate of matrix products in TFLOP/s (default: the hardware's)"),
+        ("--attention-tflop-s", "rate of attention in TFLOP/s (default: the hardware's)"),
+        ("--link-gb-s", "bandwidth from rank to rank in 1e9 bytes per second (default: the hardware's)"),
+        ("--link-us", "latency of a message from rank to rank in microseconds (default: the hardware's)"),
+        ("--push-gb-s", "bandwidth from rank to generation group in 1e9 bytes per second (default: not counted)"),
     ):
         group.add_argument(name, metavar="X", help=text)
-    group.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="measured numbers, in place of --model and --hardware"
-    )
+    text = "file that `baton calibrate` wrote, instead of --model and --hardware"
+    group.add_argument("--calibration", type=Path, metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

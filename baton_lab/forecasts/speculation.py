@@ -32,27 +32,18 @@ _OPTIONS = ("acceptance", "draft_keys", "drafts", "draft_model")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for predictions of speculation to the parser of `baton plan`."""
     group = parser.add_argument_group("speculation")
-    group.add_argument(
-        "--speculation",
-        action="store_true",
-        help="predict the speedup of speculative decoding over plain steps instead",
-    )
+    text = "predict the speedup of speculative decoding"
+    group.add_argument("--speculation", action="store_true", help=text)
     group.add_argument(
         "--acceptance",
         metavar="A,A,...",
-        help="probability that a draft is accepted if all drafts before it were, for each of --draft-keys"
-        f" (default: {ACCEPTANCE})",
+        help="probability that a draft is accepted if all drafts before it were accepted: one value for each value of"
+        f" --draft-keys (default: {ACCEPTANCE})",
     )
-    group.add_argument(
-        "--draft-keys",
-        metavar="N,N,...",
-        help=f"numbers of keys that a draft attends to, of which the best is used ({DRAFT_KEYS})",
-    )
-    group.add_argument(
-        "--drafts",
-        metavar="N,N,...",
-        help=f"numbers of drafts per sequence, of which the best is used (default: 0 to {MOST_DRAFTS})",
-    )
+    text = f"numbers of keys that a draft attends to, of which the best is used (default: {DRAFT_KEYS})"
+    group.add_argument("--draft-keys", metavar="N,N,...", help=text)
+    text = f"numbers of drafts per sequence, of which the best is used (default: 0 to {MOST_DRAFTS})"
+    group.add_argument("--drafts", metavar="N,N,...", help=text)
     group.add_argument(
         "--draft-model", metavar="MODEL", help="draft model (default: the served model drafts for itself)"
     )

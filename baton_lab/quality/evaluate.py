@@ -29,23 +29,30 @@ MAX_TOKENS = 2**24
 MAX_ROWS = 2**10
 
 _DESCRIPTION = """\
-Runs natural text through residency policies and compares each with full attention (device) on the same tokens. A row
-is one passage: its context is prefilled once, with full attention, and pushed to each policy. The text after it is fed
-token by token, all rows in one batch, and each step predicts the next token of the text.
+Compares residency policies with full attention (the policy device) on the same text: the loss of quality, and the KV
+that is read and stored. The text is divided into --rows passages. The context of a passage is prefilled once, with full
+attention, and its KV is given to each policy. The policy then reads the text after the context token by token, with all
+passages in one batch. Each step predicts the next token of the text. The output has these columns:
 
-  perplexity    of the true tokens; cost: its relative increase over full attention's, with the standard error
-  same choice   fraction of the steps whose likeliest token equals full attention's
-  keys          mean fraction of a row's keys attended to, in selective layers
+  perplexity    perplexity of the text after the context
+  cost          relative increase of perplexity, compared with full attention, with its standard error
+  same choice   fraction of steps whose most likely token is the same as with full attention
+  mass          fraction of the weight of full attention that is on the keys attended to (with --mass)
+  needles       number of recalled facts, which are queried after --steps tokens of other text (with --needles)
+  keys          mean fraction of a sequence's keys attended to, in layers that select keys
   KV read       bytes of KV that attention reads, relative to full attention
+  link          bytes of KV copied between host and device memory, relative to the KV bytes that full attention reads
   home          bytes of KV stored between steps, relative to full attention
-  link, device  counted, as with a device: KV that crosses to it, and its memory, the data for choosing keys included;
-                here all of it is the CPU's memory, unless --device emulated has memory of its own
-  mass          weight of true attention on the keys attended to (--mass)
-  needles       facts stated early in the context, queried after --steps tokens of other text (--needles)
+  device        bytes of device memory, including data for selecting keys, relative to the KV that full attention stores
+  step          median duration of a step
 
-Policies that select keys use the file of `baton prepare` for the model. --budget and --alpha vary the number of keys;
-NAME:BUDGET in --policies varies one policy's only, to compare policies at equal bytes. With --pool, infinigen also runs
-with that fraction of each row's tokens kept, once per eviction policy."""
+With --device cpu, host and device share one memory, and nothing is copied. The columns link and device then show the
+bytes that a device with separate memory would need.
+
+Policies that select keys use the file that `baton prepare` wrote for the model. --budget and --alpha change the number
+of keys of all these policies. NAME:BUDGET in --policies changes it for one policy, for example to compare policies at
+equal bytes. With --pool, the policy infinigen also runs with a limit on the tokens that it keeps, once for each of its
+eviction policies."""
 
 _EXAMPLES = """\
 examples:
@@ -62,35 +69,36 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the `evaluate` command to the command line."""
     text = "measure the quality of residency policies, compared with full attention"
     parser = add_command(commands, run, "evaluate", text, _DESCRIPTION, examples=_EXAMPLES)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="name, folder, or GGUF file")
-    parser.add_argument(
-        "--text", required=True, nargs="+", type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
-    )
+    text = "model: name, Hugging Face folder, or GGUF file (default: %(default)s)"
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=text)
+    text = "files with natural text in UTF-8, plain or gzipped"
+    parser.add_argument("--text", required=True, nargs="+", type=Path, metavar="FILE", help=text)
     policies = "device,oracle,window,infinigen"
-    parser.add_argument("--policies", default=policies, metavar="NAME[:BUDGET],...", help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG; needs the extra 'lab'")
-    read = parser.add_argument_group("what is read")
-    read.add_argument(
-        "--context", default="4096", metavar="N,N,...", help="numbers of context tokens (default: %(default)s)"
-    )
-    read.add_argument("--rows", default="6", metavar="N", help="number of passages in a batch (default: %(default)s)")
-    read.add_argument("--steps", default="512", metavar="N", help="number of tokens to predict (default: %(default)s)")
-    read.add_argument(
-        "--mass", default="0", metavar="N", help="measure true attention on the selected keys at every Nth step; slow"
-    )
-    read.add_argument("--needles", action="store_true", help="also test recall of facts, in a second pass")
-    keys = parser.add_argument_group("how keys are chosen")
-    keys.add_argument("--budget", metavar="X,X,...", help="exact fraction of a sequence's keys that is attended to")
-    keys.add_argument("--alpha", metavar="X,X,...", help="maximum distance of a key's score from the best score")
-    keys.add_argument("--pool", metavar="X,X,...", help=f"fraction of a sequence's tokens that is kept ({POOLED})")
+    text = f"policies to compare: {', '.join(POLICIES)} (default: %(default)s)"
+    parser.add_argument("--policies", default=policies, metavar="NAME[:BUDGET],...", help=text)
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG file for a plot; needs the extra 'lab'")
+    read = parser.add_argument_group("text")
+    text = "numbers of context tokens of a passage (default: %(default)s)"
+    read.add_argument("--context", default="4096", metavar="N,N,...", help=text)
+    text = "number of passages, which form one batch (default: %(default)s)"
+    read.add_argument("--rows", default="6", metavar="N", help=text)
+    text = "number of tokens to predict in each passage (default: %(default)s)"
+    read.add_argument("--steps", default="512", metavar="N", help=text)
+    text = "number of steps between two measurements of mass, which are slow; 0: none (default: 0)"
+    read.add_argument("--mass", default="0", metavar="N", help=text)
+    text = "also test the recall of facts that are inserted into the contexts"
+    read.add_argument("--needles", action="store_true", help=text)
+    keys = parser.add_argument_group("selection of keys")
+    text = "fractions of a sequence's keys to attend to, regardless of their scores"
+    keys.add_argument("--budget", metavar="X,X,...", help=text)
+    text = "maximum distances of a selected key's score from the best score"
+    keys.add_argument("--alpha", metavar="X,X,...", help=text)
     keys.add_argument(
-        "--selection",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="file that `baton prepare` wrote; several are compared",
+        "--pool", metavar="X,X,...", help=f"fractions of a sequence's tokens to keep ({POOLED}; default: all)"
     )
+    text = "files that `baton prepare` wrote, to compare (default: the file for the model)"
+    keys.add_argument("--selection", nargs="+", type=Path, metavar="FILE", help=text)
     _add_device(parser)
     add_model(parser)
 
@@ -98,9 +106,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     """Add the options for the device that policies compute on."""
     group = parser.add_argument_group("device")
-    where = "where policies compute: cpu, or emulated, with memory of its own (docs/devices.md)"
+    where = "device on which policies compute: cpu, or emulated, with separate memory (docs/devices.md)"
     group.add_argument("--device", default="cpu", choices=("cpu", "emulated"), help=f"{where} (default: %(default)s)")
-    group.add_argument("--link", metavar="RATE", help="rate of an emulated device's link, like 4GBps")
+    text = "bandwidth of the link to the emulated device, for example 4GBps (default: no limit)"
+    group.add_argument("--link", metavar="RATE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from baton_lab.traffic.results import Results
 
 _DESCRIPTION = """\
-Replays a trace of requests, generated or from a file, against a simulated cluster: admission, placement and the
-autoscaler are the production code, and times come from the cost model. Prints latencies, goodput (requests per second
-within both targets) and cost, by policy. A prediction, not a measurement.
+Simulates a cluster that serves a trace: a list of requests with arrival times and lengths, which is generated or read
+from a file. Admission, placement and the autoscaler are the code of the orchestrator. A cost model predicts all times,
+so the results are predictions, not measurements. For each scaling policy, the command prints latencies, goodput
+(requests per second that meet both latency targets) and cost (seconds of running groups):
 
   static        the groups of --groups, without changes
-  best-static   the best fixed division of --max groups, found by simulating each
-  autoscale     Baton's autoscaler: forecasts, cost model and queueing, role flips
-  queue         a threshold on queues
-  load          load regression without queueing"""
+  best-static   the best fixed division of --max groups, found by simulating each division
+  autoscale     Baton's autoscaler, which forecasts traffic, predicts latencies, and adds, removes or flips groups
+  queue         for comparison: thresholds on the lengths of queues
+  load          for comparison: load divided by the throughput of a group, without a model of queues
+
+A division is a number of prefill groups and a number of generation groups. A flip moves a group to the other role."""
 
 _EXAMPLES = """\
 examples:
@@ -37,14 +40,12 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `simulate-traffic` command to the command line."""
-    text = "simulate traffic on a cluster, and compare fixed with autoscaled groups"
+    text = "predict latencies under traffic, with fixed and with autoscaled groups"
     parser = add_command(commands, run, "simulate-traffic", text, _DESCRIPTION, examples=_EXAMPLES)
     parser.add_argument("--policy", default="static", metavar="NAME,...", help="policies to compare (default: static)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers and the scaler's decisions")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs as a PNG; needs the extra 'lab'")
-    parser.add_argument(
-        "--explain", action="store_true", help="print each decision of a scaling policy, with its terms"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for all numbers and decisions")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG file for a plot; needs the extra 'lab'")
+    parser.add_argument("--explain", action="store_true", help="print each decision of the policies, with its reasons")
     options.add_trace_options(parser)
     options.add_cluster_options(parser)
 

@@ -21,8 +21,9 @@ _CONNECT_S = 5.0
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add arguments to a command that select a running cluster: its name or, alternatively, the option --target with
     its address."""
-    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    text = f"a cluster that was brought up on another machine, whose secret is in the variable {SECRET_VARIABLE}"
+    parser.add_argument("name", nargs="?", default="baton", help="name of the cluster (default: baton)")
+    where = f"address of the orchestrator, if it runs on another machine; the variable {SECRET_VARIABLE} must contain"
+    text = f"{where} the cluster's secret"
     parser.add_argument("--target", metavar="HOST:PORT", help=text)
 
 
@@ -33,11 +34,8 @@ def add_timeout(parser: argparse.ArgumentParser, text: str) -> None:
 
 def add_key_option(parser: argparse.ArgumentParser) -> None:
     """Add the option --api-key-env, which names the environment variable with the operator's API key, to a command."""
-    parser.add_argument(
-        "--api-key-env",
-        metavar="VARIABLE",
-        help="environment variable with an operator's API key, for a cluster that has such keys",
-    )
+    text = "environment variable with an operator's API key; needed if the cluster requires API keys"
+    parser.add_argument("--api-key-env", metavar="VARIABLE", help=text)
 
 
 def given_key(args: argparse.Namespace) -> str | None:

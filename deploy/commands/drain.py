@@ -7,13 +7,13 @@ from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeo
 from deploy.options.subcommand import add_command
 
 _DESCRIPTION = """\
-Keeps new requests from a prefill or generation group and waits until its running requests have finished. Requests that
-arrive meanwhile go to other groups, or wait. Then the group is removed: its workers exit and free their memory and Ray
-resources. With --keep the workers stay up, idle. The group stays drained after any restart, until `baton drain --undo`.
+Stops sending requests to a prefill or generation group, and waits until its running requests have finished. Then
+removes the group: its workers exit and free their memory and Ray resources. With --keep, the workers continue to run,
+idle. Other groups get the new requests. The group stays drained, even after restarts, until `baton drain --undo`.
 `baton status` lists the groups.
 
-Without a generation group, the cluster's health is NOT_SERVING and requests fail after 30 seconds, with the
-command that undoes the drain. Without a prefill group, generation groups compute prompts themselves."""
+If no generation group is left, the cluster's health is NOT_SERVING. Requests then wait for 30 seconds and fail with an
+error that names the command to undo the drain. If no prefill group is left, generation groups compute the prompts."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -22,13 +22,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = add_command(commands, run, "drain", text, _DESCRIPTION)
     parser.add_argument("group", help="name of the group, like generate-0")
     add_cluster(parser)
-    parser.add_argument("--keep", action="store_true", help="keep the group's workers running, idle")
-    parser.add_argument(
-        "--undo", action="store_true", help="send requests to the group again; start it first if it was removed"
-    )
-    add_timeout(
-        parser, "maximum time to wait (default: no limit); after it the drain continues and the exit status is 1"
-    )
+    parser.add_argument("--keep", action="store_true", help="keep the workers of the group running")
+    text = "start the group again if it was removed, and send requests to it again"
+    parser.add_argument("--undo", action="store_true", help=text)
+    add_timeout(parser, "timeout in seconds (default: none). After it, the exit status is 1, and the drain continues")
     add_key_option(parser)
 
 

@@ -7,17 +7,18 @@ from deploy.commands.admin_channel import add_cluster, add_key_option, add_timeo
 from deploy.options.subcommand import add_command
 
 _DESCRIPTION = """\
-Lends a group's last worker to the other role, where it serves as a group of its own: a rank of a chain becomes a
-generation group, a generation group becomes a chain of one rank. The worker's process keeps running with its model
-loaded, so this takes far less time than the start of a group. First the lending group finishes its requests, while new
-ones go to other groups. Then a chain continues with one rank less; a group whose only worker is lent does not exist
-until the worker returns.
+Moves the last worker of a group to the other role, in which the worker is a new group: a prefill rank becomes a
+generation group, and a generation engine becomes a prefill group of one rank. The worker's process continues to run and
+keeps its model loaded, so a flip takes much less time than the start of a group.
 
-With --undo the worker returns, after the group that borrowed it and the chain that it joins have finished their
-requests. `baton drain` of the group that borrowed the worker does the same.
+Before the flip, the group finishes its requests, and new requests go to other groups. After the flip, a prefill group
+continues with one rank less. A group whose only worker has moved does not exist until the worker returns. No request is
+lost. The last generation group cannot be flipped.
 
-No request is lost. The last generation group cannot be flipped. A worker that fails to serve in its new role returns,
-and the exit status is 1."""
+--undo returns the worker to its first group. Both groups finish their requests before that. `baton drain` of the new
+group has the same effect.
+
+If a worker fails to serve in its new role, it returns, and the exit status is 1."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,14 +26,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = add_command(commands, run, "flip", "move a worker between prefill and generation", _DESCRIPTION)
     parser.add_argument("group", help="name of the group, like prefill-0")
     add_cluster(parser)
-    parser.add_argument(
-        "--undo",
-        action="store_true",
-        help="return the worker that the group borrowed, or the last one that it lent",
-    )
-    add_timeout(
-        parser, "maximum time to wait (default: no limit); after it the flip continues and the exit status is 1"
-    )
+    text = "return a moved worker to its first group; GROUP is the first or the new group of the worker"
+    parser.add_argument("--undo", action="store_true", help=text)
+    add_timeout(parser, "timeout in seconds (default: none). After it, the exit status is 1, and the flip continues")
     add_key_option(parser)
 
 

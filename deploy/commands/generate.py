@@ -23,28 +23,26 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "generate",
         help="send one prompt to a running server and stream the answer",
-        description="Streams a server's answer to standard output, and what it took to standard error. Ctrl-C cancels.",
+        description="Sends one prompt to a running server. Writes the answer to standard output while it is generated, "
+        "and then a summary to standard error: numbers of tokens, finish reason, times, seed and request id. Ctrl-C "
+        "cancels the request.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_prompt(parser)
-    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the server")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="time after which the request ends")
-    parser.add_argument(
-        "--priority",
-        choices=("interactive", "standard", "batch"),
-        default="standard",
-        help="urgency among the waiting requests of the same tenant",
-    )
-    parser.add_argument("--tenant", metavar="NAME", help="tenant of the request, for a server that trusts its callers")
-    parser.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="environment variable with the API key, which identifies the tenant"
-    )
-    parser.add_argument("--n", type=int, default=1, help="choices: answers with different seeds, each shown at its end")
-    parser.add_argument("--echo", action="store_true", help="begin the answer with the prompt")
-    parser.add_argument(
-        "--exact", action="store_true", help="use only generation groups whose attention reads all tokens"
-    )
-    parser.add_argument("--no-usage", action="store_true", help="print the answer only")
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="address of the server")
+    text = "time in seconds after which the request ends"
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help=text)
+    text = "priority among the waiting requests of the same tenant"
+    parser.add_argument("--priority", choices=("interactive", "standard", "batch"), default="standard", help=text)
+    text = "tenant of the request; needs a server with orchestrator.trust_tenant_metadata"
+    parser.add_argument("--tenant", metavar="NAME", help=text)
+    parser.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the API key of the tenant")
+    text = "number of answers, with different seeds; if above 1, each is printed when it is complete"
+    parser.add_argument("--n", type=int, default=1, help=text)
+    parser.add_argument("--echo", action="store_true", help="print the prompt before the answer")
+    text = "use only generation groups that attend to all tokens (no approximate residency)"
+    parser.add_argument("--exact", action="store_true", help=text)
+    parser.add_argument("--no-usage", action="store_true", help="do not print the summary")
     add_sampling(parser)
     parser.set_defaults(run=run)
 

@@ -8,31 +8,28 @@ from pathlib import Path
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """Add the options --config and --set to a command that needs the cluster's configuration."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: none)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="value that overrides the file's; may be repeated; `baton config` lists all fields",
-    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    text = "setting that overrides --config; may be repeated; `baton config` lists all settings"
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help=text)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `config` and `doctor` commands to the command line."""
     config = commands.add_parser(
         "config",
-        help="print the configuration in force, each field with its meaning",
-        description="Prints the configuration that `baton serve` reads, as TOML: defaults, the file, and --set. Where"
-        " it leaves the pools open, `baton serve` and `baton doctor` arrange them for the machine.",
+        help="print all settings with their values and meanings",
+        description="Prints all settings with their values and meanings, as TOML. The values are the defaults, unless "
+        "--config or --set gives others. If the sections [prefill] and [generate] define no pools, `baton serve` and "
+        "`baton doctor` choose ranks, threads and cores for this machine instead of the printed defaults.",
     )
     add_config_options(config)
     config.set_defaults(run=print_config)
     doctor = commands.add_parser(
         "doctor",
-        help="check this machine: cores, memory, /dev/shm, kernels, port, versions, model; measure its rates",
-        description="Checks whether the configured cluster can run here, status 1 when it cannot; measures for a few"
-        " seconds what generation is bound by here.",
+        help="check whether a cluster can run on this machine, and measure the machine's speed",
+        description="Checks whether the configured cluster can run on this machine: versions, model, devices, cores, "
+        "memory, /dev/shm, kernels and ports. Then measures for a few seconds the rates that limit the speed of "
+        "generation: computation and memory bandwidth. The exit status is 1 if a check has failed.",
     )
     add_config_options(doctor)
     doctor.set_defaults(run=print_findings)

@@ -12,12 +12,12 @@ from deploy.commands.inspection import add_config_options
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 _FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "model": ("model.name", "Hugging Face folder, GGUF file, or name", {}),
+    "model": ("model.name", "model: name, Hugging Face folder, or GGUF file", {}),
     "cache": ("model.cache", "folder for converted models", {}),
-    "ranks": ("prefill.num_ranks", "prefill ranks in the chain", {"type": int}),
-    "dtype": ("model.dtype", "of weights, activations and KV", {"choices": DTYPES}),
-    "quantization": ("model.quantization", "of weights, on top of the dtype", {"choices": QUANTIZATIONS}),
-    "threads": ("generate.num_threads", "torch threads of generation; 0 for all cores", {"type": int}),
+    "ranks": ("prefill.num_ranks", "number of prefill ranks in the chain", {"type": int}),
+    "dtype": ("model.dtype", "data type of weights, activations and KV", {"choices": DTYPES}),
+    "quantization": ("model.quantization", "quantization of weights", {"choices": QUANTIZATIONS}),
+    "threads": ("generate.num_threads", "number of threads of the engine; 0: one for each core", {"type": int}),
 }
 """Options that each set one field of the configuration. A key is the option's name. A value is a tuple: the field, the
 help text, and further arguments of `add_argument`."""
@@ -27,18 +27,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the `local` command to the command line."""
     parser = commands.add_parser(
         "local",
-        help="run one prompt through prefill ranks and a generation engine on this machine, without Ray",
-        description="Starts the prefill ranks and the generation engine as processes of one tree, streams the answer "
-        "to standard output and draws the request's timeline on standard error. Configured as `baton serve` is, but "
-        "orchestrator.disaggregation is always unless it is set.",
+        help="run one prompt on prefill ranks and a generation engine of this machine, without Ray",
+        description="Starts prefill ranks and a generation engine as child processes, and runs one prompt on them. "
+        "Writes the answer to standard output while it is generated, and then a timeline of the request to standard "
+        "error. The settings are those of `baton serve`, except that the default of orchestrator.disaggregation is "
+        "`always`: prefill ranks compute every prompt.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_prompt(parser)
     for option, (field, text, kind) in _FIELDS.items():
-        parser.add_argument(f"--{option}", default=argparse.SUPPRESS, help=f"{text}: {field}", **kind)
-    parser.add_argument("--colocated", action="store_true", help="no prefill ranks: the generation engine does it all")
+        parser.add_argument(f"--{option}", default=argparse.SUPPRESS, help=f"{text} (setting {field})", **kind)
+    text = "start no prefill ranks; the generation engine also computes the prompt"
+    parser.add_argument("--colocated", action="store_true", help=text)
     add_config_options(parser)
-    parser.add_argument("--no-timeline", action="store_true", help="print the answer only")
+    parser.add_argument("--no-timeline", action="store_true", help="do not draw the timeline")
     add_sampling(parser)
     parser.set_defaults(run=run)
 

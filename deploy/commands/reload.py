@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from deploy.commands.group_admin import GroupAdmin
 
 _DESCRIPTION = """\
-Restarts the workers of each group, one group after another, like `baton drain` and `baton drain --undo`: a group
-finishes its requests, is removed, and starts again. Requests that arrive meanwhile go to the other groups. No request
-is lost. Groups that are already drained stay drained. Workers that a group has lent return to it first.
+Restarts the workers of all groups, one group after another. A group finishes its requests, is removed, and starts
+again. New requests go to the other groups. No request is lost. Groups that are drained already stay drained. Workers
+that `baton flip` has moved return to their first group before that group restarts.
 
-The only generation group is removed after an extra group has started in its place, which needs free resources. Without
-a prefill group, generation groups compute prompts themselves. A reload that fails or is interrupted leaves a cluster
-that serves, and prints how to continue."""
+If the cluster has only one generation group, an extra group starts before this group is removed, which needs free
+resources. While the only prefill group restarts, generation groups compute the prompts. If the command fails or is
+interrupted, the cluster still serves, and the command prints how to continue."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -35,9 +35,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model",
         default="",
         metavar="FOLDER",
-        help="model to load: other weights, the same configuration and tokenizer (default: the current one)",
+        help="folder of a model with other weights, but the same configuration and tokenizer (default: the served one)",
     )
-    add_timeout(parser, "maximum time to wait for a group to finish, and to start (default: no limit)")
+    add_timeout(parser, "timeout in seconds for a group to finish its requests, and to start (default: none)")
     add_key_option(parser)
 
 

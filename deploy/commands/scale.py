@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 POOLS = ("prefill", "generate")
 
 _DESCRIPTION = """\
-Sets the number of groups of a pool that receive requests. To grow, drained and removed groups come back first. Then new
-groups start, which need free resources: Ray nodes that declare enough of the pool's resource. To shrink, groups finish
-their requests and are removed, as with `baton drain`, the group with the least work first. Requests that arrive
-meanwhile go to the other groups.
+Sets the number of groups of a pool that receive requests. To add groups, the command first restores drained and removed
+groups. Then it starts new groups, which need Ray nodes with free resources (baton_prefill or baton_generate). To remove
+groups, the command drains them as `baton drain` does, the group with the fewest requests first. New requests go to the
+other groups.
 
-If the command fails or is interrupted, groups that have started stay: repeat the command to continue."""
+If the command fails or is interrupted, its changes so far remain. Repeat the command to continue."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,7 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("pool", choices=POOLS, help="role of the pool's groups")
     parser.add_argument("number", type=int, help="number of groups that receive requests")
     add_cluster(parser)
-    add_timeout(parser, "maximum time to wait for a group to start, or to be removed (default: no limit)")
+    add_timeout(parser, "timeout in seconds for a group to start, or to be removed (default: none)")
     add_key_option(parser)
 
 

@@ -13,30 +13,37 @@ from deploy.commands.inspection import add_config_options
 
 _STOP_S = 90.0
 _POLL_S = 0.1
+_STATUS = """Prints the health, the queue, the groups and the slots of a running cluster. The exit status is 1 if the
+cluster does not serve or does not answer."""
+_STOP = """Ends a cluster and all its processes. If `baton serve` was killed, ends the processes that it has left. The
+exit status is 1 if `baton serve` does not end within 90 seconds."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `serve`, `status` and `stop` commands to the command line."""
     serve = commands.add_parser(
         "serve",
-        help="bring up a cluster on Ray and serve clients over gRPC, until Ctrl-C",
-        description="Starts Ray on this machine, or joins a running one; starts prefill groups, generation groups and "
-        "the orchestrator; prints its address; ends all of it on Ctrl-C. Serves on CPUs, unless --set names GPUs.",
+        help="start a cluster on Ray and serve clients over gRPC and HTTP until Ctrl-C",
+        description="Starts Ray on this machine, or joins a running Ray (--address). Then starts the prefill groups, "
+        "the generation groups, the orchestrator and an HTTP gateway, and prints the addresses for clients. Ctrl-C "
+        "ends everything that the command has started. Workers run on CPUs, unless the settings prefill.device and "
+        "generate.device select GPUs.",
     )
     serve.add_argument(
         "--address",
         default="",
-        help="host:port of a running Ray whose nodes declare the resources baton_prefill and baton_generate, one of "
-        "them for each worker, which serves at its node's address; default: start one here",
+        help="address HOST:PORT of a running Ray (default: start a Ray on this machine). Its nodes must declare the "
+        "resources baton_prefill and baton_generate: 1 for each worker of the role. Workers listen on the addresses "
+        "of their nodes",
     )
     add_config_options(serve)
     serve.set_defaults(run=run_serve)
-    for name, run, text in (
-        ("status", run_status, "show a running cluster's groups, queue and slots"),
-        ("stop", run_stop, "end a cluster, also one whose launcher was killed"),
+    for name, run, text, description in (
+        ("status", run_status, "show the health, groups, queue and slots of a running cluster", _STATUS),
+        ("stop", run_stop, "end a cluster, even if its `baton serve` was killed", _STOP),
     ):
-        parser = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-        parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+        parser = commands.add_parser(name, help=text, description=description)
+        parser.add_argument("name", nargs="?", default="baton", help="name of the cluster (default: baton)")
         parser.set_defaults(run=run)
         if run is run_status:
             add_key_option(parser)
@@ -44,7 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
             parser.add_argument(
                 "--address",
                 metavar="HOST:PORT",
-                help="address of the cluster's Ray, for a cluster whose launcher's machine is lost",
+                help="address of the Ray that the cluster runs on; needed if the machine of `baton serve` is lost",
             )
 
 

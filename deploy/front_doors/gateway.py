@@ -26,28 +26,27 @@ _MOST_PAUSE_S = 5.0
 """Maximum pause in seconds between two lookups of the orchestrator's address while lookups fail."""
 
 _DESCRIPTION = """\
-Serves clients as `baton serve` does: validates requests, renders chats and tokenizes. A cluster's orchestrator does the
-rest. Clients see no difference. Gateways hold no state of a stream: a client whose gateway dies continues through
-another one (the target ipv4:HOST:PORT,HOST:PORT names several). A gateway whose orchestrator restarts continues with
-the new one, at the same address or, with --address, where Ray has placed it. SIGTERM and Ctrl-C wait up to --grace
-seconds for running streams to end."""
+Serves gRPC clients in front of a running cluster. The gateway validates requests, renders chats and tokenizes, and
+forwards the requests to the cluster's orchestrator. To clients, a gateway and an orchestrator look the same.
+
+Gateways store no state of streams. If a gateway fails, a client resumes its streams through another gateway. To name
+several gateways, a client uses the target ipv4:HOST:PORT,HOST:PORT. If the orchestrator restarts, the gateway connects
+to it again. With --address, the gateway also finds an orchestrator that has moved to another node.
+
+After SIGTERM or Ctrl-C, running streams have --grace seconds to end."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `gateway` command to the command line."""
-    text = "serve clients in front of an orchestrator that runs somewhere else"
+    text = "serve gRPC clients in front of an orchestrator that runs elsewhere"
     parser = add_command(commands, run, "gateway", text, _DESCRIPTION)
-    printed = "of the cluster, as `baton serve` prints it (default: %(default)s)"
+    printed = "address of the orchestrator, as printed by `baton serve` (default: %(default)s)"
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--orchestrator", default=DEFAULT_TARGET, metavar="HOST:PORT", help=printed)
-    where.add_argument(
-        "--address",
-        metavar="HOST:PORT",
-        help="address of the cluster's Ray, where the orchestrator is found, also after it has moved",
-    )
-    parser.add_argument(
-        "--cluster", default="baton", metavar="NAME", help="the cluster's name, with --address (default: %(default)s)"
-    )
+    text = "address of the Ray that the cluster runs on; replaces --orchestrator. Ray stores the orchestrator's address"
+    where.add_argument("--address", metavar="HOST:PORT", help=text)
+    text = "name of the cluster, with --address (default: %(default)s)"
+    parser.add_argument("--cluster", default="baton", metavar="NAME", help=text)
     add_front_door(parser, port=50052)
 
 

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 10.0
 _DESCRIPTION = """\
-Serves the HTTP interface that clients of OpenAI's API know, by a running server (`baton serve`, which has one of its
-own, or `baton gateway`): /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, streamed or not, and
-/tokenize, /detokenize, /health, /ready, /metrics and /openapi.json; and a web console at /console. A client's key, in
-the header that OpenAI's clients send, is passed on to the server. SIGTERM and Ctrl-C wait up to --grace seconds for
-running answers to end."""
+Serves OpenAI's API over HTTP in front of a running server (`baton serve` or `baton gateway`). `baton serve` already
+starts one such process; use this command for further ones.
+
+  answers, streamed or not   /v1/chat/completions, /v1/completions, /v1/responses
+  other paths                /v1/models, /tokenize, /detokenize, /health, /ready, /metrics, /openapi.json
+  web console                /console
+
+The API key of a client, in the header in which OpenAI's clients send it, is passed on to the server. After SIGTERM or
+Ctrl-C, running answers have --grace seconds to end."""
 _EXAMPLES = """\
 examples:
   baton http --port 8000
@@ -35,42 +39,30 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the `http` command to the command line."""
     text = "serve OpenAI's API over HTTP, in front of a running server"
     parser = add_command(commands, run, "http", text, _DESCRIPTION, examples=_EXAMPLES)
-    parser.add_argument(
-        "--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the server (default: %(default)s)"
-    )
+    text = "address of the server (default: %(default)s)"
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help=text)
     add_front_door(parser, port=8000)
-    parser.add_argument("--certificate", type=Path, metavar="FILE", help="chain of certificates in PEM: serve HTTPS")
-    parser.add_argument("--private-key", type=Path, metavar="FILE", help="private key of the certificate, in PEM")
-    parser.add_argument("--otlp-endpoint", default="", metavar="URL", help="collector of spans, OTLP over gRPC")
-    parser.add_argument(
-        "--trace-share",
-        type=float,
-        default=1.0,
-        metavar="PART",
-        help="fraction of requests that are traced (default: all)",
-    )
+    text = "PEM file with the certificate chain for HTTPS (default: plain HTTP)"
+    parser.add_argument("--certificate", type=Path, metavar="FILE", help=text)
+    text = "PEM file with the private key of the certificate"
+    parser.add_argument("--private-key", type=Path, metavar="FILE", help=text)
+    text = "URL of the collector that receives traces by OTLP over gRPC (default: none)"
+    parser.add_argument("--otlp-endpoint", default="", metavar="URL", help=text)
+    text = "fraction of requests that are traced, from 0 to 1 (default: 1)"
+    parser.add_argument("--trace-share", type=float, default=1.0, metavar="PART", help=text)
     parser.add_argument(
         "--tool-format",
         default="auto",
         metavar="NAME",
-        help="how the model calls tools: auto, as its chat template says, hermes, llama3, mistral, smollm2, or none",
+        help="format of the model's tool calls: hermes, llama3, mistral, smollm2, none, or auto, which is the format "
+        "of the chat template (default: auto)",
     )
-    parser.add_argument(
-        "--max-responses",
-        type=int,
-        default=4096,
-        metavar="NUMBER",
-        help="maximum number of responses kept for /v1/responses to continue; 0: none (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--keep-responses",
-        type=float,
-        default=86400.0,
-        metavar="SECONDS",
-        help="time for which responses are kept (default: a day)",
-    )
+    text = "maximum number of responses kept, so that later requests can continue them; 0: none (default: %(default)s)"
+    parser.add_argument("--max-responses", type=int, default=4096, metavar="NUMBER", help=text)
+    text = "time in seconds for which responses are kept (default: %(default)g)"
+    parser.add_argument("--keep-responses", type=float, default=86400.0, metavar="SECONDS", help=text)
     _add_rules(parser)
-    parser.add_argument("--no-console", action="store_true", help="serve no web console at /console")
+    parser.add_argument("--no-console", action="store_true", help="do not serve the web console")
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:
@@ -79,30 +71,15 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="allowed host name of requests, in addition to loopback names; may be repeated (default: any; none on a "
-        "loopback interface without API keys)",
+        help="host name that requests may have in the header Host, in addition to loopback names; may be repeated "
+        "(default: any name; on a loopback interface in front of a server without API keys, only loopback names)",
     )
-    parser.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="origin whose web pages may call, like https://chat.example.com, or *; may be repeated",
-    )
-    parser.add_argument(
-        "--default-deadline",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="time after which a request ends; 0: never (default: an hour)",
-    )
-    parser.add_argument(
-        "--keep-alive",
-        type=float,
-        default=75.0,
-        metavar="SECONDS",
-        help="time for which a connection without a request stays open (default: %(default)g)",
-    )
+    text = "origin of web pages to accept, like https://chat.example.com; *: all; may be repeated (default: own pages)"
+    parser.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=text)
+    text = "time in seconds after which a request ends; 0: no limit (default: %(default)g)"
+    parser.add_argument("--default-deadline", type=float, default=3600.0, metavar="SECONDS", help=text)
+    text = "time in seconds for which an idle connection stays open (default: %(default)g)"
+    parser.add_argument("--keep-alive", type=float, default=75.0, metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

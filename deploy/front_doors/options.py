@@ -15,33 +15,26 @@ def add_front_door(parser: argparse.ArgumentParser, *, port: int) -> None:
     """Add the options that all gateways have, such as the address, the tokenizer and the grace period, to a command.
     `port` is the default port."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=port, help="0 takes any free one (default: %(default)s)")
+    text = "port to listen on; 0: any free port (default: %(default)s)"
+    parser.add_argument("--port", type=int, default=port, help=text)
     parser.add_argument(
         "--model",
-        help="Hugging Face folder, GGUF file, or name, for its tokenizer and chat template (default: the served "
-        "model, if its name is a known one)",
+        help="model whose tokenizer and chat template are used: name, Hugging Face folder, or GGUF file (default: the "
+        "name of the served model)",
     )
-    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
-    parser.add_argument(
-        "--control-tokens-in-text",
-        action="store_true",
-        help="let control tokens spelled out in a chat's texts act as such (default: they are text)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="maximum time for running streams to end at shutdown (default: 30)",
-    )
-    parser.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="form of the log's lines (default: text)"
-    )
+    text = "folder for converted models (default: %(default)s)"
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help=text)
+    text = "read the names of control tokens in chat messages as control tokens (default: as text)"
+    parser.add_argument("--control-tokens-in-text", action="store_true", help=text)
+    text = "time in seconds that running streams have to end at shutdown (default: %(default)g)"
+    parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=text)
+    text = "format of log lines (default: text)"
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
     parser.add_argument(
         "--api-key-env",
         metavar="VARIABLE",
-        help="environment variable with the API key of the command's own calls, for a server that requires keys; its "
-        "clients send their own",
+        help="environment variable with the API key for this command's own calls; needed if the server requires keys. "
+        "Clients send their own keys",
     )
 
 

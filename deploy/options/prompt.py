@@ -10,28 +10,31 @@ from baton.sampling_params import SamplingOptions
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     """Add the prompt argument and the option --chat to a command's parser."""
-    parser.add_argument("prompt", help="the prompt; - reads it from standard input")
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's chat message")
+    parser.add_argument("prompt", help="text of the prompt; -: read the prompt from standard input")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message of the user")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add the sampling options to a command's parser. `sampling_options` reads them from the parsed arguments."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=128, help="maximum number of output tokens")
-    group.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
-    group.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
-    group.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens up to this probability")
-    group.add_argument(
-        "--min-p", type=float, default=0.0, help="drop tokens below this fraction of the top probability"
-    )
+    text = "sampling temperature; 0: greedy (default: %(default)g)"
+    group.add_argument("--temperature", type=float, default=0.0, help=text)
+    text = "number of most likely tokens to sample from; 0: all tokens (default: %(default)s)"
+    group.add_argument("--top-k", type=int, default=0, help=text)
+    text = "total probability of the most likely tokens to sample from; 1: all tokens"
+    group.add_argument("--top-p", type=float, default=1.0, help=text)
+    text = "minimum probability of a token to sample, as a fraction of the highest probability (default: %(default)g)"
+    group.add_argument("--min-p", type=float, default=0.0, help=text)
     group.add_argument(
         "--seed",
         type=int,
         default=argparse.SUPPRESS,
-        help="the text is a function of prompt, parameters and seed; without it, `local` takes 0, a server draws one",
+        help="seed of sampling; equal prompts, parameters and seeds give equal text (default: 0 for `baton local`, "
+        "random for `baton generate`)",
     )
     group.add_argument("--stop", action="append", default=[], help="string that ends the answer; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", help="do not end at end-of-sequence tokens")
+    group.add_argument("--ignore-eos", action="store_true", help="do not end the answer at end-of-sequence tokens")
 
 
 def sampling_options(args: argparse.Namespace) -> SamplingOptions:

@@ -7,9 +7,15 @@ from deploy.options.numbers import positive
 from deploy.options.subcommand import add_command
 
 _DESCRIPTION = """\
-Shows a running cluster, and again every --interval: its queue, the rates and latencies of requests that ended in the
-last half minute, each group's slots, memory and steps, what the ranks of chains have to do, and KV by tier. q quits.
-With --once it prints one frame, for scripts, whose rates are those of one interval."""
+Shows the state of a running cluster, refreshed every --interval seconds, until the key q is pressed:
+
+  requests     length of the queue; rates and latencies of the requests that ended in the last 30 seconds
+  generation   slots, KV memory and step times of each generation group
+  prefill      for each prefill group, the number of prompts that each rank is computing or has queued
+  KV           KV memory in slots and prefix caches, and the rates at which it is read
+
+With --once, the command prints the state once, for scripts, and ends. It measures rates during one --interval. The exit
+status is then 1 if the cluster does not serve."""
 _EXAMPLES = """\
 examples:
   baton top
@@ -19,14 +25,20 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `top` command to the command line."""
-    parser = add_command(commands, run, "top", "show a running cluster as it works", _DESCRIPTION, examples=_EXAMPLES)
-    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    text = "the orchestrator of a cluster that was brought up on another machine"
-    parser.add_argument("--target", metavar="HOST:PORT", help=text)
-    parser.add_argument(
-        "--interval", default="1", metavar="S", help="seconds between two frames (default: %(default)s)"
+    parser = add_command(
+        commands,
+        run,
+        "top",
+        "show the state and the load of a running cluster, refreshed continuously",
+        _DESCRIPTION,
+        examples=_EXAMPLES,
     )
-    parser.add_argument("--once", action="store_true", help="print one frame, and end")
+    parser.add_argument("name", nargs="?", default="baton", help="name of the cluster (default: baton)")
+    text = "address of the orchestrator, if it runs on another machine"
+    parser.add_argument("--target", metavar="HOST:PORT", help=text)
+    text = "time in seconds between two refreshes (default: %(default)s)"
+    parser.add_argument("--interval", default="1", metavar="S", help=text)
+    parser.add_argument("--once", action="store_true", help="print the state once, and end")
     add_key_option(parser)
 
 

@@ -8,9 +8,9 @@ from deploy.commands.admin_channel import add_cluster, add_key_option, cluster_c
 from deploy.options.subcommand import add_command
 
 _DESCRIPTION = """\
-Fetches a finished request from a running cluster and writes its stages as a file that https://ui.perfetto.dev and
-chrome://tracing show: queue, placement, each rank's layers and transfers, decoding, and attempts that failed. Nothing
-is sent to any site: the page reads the file in the browser.
+Writes the timeline of a finished request to a file: queue, placement, layers and transfers of each rank, decoding, and
+failed attempts. The pages https://ui.perfetto.dev and chrome://tracing display such files. They read the file in the
+browser and send it to no server.
 
 The orchestrator keeps the latest 256 requests. Their ids are in its log, in `stream.output.request_id` of baton.Client,
 and in the header x-request-id over HTTP."""
@@ -21,9 +21,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = add_command(commands, run, "trace", "write the timeline of a request as a file for Perfetto", _DESCRIPTION)
     parser.add_argument("request", help="id of the request")
     add_cluster(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="file to write (default: ID.trace.json; - is standard output)"
-    )
+    text = "file to write; -: standard output (default: REQUEST.trace.json)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
     add_key_option(parser)
 
 

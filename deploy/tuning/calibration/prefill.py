@@ -29,41 +29,43 @@ best partitions of prompts under the new costs."""
 _MAX_REPEATS = 1000
 
 _DESCRIPTION = """\
-Sends prompts of several lengths to a running cluster that is otherwise idle, reads what each rank of the chain took,
-and fits the cost model: seconds a token, seconds a pair of tokens in attention, a layer's fixed part, the links, and
-a request's time outside its chain. The orchestrator predicts with these numbers afterwards, also after a restart, and
-so do clusters of the same model on the same hardware. Prompts of other lengths measure the error of predictions.
+Measures prefill on a running cluster that serves no requests, and fits the cost model with which the orchestrator
+predicts times. The command sends prompts of several lengths and reads the computation time of each rank. It fits these
+costs: the time per token, the time per pair of tokens in attention, the fixed time per layer, the bandwidth and latency
+of links between ranks, and the time that a request spends outside the chain. Prompts of other lengths (--checks) show
+the errors of the predictions.
 
-With --generate, sends batches of rows instead, and makes a table of what a generation step takes, by rows and tokens a
-row. The cluster keeps it, and decides by it which prompts their generation group prefills by itself."""
+The orchestrator uses the new costs immediately and after restarts. Other clusters with the same model on the same
+hardware use them when they start.
+
+With --generate, the command measures generation steps instead. It runs batches of sequences, and makes a table of step
+times by number of sequences and number of tokens per sequence. With this table, the orchestrator decides which prompts
+a generation group prefills itself."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `calibrate` command to the command line."""
-    text = "measure the costs of prefill on a running cluster, for its predictions"
+    text = "measure prefill or generation on a running cluster, to improve its predictions"
     parser = add_command(commands, run, "calibrate", text, _DESCRIPTION)
     add_cluster(parser)
-    parser.add_argument(
-        "--generate",
-        action="store_true",
-        help="measure generation steps instead: seconds by rows in the batch and tokens a row",
-    )
+    text = "measure generation steps instead of prefill"
+    parser.add_argument("--generate", action="store_true", help=text)
     for name, text in (
-        ("--batches", "with --generate: rows (default: 1, 4, 16, 64 and all slots)"),
-        ("--contexts", "with --generate: tokens a row (default: 192, 1024, 4096, as fit)"),
-        ("--lengths", "prompt tokens to fit to (default: six, up to 3/4 of what a request holds)"),
-        ("--checks", "prompt tokens to hold predictions against (default: between those)"),
+        ("--batches", "batch sizes in sequences, with --generate (default: 1, 4, 16, 64 and the number of slots)"),
+        ("--contexts", "tokens per sequence, with --generate (default: 192, 1024 and 4096, if a slot holds them)"),
+        ("--lengths", "prompt lengths in tokens, for the fit (default: six, up to 3/4 of the maximum length)"),
+        ("--checks", "prompt lengths in tokens, to check predictions (default: one between each two of --lengths)"),
     ):
         parser.add_argument(name, metavar="N,N,...", help=text)
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help="prompts of each length (default: 5), or batches of each kind (2)"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write a copy; without --generate, as `baton simulate` reads it"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only print the results; the cluster does not change")
-    parser.add_argument("--anyway", action="store_true", help="also while other requests run, which disturb each other")
-    parser.add_argument("--force", action="store_true", help="hand over also what is far from what is in force")
+    text = "number of prompts of each length (default: 5); with --generate, of runs of each batch (default: 2)"
+    parser.add_argument("--repeats", type=int, metavar="N", help=text)
+    text = "file for a copy of the results, which `baton simulate` and `baton simulate-traffic` can read"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--dry-run", action="store_true", help="print the results without changing the cluster")
+    text = "measure even if the cluster serves requests, which distort the results and become slower"
+    parser.add_argument("--anyway", action="store_true", help=text)
+    text = "use the results even if the new predictions differ greatly from the present ones"
+    parser.add_argument("--force", action="store_true", help=text)
     add_key_option(parser)
 
 

@@ -30,16 +30,25 @@ MAX_ROWS = 2**10
 _CHOOSING = ", ".join(f"`{name}`" for name, traits in POLICIES.items() if traits.chooses_keys)
 
 _DESCRIPTION = f"""\
-Runs MODEL over a text and finds a basis in which a few columns of queries and keys show which keys matter; then how few
-keys are enough, by what reading text costs in perplexity. What it finds is kept for the model, dtype and quantization;
-generation with residency {_CHOOSING} goes by it.
+Prepares a model for the residency policies {_CHOOSING}. With these policies, a generation step
+estimates the attention score of every key, and attends only to the keys with the best scores. The command finds two
+things and writes them to a file, which is valid for this model, dtype and quantization:
 
-The text is cut into --rows passages. Bases are fitted to the first and judged on the second by the attention that they
-capture; on the others the model reads --steps tokens behind --context, once with all keys and once for each selection
-that is tried. Text of the kind that is to be served is best; some 100,000 characters are enough for the defaults.
+  basis       projection of queries and keys to a few columns, from which scores are estimated
+  selection   limits on selected keys: distance from the best score (alpha), and fraction of all keys (most-share)
 
-The best of all --kinds is taken at each ratio, and of these what reads least and costs at most --cost, even if it cost
-a standard error more. `baton evaluate` on another text says what it is worth."""
+The text is divided into --rows passages, which are used as follows:
+
+  first passage    bases of all --kinds and --ratios are fitted to it
+  second passage   bases are compared by the attention weight of the keys that they select
+  other passages   the model reads --steps tokens after --context tokens, with all keys and with each tried selection
+
+For each ratio, the best basis is kept. The cost of a selection is the relative increase of perplexity, compared with
+all keys. Of the selections whose cost plus one standard error is at most --cost, the command takes the one that reads
+the fewest bytes. With --alpha, the command does not search: it takes the basis whose selection has the lowest cost.
+
+Use a text that is similar to the requests. About 100,000 characters are enough for the defaults. To measure the result
+on another text, use `baton evaluate`."""
 
 _COSTS = ("0.02", "0.015")
 """Default values of the allowed relative increase of perplexity, indexed by the lookahead in layers (0 or 1)."""
@@ -53,55 +62,56 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `prepare` command to the command line."""
-    text = "fit the key selection of sparse generation to a model"
+    text = "prepare a model for residency policies that attend to selected keys"
     parser = add_command(commands, run, "prepare", text, _DESCRIPTION, examples=_EXAMPLES)
-    parser.add_argument("model", metavar="MODEL", help="name, Hugging Face folder, or GGUF file")
-    parser.add_argument(
-        "--text", required=True, type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="(default: where workers look for the model's)")
+    parser.add_argument("model", metavar="MODEL", help="model: name, Hugging Face folder, or GGUF file")
+    text = "file with natural text in UTF-8, plain or gzipped"
+    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help=text)
+    text = "file to write (default: the file that workers read for this model)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     parser.add_argument(
         "--cost",
         metavar="X",
-        help=f"rise of perplexity, as a part (default: {_COSTS[0]}; {_COSTS[1]} with --lookahead 1, whose guesses cost"
-        " more on other texts)",
+        help=f"maximum relative increase of perplexity (default: {_COSTS[0]}; with --lookahead 1: {_COSTS[1]}, because"
+        " predicted queries increase it more on other texts)",
     )
     parser.add_argument(
         "--lookahead",
         type=int,
         choices=(0, 1),
         default=0,
-        help="choose by a layer's own queries (0), or by those predicted a layer early, so that keys are fetched"
-        " meanwhile (1; the paper): for generation on a device whose memory is not the host's (default: 0)",
+        help="number of layers by which keys are selected early. 0: by the layer's own queries. 1: by queries predicted"
+        " in the previous layer, for devices that must fetch keys from host memory (default: 0)",
     )
     bases = parser.add_argument_group("bases to try")
-    bases.add_argument(
-        "--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"kinds of basis: {', '.join(KINDS)} (default)"
+    text = f"kinds of bases: {', '.join(KINDS)} (default: all)"
+    bases.add_argument("--kinds", default=",".join(KINDS), metavar="NAME,...", help=text)
+    text = "fractions of a key's columns that a basis keeps (default: %(default)s)"
+    bases.add_argument("--ratios", default="0.2,0.3", metavar="X,...", help=text)
+    text = (
+        "length of the longest request for which bases must be valid, in tokens (default: the model's context length)"
     )
-    bases.add_argument(
-        "--ratios", default="0.2,0.3", metavar="X,...", help="columns kept, as a part (default: %(default)s)"
-    )
-    bases.add_argument(
-        "--reach", metavar="N", help="tokens of a request that they shall hold for (default: the model's context)"
-    )
+    bases.add_argument("--reach", metavar="N", help=text)
     _add_selection(parser)
-    read = parser.add_argument_group("what is read")
-    read.add_argument("--context", default="4096", metavar="N", help="tokens of a passage (default: %(default)s)")
-    read.add_argument("--rows", default="7", metavar="N", help="passages, at least 3 (default: %(default)s)")
-    read.add_argument("--steps", default="128", metavar="N", help="tokens to predict (default: %(default)s)")
+    read = parser.add_argument_group("text")
+    text = "number of context tokens of a passage (default: %(default)s)"
+    read.add_argument("--context", default="4096", metavar="N", help=text)
+    read.add_argument("--rows", default="7", metavar="N", help="number of passages, at least 3 (default: %(default)s)")
+    text = "number of tokens to predict in each passage (default: %(default)s)"
+    read.add_argument("--steps", default="128", metavar="N", help=text)
     add_model(parser)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how keys are chosen (--alpha: instead of a search)")
-    group.add_argument("--alpha", metavar="X", help="keys whose score comes this close to the best; inf: all")
-    group.add_argument(
-        "--most-share", metavar="X", help=f"keys at most, as a part; with --alpha (default: {DEFAULT_MOST_SHARE})"
-    )
+    group = parser.add_argument_group("selection of keys")
+    text = "maximum distance of a selected key's score from the best score; inf: any (default: found by a search)"
+    group.add_argument("--alpha", metavar="X", help=text)
+    text = f"maximum fraction of keys that are selected by score, with --alpha (default: {DEFAULT_MOST_SHARE})"
+    group.add_argument("--most-share", metavar="X", help=text)
     for name, default, text in (
-        ("--first", 4, "first tokens of a row, always chosen"),
-        ("--last", 16, "latest tokens, always chosen"),
-        ("--free-keys", 256, "keys that any row may choose, even if its share is smaller"),
+        ("--first", 4, "number of first tokens of a sequence whose keys are always selected"),
+        ("--last", 16, "number of latest tokens of a sequence whose keys are always selected"),
+        ("--free-keys", 256, "number of keys that may be selected by score, even if most-share allows fewer"),
     ):
         group.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
 

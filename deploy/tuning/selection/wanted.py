@@ -40,9 +40,11 @@ class Wanted:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options that select a model and determine how it is loaded and run."""
     group = parser.add_argument_group("model")
-    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
-    group.add_argument(
-        "--quantization", default="none", choices=QUANTIZATIONS, help="format of the weights (default: none)"
-    )
-    group.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
-    group.add_argument("--threads", type=int, default=0, help="number of threads; 0: one for each core (default: 0)")
+    text = "data type of weights, activations and KV (default: %(default)s)"
+    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help=text)
+    text = "quantization of weights (default: none)"
+    group.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help=text)
+    text = "folder for converted models (default: %(default)s)"
+    group.add_argument("--cache", type=Path, default=cache_folder(), help=text)
+    text = "number of compute threads; 0: one for each core (default: 0)"
+    group.add_argument("--threads", type=int, default=0, help=text)
