@@ -5,7 +5,7 @@ Functions named `x_from_proto` validate their messages. Messages from hostile or
 InvalidArgumentError or VersionMismatchError, but never fail an assert.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from types import MappingProxyType
@@ -187,6 +187,38 @@ def event_to_proto(event: TokenEvent) -> generate_pb2.TokenEvent:
         drafts=None if event.drafts is None else generate_pb2.DraftRound(**vars(event.drafts)),
         origin=None if event.origin is None else generate_pb2.TokenOrigin(**vars(event.origin)),
     )
+
+
+def fits_columns(event: TokenEvent) -> bool:
+    """Return whether `TokenColumns` has all fields of the event: a token without logprobs, and no other contents."""
+    token = event.token
+    if token is None or token.logprob is not None or token.top:
+        return False
+    return event.drafts is None and event.origin is None and not event.prompt and not event.error
+
+
+def columns_to_proto(tokens: Sequence[tuple[int, TokenEvent]]) -> generate_pb2.TokenColumns:
+    """Convert pairs of a stream's number and an event for which `fits_columns` is true to a message."""
+    events = [event for _, event in tokens]
+    return generate_pb2.TokenColumns(
+        numbers=[number for number, _ in tokens],
+        choices=[event.choice for event in events],
+        indices=[event.index for event in events],
+        token_ids=[event.token.token_id for event in events if event.token is not None],
+        texts=[event.text for event in events],
+        unix_ns=[event.unix_ns for event in events],
+        finishes=[finish_to_proto(event.finish) for event in events],
+    )
+
+
+def columns_from_proto(message: generate_pb2.TokenColumns) -> Iterator[tuple[int, TokenEvent]]:
+    """Yield the pairs of a stream's number and an event that were converted to this message. Raises
+    VersionMismatchError for a finish reason that this version does not support."""
+    columns = message.numbers, message.indices, message.token_ids, message.texts, message.unix_ns
+    for number, index, token_id, text, unix_ns, finish, choice in zip(
+        *columns, message.finishes, message.choices, strict=True
+    ):
+        yield number, TokenEvent(index, SampledToken(token_id), text, unix_ns, finish_from_proto(finish), choice=choice)
 
 
 def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:

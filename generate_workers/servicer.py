@@ -7,7 +7,7 @@ the errors of calls to gRPC statuses.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Self
@@ -15,16 +15,13 @@ from typing import Any, Self
 import grpc
 
 from baton import __version__
-from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
-from baton.limits import MAX_MESSAGE_BYTES
+from baton.errors import InvalidArgumentError
 from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kernels.process_kernels import KERNELS
-from baton.modeling.prefix_store.store import Filled
 from baton.prefix_blocks import BlockNaming
 from baton.process.clock import Clock
 from baton.process.own_thread import in_own_thread
-from baton.proto_types import event_to_proto, read, scalars
-from baton.rpc_status import MAX_TEXT_CHARS, name_of
+from baton.proto_types import read, scalars
 from baton.settings.addresses import join_address
 from baton.settings.place import WorkerPlace
 from baton.transport.block_exchange import BlockExchange
@@ -32,7 +29,7 @@ from baton.transport.channel import bind, make_channel, make_server
 from baton.transport.identity import ClusterSecret
 from baton.transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
 from baton.transport.proto_types import history_from_proto, kernels_to_proto, lease_ref_from_proto
-from baton.types import KvLayout, StreamNumber, TokenEvent
+from baton.types import KvLayout, StreamNumber
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.config import EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
@@ -48,17 +45,11 @@ from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.prefixes.loading import PrefixLoader
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
+from generate_workers.stream_messages import StreamMessage, encode_end, encode_event, messages_of
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-_MESSAGE_BYTES = 2**20
-"""Maximum number of bytes of a message that has events of several streams. A message with a single event may be
-larger."""
-_MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Maximum number of bytes of a single event. Every service between the engine and the client must be able to send the
-event in one of its messages."""
 
 
 class GroupPrefixes:
@@ -102,7 +93,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     ) -> AsyncIterator[generate_pb2.StreamEvents]:
         """Yield the events of all streams that `commands` opens. Ends when the client has ended `commands` and all
         streams have ended."""
-        reader = SharedReader(self._streams, _event_to_proto, _end_to_proto)
+        reader = SharedReader(self._streams, encode_event, encode_end)
         obeying = asyncio.create_task(self._obey(commands, reader))
         try:
             async with aclosing(reader.batches()) as batches:
@@ -116,7 +107,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             reader.close()
 
     async def _obey(
-        self, commands: AsyncIterator[generate_pb2.StreamCommand], reader: SharedReader[generate_pb2.StreamEvent]
+        self, commands: AsyncIterator[generate_pb2.StreamCommand], reader: SharedReader[StreamMessage]
     ) -> None:
         try:
             async for command in commands:
@@ -263,45 +254,6 @@ async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus
         **scalars(common_pb2.PrefixStoreStatus, prefixes.exchange),
         identity=prefixes.store.identity,
     )
-
-
-def messages_of(batch: Iterable[generate_pb2.StreamEvent]) -> Iterator[generate_pb2.StreamEvents]:
-    """Yield the events of a batch, in order, in messages of limited size. A batch needs several messages only if it
-    contains large logprobs of prompts."""
-    events: list[generate_pb2.StreamEvent] = []
-    num_bytes = 0
-    for event in batch:
-        size = event.ByteSize()
-        if events and num_bytes + size > _MESSAGE_BYTES:
-            yield generate_pb2.StreamEvents(events=events)
-            events, num_bytes = [], 0
-        events.append(event)
-        num_bytes += size
-    yield generate_pb2.StreamEvents(events=events)
-
-
-def _event_to_proto(number: StreamNumber, event: TokenEvent | Filled) -> generate_pb2.StreamEvent:
-    """Return the message of an event, or of the stored blocks of a stream's answers. Raises InvalidArgumentError for an
-    event that is too large for a message, so that only this stream of the shared call ends."""
-    if isinstance(event, Filled):
-        stored = generate_pb2.StoredBlocks(stored=event.stored, evicted=event.evicted)
-        return generate_pb2.StreamEvent(number=number, event=generate_pb2.TokenEvent(stored=stored))
-    message = generate_pb2.StreamEvent(number=number, event=event_to_proto(event))
-    if event.prompt and message.ByteSize() > _MAX_EVENT_BYTES:
-        raise InvalidArgumentError(
-            f"prompt_logprobs of {len(event.prompt)} tokens take more than {_MAX_EVENT_BYTES} bytes: ask for fewer, or "
-            "send a shorter prompt"
-        )
-    return message
-
-
-def _end_to_proto(number: StreamNumber, error: BatonError | None) -> generate_pb2.StreamEvent:
-    if error is None:
-        return generate_pb2.StreamEvent(number=number, end=generate_pb2.StreamEnd())
-    retry_s = error.retry_after_s if isinstance(error, ResourceExhaustedError) else None
-    text = str(error)[:MAX_TEXT_CHARS]
-    end = generate_pb2.StreamEnd(error=name_of(error), text=text, retry_after_s=retry_s or 0.0)
-    return generate_pb2.StreamEvent(number=number, end=end)
 
 
 def _checked_keep(keep_s: float) -> float:

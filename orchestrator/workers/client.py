@@ -16,7 +16,7 @@ import grpc
 
 from baton.calls.cluster_state import GenerationStatus, PrefillStatus
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.proto_types import event_from_proto, rank_timing_from_proto, read
+from baton.proto_types import rank_timing_from_proto, read
 from baton.results.prefill_trace import RankTiming
 from baton.transport.channel import make_channel
 from baton.transport.identity import ClusterSecret
@@ -91,16 +91,17 @@ class AttemptEvents:
             raise UnavailableError(f"the worker at {self._endpoint} gave a stream up: {error}") from error
         if message is None:
             raise UnavailableError(f"generation group at {self._endpoint} closed a stream without a last event")
-        return event_from_proto(message)
+        assert isinstance(message, TokenEvent), "read after the last event"
+        return message
 
     async def closed(self, timeout_s: float) -> None:
         """Wait until the group closes the stream, for at most `timeout_s` seconds, and read the group's report of
         stored blocks. Call it after the last event. Raises no errors."""
         with contextlib.suppress(TimeoutError, BatonError):  # all tokens have arrived already
             async with asyncio.timeout(timeout_s):
-                while (message := await self._call.read()) is not None:
-                    self.stored += tuple(message.stored.stored)
-                    self.evicted += tuple(message.stored.evicted)
+                while isinstance(message := await self._call.read(), generate_pb2.StoredBlocks):
+                    self.stored += tuple(message.stored)
+                    self.evicted += tuple(message.evicted)
 
     def cancel(self) -> None:
         """Stop reading the stream. The group keeps the stream running until the stream's TTL expires. Idempotent."""

@@ -15,8 +15,10 @@ import grpc
 
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.limits import MAX_MESSAGE_BYTES
+from baton.proto_types import columns_from_proto, event_from_proto
 from baton.rpc_status import error_of_name, from_rpc_error
 from baton.transport.status_interceptor import FAILED_WRITE, SentStatus
+from baton.types import TokenEvent
 from baton.v1 import generate_pb2 as pb
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 
@@ -40,14 +42,14 @@ class StreamPart:
         its end."""
         self.number = number
         self._leave = leave
-        self._events: deque[pb.TokenEvent] = deque()
+        self._events: deque[TokenEvent | pb.StoredBlocks] = deque()
         self._ended = False
         self._error: BatonError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def read(self) -> pb.TokenEvent | None:
-        """Return the next event; None after the last one. Raises the stream's error. Only one task may read at a
-        time."""
+    async def read(self) -> TokenEvent | pb.StoredBlocks | None:
+        """Return the next event, or the report of stored blocks, which may follow the last event; None at the end.
+        Raises the stream's error. Only one task may read at a time."""
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -63,10 +65,16 @@ class StreamPart:
             self._leave(self.number)
             self.end(UnavailableError(f"stream {self.number} was left by its reader"))
 
+    def take_token(self, event: TokenEvent) -> None:
+        """Accept a token of this stream that was received in columns."""
+        self._events.append(event)
+        self._wake()
+
     def take(self, event: pb.StreamEvent) -> None:
         """Accept a received message of this stream: an event for the reader, the end of the stream, or both."""
         if event.HasField("event"):
-            self._events.append(event.event)
+            has_blocks = event.event.HasField("stored")
+            self._events.append(event.event.stored if has_blocks else event_from_proto(event.event))
         if event.HasField("end"):
             end = event.end
             self.end(error_of_name(end.error, end.text, end.retry_after_s or None) if end.error else None)
@@ -141,6 +149,9 @@ class _SharedCall:
         sent = SentStatus(call)
         try:
             while isinstance(message := await call.read(), pb.StreamEvents):
+                for number, token in columns_from_proto(message.tokens):
+                    if (reader := self.parts.get(number)) is not None:
+                        reader.take_token(token)
                 for event in message.events:
                     if (reader := self.parts.get(event.number)) is not None:
                         reader.take(event)

@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from baton.errors import InvalidArgumentError, NotFoundError
-from baton.proto_types import event_from_proto
 from baton.sampling_params import SamplingParams
 from baton.transport.channel import make_channel
 from baton.transport.proto_types import history_to_proto
@@ -122,12 +121,12 @@ class Reader:
     async def read(self, num_events: int) -> None:
         while len(self.events) < num_events:
             message = await asyncio.wait_for(self._call.read(), TIMEOUT_S)
-            assert message is not None
-            self.events.append(event_from_proto(message))
+            assert isinstance(message, TokenEvent)
+            self.events.append(message)
 
     async def drain(self) -> None:
-        while (message := await asyncio.wait_for(self._call.read(), TIMEOUT_S)) is not None:
-            self.events.append(event_from_proto(message))
+        while isinstance(message := await asyncio.wait_for(self._call.read(), TIMEOUT_S), TokenEvent):
+            self.events.append(message)
 
     def lose(self) -> None:
         """As the death of its reader does."""

@@ -13,7 +13,6 @@ from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kv.buffers import KvBuffer
 from baton.modeling.prefix_store.node import DiskPlace
 from baton.process.clock import SystemClock
-from baton.proto_types import event_from_proto
 from baton.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from baton.transport.channel import make_channel
@@ -104,8 +103,8 @@ class Client:
 async def read(call: StreamPart) -> list[TokenEvent]:
     """Read a stream to its end, and return its token events."""
     events = []
-    while (message := await call.read()) is not None:
-        events.append(event_from_proto(message))
+    while isinstance(message := await call.read(), TokenEvent):
+        events.append(message)
     return events
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from baton.errors import BatonError, InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnavailableError
 from baton.transport.channel import make_channel, make_server
+from baton.types import TokenEvent
 from baton.v1 import generate_pb2 as pb
 from orchestrator.workers.streams import MAX_COMMAND_BYTES, SharedStreams, StreamPart
 from tests.support.eventually import eventually
@@ -108,7 +109,7 @@ def end(number: int, error: str = "", text: str = "", retry_after_s: float = 0.0
 async def read(stream: StreamPart) -> list[int]:
     """Indices to the end."""
     indices = []
-    while (event := await stream.read()) is not None:
+    while isinstance(event := await stream.read(), TokenEvent):
         indices.append(event.index)
     return indices
 
@@ -138,7 +139,7 @@ async def test_one_stream_s_error_is_its_own(served: Served) -> None:
         await two.read()
     assert caught.value.retry_after_s == 1.5
     event = await three.read()
-    assert event is not None and event.index == 0
+    assert isinstance(event, TokenEvent) and event.index == 0
 
 
 async def test_an_error_of_a_newer_group_is_an_error(served: Served) -> None:
@@ -152,7 +153,7 @@ async def test_what_came_before_the_end_is_read_before_it(served: Served) -> Non
     call, (one,) = await served.open(1)
     call.say(token(1, 0), end(1, "NotFoundError", "gone"))
     event = await one.read()
-    assert event is not None and event.index == 0
+    assert isinstance(event, TokenEvent) and event.index == 0
     with pytest.raises(NotFoundError):
         await one.read()
 
