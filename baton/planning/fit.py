@@ -45,6 +45,11 @@ class PrefillFit:
     """Largest relative deviation of a measurement from the fit."""
 
 
+_RIDGE = 1e-13
+"""Value that is added to the diagonal of normal equations, relative to the number of measurements. It avoids singular
+equations if columns are equal."""
+
+
 def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
     """Fit prefill costs to `rows`, which were measured while all ranks of a chain computed. Only the fields
     `num_layers` and `project_share` of `known` are used. Raises InvalidArgumentError if there are too few rows."""
@@ -108,18 +113,23 @@ def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> 
     the shape `[N, few]`, and `seconds` the shape `[N]`. Return the coefficients, and the largest relative deviation.
 
     All subsets of the columns are tried, because there are only few. For each subset, an ordinary least-squares problem
-    is solved.
+    is solved by its normal equations, and the solution is refined once.
     """
-    scaled = columns / seconds[:, None]
-    scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
+    scaled_NC = columns / seconds[:, None]
+    scale_C = np.maximum(np.abs(scaled_NC).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
+    scaled_NC = scaled_NC / scale_C
     num_columns = columns.shape[1]
+    subsets_SC = np.array(sorted(itertools.product((1.0, 0.0), repeat=num_columns), key=sum)[1:])
+    normal_SCC = (scaled_NC.T @ scaled_NC) * subsets_SC[:, :, None] * subsets_SC[:, None, :]
+    normal_SCC += np.eye(num_columns) * np.where(subsets_SC > 0, _RIDGE * len(seconds), 1.0)[:, None, :]
+    solutions_SC = np.zeros_like(subsets_SC)
+    errors_SN = -np.ones((len(subsets_SC), len(seconds)))
+    for _ in range(2):
+        gradients_SC = subsets_SC * -(errors_SN @ scaled_NC)
+        solutions_SC += np.linalg.solve(normal_SCC, gradients_SC[:, :, None])[:, :, 0]
+        errors_SN = solutions_SC @ scaled_NC.T - 1
     best, best_error = np.zeros(num_columns), np.ones(len(seconds))
-    for size in range(1, num_columns + 1):
-        for chosen in itertools.combinations(range(num_columns), size):
-            solution = np.linalg.lstsq(scaled[:, chosen] / scale[list(chosen)], np.ones(len(seconds)), rcond=None)[0]
-            error = scaled[:, chosen] @ (solution / scale[list(chosen)]) - 1
-            if (solution >= 0).all() and error @ error < best_error @ best_error * (1 - 1e-9):
-                best = np.zeros(num_columns)
-                best[list(chosen)] = solution / scale[list(chosen)]
-                best_error = error
+    for solution, error in zip(solutions_SC, errors_SN, strict=True):
+        if (solution >= 0).all() and error @ error < best_error @ best_error * (1 - 1e-9):
+            best, best_error = solution / scale_C, error
     return [float(value) for value in best], float(np.abs(best_error).max())

@@ -9,31 +9,41 @@ A round consists of some draft steps and one step that verifies the drafts (Magi
 (Leviathan, Kalman and Matias, 2023). Verifying drafts does not read more keys (`baton.planning.work_cost`). It
 therefore costs little if reading keys takes most of a step's time. `generate_workers.speculation` calls `plan_round`
 for each round. All functions are pure.
+
+Shape suffixes: B sequences, K options of a sequence, G drafts of a sequence, N numbers of draft steps.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from baton.limits import MAX_DRAFTS
 from baton.planning.work_cost import WorkCost
 
 MOST_DRAFTS = MAX_DRAFTS
 """Maximum number of drafts of one sequence in a round."""
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_DRAFTS_G = np.arange(1, MOST_DRAFTS + 1)
 
 
 @dataclass(frozen=True)
-class Prospect:
-    """One way to make drafts for a decoding sequence, with the values from which its benefit is predicted."""
+class DraftOptions:
+    """Options for making drafts for the sequences of a batch: K per sequence, of which one is chosen."""
 
-    context: int
-    """Number of keys that the sequence attends to, including the key of its last token."""
-    acceptance: float
+    contexts_B: Ints
+    """Number of keys that each sequence attends to, including the key of its last token."""
+    acceptance_BK: Floats
     """Probability that a draft is accepted if all drafts before it were accepted."""
-    most_drafts: int
-    """Maximum number of drafts that can be made for the sequence."""
-    draft_keys: int
-    """Number of keys that a draft step of the sequence attends to. 0 if drafts are made without a draft step."""
+    most_drafts_BK: Ints
+    """Maximum number of drafts, at most MOST_DRAFTS. 0 if the sequence does not have the option."""
+    draft_keys_BK: Ints
+    """Number of keys that a draft step attends to. 0 if drafts are made without a draft step."""
+
+    def of(self, rows: Ints) -> "DraftOptions":
+        """Return the options of some of the sequences, which are given by their indices."""
+        return DraftOptions(*(each[rows] for each in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,12 @@ class Round:
     """Plan for a round of speculative decoding (draft steps, and one step that verifies the drafts): the number of
     drafts of each sequence, the expected number of tokens, and the predicted durations of the steps."""
 
-    num_drafts: tuple[int, ...]
-    """Number of drafts of each sequence, in the order of the sequences. If all numbers are 0, the round is a normal
-    decode step."""
-    offers: tuple[int, ...]
-    """Chosen prospect (option for making drafts) of each sequence, as an index into the sequence's list in the argument
-    `rows` of `plan_round`. If the sequence gets no drafts, the entry is 0 and has no meaning."""
+    num_drafts_B: Ints
+    """Number of drafts of each sequence. If all numbers are 0, the round is a normal decode step."""
+    chosen_B: Ints
+    """Chosen option of each sequence. Has no meaning for a sequence without drafts."""
+    num_steps: int
+    """Number of draft steps."""
     num_tokens: float
     """Expected number of tokens from the round, summed over all sequences."""
     draft_s: float
@@ -66,84 +76,79 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
 
 
-def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
-    """Return the round with the largest expected number of tokens per second. Of equal rounds, return the one with
-    fewer draft steps.
+def plan_round(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
+    """Return the round with the largest expected number of tokens per second. If no round is better than a normal
+    decode step, return that step.
 
-    `rows` holds one list of prospects (options for making drafts) for each sequence. The prospects of a sequence have
-    the same `context`, and one of them is chosen. `cost` is the cost of steps of the model. `draft_cost` is the cost of
-    draft steps if another model executes them; None: the same as `cost`.
+    `cost` is the cost of steps of the model. `draft_cost` is the cost of draft steps if another model executes them;
+    None: the same as `cost`.
 
     Each further draft of a sequence adds a fixed time, and at most as many expected tokens as the draft before it. At a
-    rate of r tokens per second, a draft is worthwhile if it adds more tokens than r times its seconds. The surplus of a
-    prospect is the number of tokens that its worthwhile drafts add, minus r times their seconds.
+    rate of r tokens per second, a draft is worthwhile if it adds more tokens than r times its seconds. The surplus of
+    an option is the number of tokens that its worthwhile drafts add, minus r times their seconds.
 
-    For each possible number of draft steps, two operations are repeated until the rate does not increase (Dinkelbach,
-    1967): the prospect with the largest surplus is chosen for each sequence, and r is set to the rate of the resulting
-    round.
+    Two operations are repeated until the rate does not increase (Dinkelbach, 1967). For each number of draft steps, the
+    option with the largest surplus is chosen for each sequence. Then r is set to the largest rate of the resulting
+    rounds.
     """
-    drafting = draft_cost or cost
-    num_keys = sum(offers[0].context for offers in rows)
-    plain_s = cost.step_s + len(rows) * cost.token_s + num_keys * cost.key_s
-    best = Round((0,) * len(rows), (0,) * len(rows), float(len(rows)), 0.0, plain_s)
-    priced = [[_Priced.of(each, cost, drafting) for each in offers] for offers in rows]
-    most_steps = max((each.most_drafts for offers in rows for each in offers if each.draft_keys), default=0)
-    for num_steps in range(most_steps + 1):
-        while True:
-            taken = [_most_gaining(offers, num_steps, best.rate) for offers in priced]
-            mine = [(offers[place], num) for offers, (place, num) in zip(priced, taken, strict=True)]
-            found = Round(
-                tuple([num for _, num in taken]),
-                tuple([place for place, _ in taken]),
-                sum(expected_tokens(each.prospect.acceptance, num) for each, num in mine),
-                num_steps * drafting.step_s + sum(num * each.draft_s for each, num in mine),
-                plain_s + sum(num * each.verify_s for each, num in mine),
-            )
-            if found.rate <= best.rate * (1 + 1e-12):
-                break
-            best = found
+    search = _Search(options, cost, draft_cost or cost)
+    best = search.plain
+    num_steps_N = search.promising_steps(best.rate)
+    while (found := search.best_at(best.rate, num_steps_N)).rate > best.rate * (1 + 1e-12):
+        best = found
     return best
 
 
-@dataclass(frozen=True)
-class _Priced:
-    """Prospect (option for making drafts) with two costs of each of its drafts. `draft_s` is the time in seconds that
-    the draft adds to a draft step, and `verify_s` the time that it adds to the step that verifies the drafts."""
-
-    prospect: Prospect
-    draft_s: float
-    verify_s: float
-
-    @classmethod
-    def of(cls, prospect: Prospect, cost: WorkCost, drafting: WorkCost) -> "_Priced":
-        num_keys = min(prospect.draft_keys, prospect.context)
-        draft_s = drafting.token_s + num_keys * drafting.key_s if num_keys else 0.0
-        return cls(prospect, draft_s, cost.token_s + prospect.context * cost.pair_s)
-
-    def best(self, num_steps: int, rate: float) -> tuple[float, int]:
-        """Return the largest surplus that this option for making drafts can reach, and the number of drafts with which
-        it does.
-
-        The surplus is the expected number of tokens from drafts, minus `rate` (tokens per second) times the seconds of
-        the drafts. If the option needs draft steps, at most `num_steps` drafts are made.
-        """
-        prospect, seconds = self.prospect, self.draft_s + self.verify_s
-        most = min(prospect.most_drafts, num_steps) if prospect.draft_keys else prospect.most_drafts
-        num = min(most, _num_paying(prospect.acceptance, rate * seconds))
-        return expected_tokens(prospect.acceptance, num) - 1 - rate * num * seconds, num
+def plan_at_rate(options: DraftOptions, cost: WorkCost, draft_cost: WorkCost | None, last: Round) -> Round:
+    """Return the best round at the rate of `last`, with no draft steps or as many as `last` has. This is faster than
+    `plan_round`, and nearly as good if `last` was planned for nearly the same options and costs."""
+    return _Search(options, cost, draft_cost or cost).best_at(last.rate, np.array(sorted({0, last.num_steps})))
 
 
-def _most_gaining(offers: Sequence[_Priced], num_steps: int, rate: float) -> tuple[int, int]:
-    """Return the index of the prospect with the largest surplus (the first one if several are equal), and its number of
-    drafts."""
-    found = [each.best(num_steps, rate) for each in offers]
-    place = max(range(len(found)), key=lambda at: found[at][0])
-    num = found[place][1]
-    return (place, num) if num else (0, 0)
+class _Search:
+    """Search for the best round, with the tokens and seconds that each draft of each option adds."""
 
+    def __init__(self, options: DraftOptions, cost: WorkCost, drafting: WorkCost) -> None:
+        contexts_B, num_rows = options.contexts_B, len(options.contexts_B)
+        none_B = np.zeros(num_rows, np.int64)
+        plain_s = cost.step_s + num_rows * cost.token_s + float(contexts_B.sum()) * cost.key_s
+        self.plain = Round(none_B, none_B, 0, float(num_rows), 0.0, plain_s)
+        """Round in which no sequence has drafts."""
+        keys_BK = np.minimum(options.draft_keys_BK, contexts_B[:, None])
+        self._needs_step_BK = keys_BK > 0
+        self._step_s = drafting.step_s
+        self._draft_s_BK = self._needs_step_BK * (drafting.token_s + keys_BK * drafting.key_s)
+        self._verify_s_B = cost.token_s + contexts_B * cost.pair_s
+        self._seconds_BK1 = (self._draft_s_BK + self._verify_s_B[:, None])[:, :, None]
+        self._added_BKG = np.repeat(options.acceptance_BK[:, :, None], MOST_DRAFTS, 2).cumprod(2)
+        self._added_BKG *= options.most_drafts_BK[:, :, None] >= _DRAFTS_G
+        self._rows_B1 = np.arange(num_rows)[:, None]
 
-def _num_paying(acceptance: float, least: float) -> int:
-    """Return the number of leading drafts that each add at least `least` expected tokens."""
-    if acceptance <= least:
-        return 0
-    return MOST_DRAFTS if acceptance >= 1 or least <= 0 else int(math.log(least) / math.log(acceptance))
+    def promising_steps(self, rate: float) -> Ints:
+        """Return the numbers of draft steps with which a round can reach more than `rate` tokens per second. If no
+        number can, the result is 0."""
+        surplus_BKG = (self._added_BKG - rate * self._seconds_BK1) * self._needs_step_BK[:, :, None]
+        surplus_BKG = surplus_BKG.clip(0.0)
+        is_promising = surplus_BKG.sum(2).max(1).sum() > rate * self._step_s
+        most_steps = int(surplus_BKG.any((0, 1)).sum()) if is_promising else 0
+        return np.arange(most_steps + 1)
+
+    def best_at(self, rate: float, num_steps_N: Ints) -> Round:
+        """Return the round with the largest number of tokens per second, of those that have the largest surplus at
+        `rate` tokens per second for one of the numbers of draft steps."""
+        surplus_BKG = (self._added_BKG - rate * self._seconds_BK1).clip(0.0)
+        num_BK = np.count_nonzero(surplus_BKG, 2)
+        sums_BKG = np.zeros((*num_BK.shape, MOST_DRAFTS + 1))
+        surplus_BKG.cumsum(2, out=sums_BKG[:, :, 1:])
+        surplus_BKN = np.where(self._needs_step_BK[:, :, None], sums_BKG[:, :, num_steps_N], sums_BKG[:, :, -1:])
+        chosen_BN = surplus_BKN.argmax(1)
+        places = self._rows_B1, chosen_BN
+        num_BN = np.where(self._needs_step_BK[places], np.minimum(num_BK[places], num_steps_N), num_BK[places])
+        num_tokens_N = self.plain.num_tokens + (
+            surplus_BKN.max(1) + rate * num_BN * self._seconds_BK1[places][:, :, 0]
+        ).sum(0)
+        draft_s_N = num_steps_N * self._step_s + (num_BN * self._draft_s_BK[places]).sum(0)
+        verify_s_N = self.plain.verify_s + self._verify_s_B @ num_BN
+        best = int((num_tokens_N / (draft_s_N + verify_s_N)).argmax())
+        seconds = float(draft_s_N[best]), float(verify_s_N[best])
+        return Round(num_BN[:, best], chosen_BN[:, best], int(num_steps_N[best]), float(num_tokens_N[best]), *seconds)

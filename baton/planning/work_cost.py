@@ -73,7 +73,12 @@ def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
     stepping = [row for row in rows if row.draft_keys and row.num_drafts]
     if not stepping:
         return NO_WORK
-    num_keys = sum(min(row.draft_keys, row.context + step) for row in stepping for step in range(row.num_drafts))
+    num_keys = sum(
+        row.num_drafts * row.draft_keys
+        if row.draft_keys <= row.context
+        else sum(min(row.draft_keys, row.context + step) for step in range(row.num_drafts))
+        for row in stepping
+    )
     num_tokens = sum(row.num_drafts for row in stepping)
     return StepWork(num_tokens, num_keys, num_keys, max(row.num_drafts for row in stepping))
 

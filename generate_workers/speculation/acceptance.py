@@ -4,78 +4,73 @@ A round drafts tokens for a sequence and verifies them. An estimate is the proba
 earlier drafts of the round were accepted: A / (A + R). A is the number of accepted drafts, and R is the number of
 rounds that ended with a rejected draft. The latest drafts have the most weight. The estimate for a sequence and a kind
 of drafts is computed from the sequence's own drafts of this kind. Its initial value is the estimate for all sequences.
+
+Shape suffixes: R sequences that can exist at the same time, B sequences of a step, M kinds of drafts, K options of a
+sequence. The first dimension of counts has two entries: accepted and rejected drafts.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from generate_workers.engine.rows import Row
+import numpy as np
+
+from baton.planning.speculation import Floats, Ints
 
 _KEPT_SHARE = 0.95
 """Factor by which a sequence's counts are multiplied before the drafts of a round are added to them. The counts of all
 sequences together decay 16 times more slowly."""
 _FORGOTTEN_SHARE = 0.01
-"""Fraction by which each call of `Acceptances.of` reduces the counts of accepted and rejected drafts of one sequence,
-for one kind of drafts. The call also reduces the counts of all sequences together for this kind, by a sixteenth of this
-fraction."""
+"""Fraction by which the counts of accepted and rejected drafts of one sequence, for one kind of drafts, decrease with
+each round. The counts of all sequences together decrease by a sixteenth of this fraction for each sequence that has
+this kind of drafts."""
 _PRIOR_DRAFTS = 4.0
 """Weight of the initial estimate: it counts as much as this number of drafts of the sequence itself."""
 
 
-@dataclass
-class _Count:
-    """Counts of accepted and rejected drafts, in which old drafts lose weight."""
-
-    num_accepted: float = 0.0
-    num_rejected: float = 0.0
-
-    def add(self, num_accepted: int, num_rejected: int, kept_share: float) -> None:
-        self.fade(kept_share)
-        self.num_accepted += num_accepted
-        self.num_rejected += num_rejected
-
-    def fade(self, kept_share: float) -> None:
-        self.num_accepted *= kept_share
-        self.num_rejected *= kept_share
-
-    def share(self, prior: float) -> float:
-        """Return the estimated fraction of accepted drafts. It is `prior` if no drafts are counted, and depends less on
-        `prior` the more drafts are counted."""
-        total = self.num_accepted + self.num_rejected + _PRIOR_DRAFTS
-        return (self.num_accepted + _PRIOR_DRAFTS * prior) / total
-
-
-@dataclass
 class Acceptances:
-    """Estimates of how often the drafts of one draft source are accepted."""
+    """Estimates of how often the drafts of one draft source are accepted. Sequences are numbered from 0."""
 
-    expected: Mapping[int, float]
-    """Initial estimate of the probability that a draft is accepted, by kind of drafts. Kinds are numbered by the draft
-    source; drafts of one kind are expected to be accepted equally often."""
-    _all: defaultdict[int, _Count] = field(default_factory=lambda: defaultdict(_Count))
-    """Counts of the accepted and rejected drafts of all sequences, by kind of drafts."""
-    _rows: defaultdict[Row, defaultdict[int, _Count]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(_Count))
-    )
+    def __init__(self, expected: Sequence[float], num_rows: int) -> None:
+        """`expected`: initial estimate of the probability that a draft is accepted, for each kind of drafts. Drafts of
+        one kind are expected to be accepted equally often. `num_rows`: maximum number of sequences at the same time."""
+        self._expected_M = np.array(expected, np.float64)
+        self._all_M = np.zeros((2, len(expected)))
+        """Counts of the drafts of all sequences."""
+        self._rows_RM = np.zeros((2, num_rows, len(expected)))
+        self._estimates_RM = np.zeros((num_rows, len(expected)))
 
-    def of(self, row: Row, kind: int = 0) -> float:
-        """Return the probability that the sequence's next draft of this kind is accepted. Must be called once per
-        round. Each call slightly reduces the weight of past drafts, so that the estimate returns towards its initial
-        value. A kind whose drafts were often rejected is therefore tried again after a while."""
-        self._all[kind].fade(1 - _FORGOTTEN_SHARE / 16)
-        self._rows[row][kind].fade(1 - _FORGOTTEN_SHARE)
-        return self._rows[row][kind].share(self._all[kind].share(self.expected[kind]))
+    def update(self, rows_B: Ints, kinds_BK: Ints, num_rounds: int) -> None:
+        """Compute the estimates of these sequences again. `kinds_BK`: kinds of drafts that the sequences have; the
+        weight of past drafts of these kinds is reduced by `num_rounds` rounds, so that the estimates return towards
+        their initial values. A kind whose drafts were often rejected is therefore tried again after a while."""
+        num_M = np.bincount(kinds_BK.ravel(), minlength=len(self._expected_M))
+        self._all_M *= (1 - _FORGOTTEN_SHARE / 16) ** (num_M * num_rounds)
+        self._rows_RM[:, rows_B[:, None], kinds_BK] *= (1 - _FORGOTTEN_SHARE) ** num_rounds
+        prior_M = _share(self._all_M, self._expected_M)
+        self._estimates_RM[rows_B] = _share(self._rows_RM[:, rows_B], prior_M)
 
-    def took(self, row: Row, num_accepted: int, num_drafts: int, kind: int = 0) -> None:
-        """Record that the first `num_accepted` of a sequence's `num_drafts` drafts of kind `kind` were accepted. The
-        counts of all sequences together are always updated. The sequence's own counts are updated only if it has not
-        ended in this round."""
-        num_rejected = int(num_accepted < num_drafts)
-        if row.batch_slot is not None:
-            self._rows[row][kind].add(num_accepted, num_rejected, _KEPT_SHARE)
-        self._all[kind].add(num_accepted, num_rejected, 1 - (1 - _KEPT_SHARE) / 16)
+    def of(self, rows_B: Ints, kinds_BK: Ints) -> Floats:
+        """Return the estimates for the given kinds of drafts of each sequence, as computed by the latest `update`."""
+        estimates_BK: Floats = self._estimates_RM[rows_B[:, None], kinds_BK]
+        return estimates_BK
 
-    def forget(self, row: Row) -> None:
+    def took(self, rows_B: Ints, kinds_B: Ints, num_accepted_B: Ints, num_drafts_B: Ints) -> None:
+        """Record that the first `num_accepted_B` of the `num_drafts_B` drafts of each sequence were accepted. `rows_B`:
+        numbers of the sequences; -1 for a sequence that has ended in this round. The counts of all sequences together
+        include such a sequence."""
+        counts_B = np.stack([num_accepted_B, num_accepted_B < num_drafts_B])
+        is_open_B = rows_B >= 0
+        places = slice(None), rows_B[is_open_B], kinds_B[is_open_B]
+        self._rows_RM[places] = self._rows_RM[places] * _KEPT_SHARE + counts_B[:, is_open_B]
+        self._all_M *= (1 - (1 - _KEPT_SHARE) / 16) ** np.bincount(kinds_B, minlength=len(self._expected_M))
+        self._all_M += [np.bincount(kinds_B, each, minlength=len(self._expected_M)) for each in counts_B]
+
+    def forget(self, row: int) -> None:
         """Drop the counts of a sequence."""
-        self._rows.pop(row, None)
+        self._rows_RM[:, row] = 0.0
+
+
+def _share(counts: Floats, prior: Floats) -> Floats:
+    """Return the estimated fraction of accepted drafts. It is `prior` if no drafts are counted, and depends less on
+    `prior` the more drafts are counted."""
+    share: Floats = (counts[0] + _PRIOR_DRAFTS * prior) / (counts.sum(0) + _PRIOR_DRAFTS)
+    return share

@@ -19,17 +19,19 @@ and the token that the large model has sampled.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baton.modeling.forward.decoder import Decoder
+from baton.planning.speculation import Ints
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.residency.draft_window import DraftWindow
 from generate_workers.residency.port import DraftKeys
 from generate_workers.residency.row_parts import MakeMemory
-from generate_workers.speculation.port import DraftOption, DraftRequest
+from generate_workers.speculation.port import DraftOffers, DraftRequest
 from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 
@@ -83,11 +85,10 @@ class ModelProposer:
         kept = [state.kv for state in self._states.values()]
         return sum(kv.num_bytes for kv in (*kept, *self._free))
 
-    def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return one option, with `wished` drafts, or with fewer if the small model's maximum length does not allow
-        more. Return an empty list if it allows no draft."""
-        num = min(wished, self._decoder.config.max_position - row.num_known + 1)
-        return [DraftOption(num, num_keys=self._num_keys)] if num > 0 else []
+    def offers(self, rows: Sequence[Row], num_known_B: Ints, most_drafts_B: Ints) -> DraftOffers:
+        """Return one option, whose number of drafts is limited by the small model's maximum length."""
+        num_B1 = np.minimum(most_drafts_B, self._decoder.config.max_position - num_known_B + 1).clip(0)[:, None]
+        return DraftOffers(num_B1, np.zeros_like(num_B1), np.full_like(num_B1, self._num_keys))
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:

@@ -7,6 +7,7 @@ import torch
 from baton.errors import ConfigError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.weight_sizes import bytes_per_step
+from baton.planning.gpus import gpu_rank
 from baton.planning.hardware import cpu_rank, derive_step
 from baton.planning.speculation import MOST_DRAFTS
 from baton.planning.step_costs import StepCosts
@@ -29,10 +30,10 @@ from generate_workers.speculation.snapkv import SnapKvView
 from generate_workers.speculation.speculator import DraftSource, DraftSteps, Speculator
 from generate_workers.speculation.streaming_view import DraftWindowView, StreamingView
 
-_SELF_ACCEPTED = {0: 0.8}
-"""Initial estimate of the probability that a draft made by the model itself is accepted, by kind of drafts."""
-_MODEL_ACCEPTED = {0: 0.6}
-"""Initial estimate of the probability that a draft made by a draft model is accepted, by kind of drafts."""
+_SELF_ACCEPTED = 0.8
+"""Initial estimate of the probability that a draft made by the model itself is accepted."""
+_MODEL_ACCEPTED = 0.6
+"""Initial estimate of the probability that a draft made by a draft model is accepted."""
 _LEAST_DIVIDED_KEYS = 32
 """Smallest value of the setting `draft_keys` (number of keys of a draft step) for which two other numbers of keys are
 tried: half of `draft_keys`, and twice `draft_keys`. With a smaller value, draft steps always attend to `draft_keys`
@@ -79,21 +80,22 @@ def make_speculation(
             f"speculation = {name!r} verifies with all KV, and residency {residency.traits.name} attends to a part of "
             "it: use residency device or host, or speculation off"
         )
-    sources = {"ngram": DraftSource(NgramProposer(), Acceptances(KINDS))}
+    num_rows = slots.num_slots
+    sources = {"ngram": DraftSource(NgramProposer(), Acceptances(list(KINDS.values()), num_rows))}
     keys = slots.memory.shape.draft_keys
     if keys is not None and all(window is None for window in decoder.config.windows):
         view: DraftView = StreamingView(residency, keys)
         if isinstance(residency, HostResidency):
             view = DraftWindowView(residency)
-        budgets = _budgets(config) if isinstance(view, StreamingView) else {config.draft_keys: _SELF_ACCEPTED[0]}
+        budgets = _budgets(config) if isinstance(view, StreamingView) else {config.draft_keys: _SELF_ACCEPTED}
         proposer = SelfProposer(decoder, view, list(budgets), keeps=config.acceptance == "maximal")
-        expected = {0: budgets[config.draft_keys], **budgets}
-        sources["streaming"] = DraftSource(proposer, Acceptances(expected), config.draft_keys)
+        acceptances = Acceptances(list(budgets.values()), num_rows)
+        sources["streaming"] = DraftSource(proposer, acceptances, config.draft_keys)
     if name in choosing:
         residency = _require_choosing(name, decoder, slots)
         view = choosing[name](decoder, residency, config)
         proposer = SelfProposer(decoder, view, [config.draft_keys], keeps=config.acceptance == "maximal")
-        sources[name] = DraftSource(proposer, Acceptances(_SELF_ACCEPTED), config.draft_keys)
+        sources[name] = DraftSource(proposer, Acceptances([_SELF_ACCEPTED], num_rows), config.draft_keys)
     if name == "model":
         assert draft_model is not None, f"{config.draft_model} was not loaded"
         sources["model"] = _by_model(draft_model, config)
@@ -113,7 +115,7 @@ def _budgets(config: EngineConfig) -> dict[int, float]:
     """Return the numbers of keys that drafts may attend to, each with an initial estimate of acceptance. The configured
     number of keys is the first. If the number of drafts is planned and not fixed, half and twice the configured number
     of keys follow."""
-    configured = {config.draft_keys: _SELF_ACCEPTED[0]}
+    configured = {config.draft_keys: _SELF_ACCEPTED}
     if config.draft_tokens or config.draft_keys < _LEAST_DIVIDED_KEYS:
         return configured
     return configured | {config.draft_keys // 2: 0.76, config.draft_keys * 2: 0.83}
@@ -129,13 +131,17 @@ def _by_model(draft_model: Decoder, config: EngineConfig) -> DraftSource:
     keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
     make_memory, keeps = draft_model.device.row_memory, config.acceptance == "maximal"
     proposer = ModelProposer(draft_model, keys, config.num_slots, make_memory, keeps=keeps)
-    return DraftSource(proposer, Acceptances(_MODEL_ACCEPTED), config.draft_keys)
+    return DraftSource(proposer, Acceptances([_MODEL_ACCEPTED], config.num_slots), config.draft_keys)
 
 
 def _nominal(decoder: Decoder) -> WorkCost:
     """Return the costs of a model's steps, derived from its bytes and FLOPs at nominal rates."""
     shape = model_shape(decoder.config, decoder.dtype.itemsize)
-    rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
+    where = decoder.device.torch_device
+    if where.type == "cuda":
+        rates = gpu_rank(torch.cuda.get_device_name(where), shape.dtype_bytes)
+    else:
+        rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
     return derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
 
 

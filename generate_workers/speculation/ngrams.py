@@ -7,12 +7,13 @@ length of its match, rounded down to a key of `KINDS`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
 
+import numpy as np
+
+from baton.planning.speculation import Ints
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
-from generate_workers.speculation.port import DraftOption, DraftRequest
+from generate_workers.speculation.port import DraftOffers, DraftRequest
 
 LONGEST = 4
 """Number of tokens of the longest n-gram that is looked up. If it has not occurred before, shorter n-grams are looked
@@ -21,32 +22,50 @@ SHORTEST = 2
 KINDS = {2: 0.3, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
 """Kinds of drafts. Key: minimum length of the match, i.e. of the text at the sequence's end that also precedes the
 copied tokens, in tokens. Value: initial estimate of the probability that such a draft is accepted."""
+_LONGEST_MATCH = max(KINDS)
+_KIND_OF = [sum(least <= num_same for least in KINDS) - 1 for num_same in range(_LONGEST_MATCH + 1)]
+"""Index of the kind in KINDS, for each length of the match."""
 
 
-@dataclass
+_TOKEN_BITS = 24
+"""Number of bits of a token id in an n-gram's key."""
+_MASKS = [(1 << size * _TOKEN_BITS) - 1 for size in range(LONGEST, SHORTEST - 1, -1)]
+"""Bits of the key of an n-gram, for each number of tokens. The longest n-gram is first."""
+
+
 class _Index:
     """Index of a sequence's n-grams. It maps each n-gram to the position after its last occurrence."""
 
-    num_indexed: int = 0
-    """Position up to which n-grams are indexed. All n-grams that end at or before this position are in the index."""
-    behind: dict[tuple[int, ...], int] = field(default_factory=dict)
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the n-grams of `token_ids` to the index, except those that end with the last token. No token follows
-        these yet."""
-        for end in range(self.num_indexed + 1, len(token_ids)):
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
-                self.behind[tuple(token_ids[end - size : end])] = end
-        self.num_indexed = max(self.num_indexed, len(token_ids) - 1)
+    def __init__(self) -> None:
+        self._num_indexed = 0
+        """Number of the sequence's tokens whose n-grams are indexed."""
+        self._key = _MASKS[0]
+        """Key of the longest n-gram at the end of these tokens: the ids of its tokens, in _TOKEN_BITS bits each.
+        Positions before the first token count as tokens with an id that does not occur."""
+        self._place: int | None = None
+        """Result of the latest call of `find`."""
+        self._tables = [(dict[int, int](), mask) for mask in _MASKS]
+        """Position after the last occurrence of each n-gram, by its key, for each mask in _MASKS."""
 
     def find(self, token_ids: Sequence[int]) -> int | None:
         """Find the longest n-gram, of SHORTEST to LONGEST tokens, at the end of `token_ids` that has occurred before.
         Return the position after its latest earlier occurrence; None if no such n-gram has occurred before."""
-        for size in range(LONGEST, SHORTEST - 1, -1):
-            place = self.behind.get(tuple(token_ids[-size:]))
-            if place is not None:
-                return place
-        return None
+        end = len(token_ids)
+        if end == self._num_indexed:
+            return self._place
+        key = self._key
+        for position in range(self._num_indexed, end - 1):
+            key = (key << _TOKEN_BITS | token_ids[position]) & _MASKS[0]
+            for behind, mask in self._tables:
+                behind[key & mask] = position + 1
+        self._num_indexed, self._place = end, None
+        self._key = key = (key << _TOKEN_BITS | token_ids[-1]) & _MASKS[0]
+        for behind, mask in self._tables:
+            part = key & mask
+            if self._place is None:
+                self._place = behind.get(part)
+            behind[part] = end
+        return self._place
 
 
 class NgramProposer:
@@ -55,16 +74,16 @@ class NgramProposer:
     def __init__(self) -> None:
         self._indices: dict[Row, _Index] = {}
 
-    def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return one option: the tokens that followed the previous occurrence of the sequence's last tokens, at most
-        `wished`. Return an empty list if there is no previous occurrence."""
-        place = self._find(row)
-        if place is None:
-            return []
-        token_ids, most = row.token_ids, max(KINDS)
-        alike = zip(reversed(token_ids[max(place - most, 0) : place]), reversed(token_ids[-most:]), strict=False)
-        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
-        return [DraftOption(min(wished, len(token_ids) - place), max(kind for kind in KINDS if kind <= num_same))]
+    def offers(self, rows: Sequence[Row], num_known_B: Ints, most_drafts_B: Ints) -> DraftOffers:
+        """Return one option: the tokens that followed the previous occurrence of the sequence's last tokens. A sequence
+        without a previous occurrence does not have the option."""
+        found = list[int]()
+        for row in rows:
+            place = self._find(row)
+            found += (0, 0) if place is None else (row.num_known - place, _kind(row.token_ids, place))
+        found_BO = np.array(found, np.int64).reshape(-1, 2)
+        num_B1 = np.minimum(found_BO[:, 0], most_drafts_B)[:, None]
+        return DraftOffers(num_B1, found_BO[:, 1:], np.zeros_like(num_B1))
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Do nothing: a sequence's tokens are indexed when they are looked up."""
@@ -85,6 +104,15 @@ class NgramProposer:
     def _find(self, row: Row) -> int | None:
         """Return the position after the previous occurrence of the sequence's last tokens; None if they have not
         occurred."""
-        index = self._indices.setdefault(row, _Index())
-        index.extend(row.token_ids)
-        return index.find(row.token_ids)
+        if row not in self._indices:
+            self._indices[row] = _Index()
+        return self._indices[row].find(row.token_ids)
+
+
+def _kind(token_ids: Sequence[int], place: int) -> int:
+    """Return the kind of drafts that are copied from `place`, which is the position after an occurrence of the
+    sequence's last tokens."""
+    num_same, most_same = SHORTEST, min(place, _LONGEST_MATCH)
+    while num_same < most_same and token_ids[place - num_same - 1] == token_ids[-num_same - 1]:
+        num_same += 1
+    return _KIND_OF[num_same]

@@ -7,6 +7,7 @@ of the model.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from baton.planning.speculation import Ints
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 
@@ -17,26 +18,28 @@ class DraftRequest(NamedTuple):
     row: Row
     num_drafts: int
     num_keys: int = 0
-    """Number of keys that the draft steps attend to for this sequence: the `num_keys` of the DraftOption that was
+    """Number of keys that the draft steps attend to for this sequence: the `num_keys` of the option that was
     selected. 0 leaves the number to the draft source."""
 
 
-class DraftOption(NamedTuple):
-    """Option that a Proposer offers for a sequence: a number of drafts, and the kind of the drafts."""
+class DraftOffers(NamedTuple):
+    """Options that a Proposer offers for the sequences of a step: K options for each of B sequences, int64 `[B, K]`
+    each. The first option is the configured one."""
 
-    num_drafts: int
-    kind: int = 0
-    """Kind of the drafts. Drafts of the same kind are expected to be accepted equally often."""
-    num_keys: int = 0
-    """Number of keys that each draft step attends to for this sequence; 0 if drafts are made without draft steps."""
+    num_drafts: Ints
+    """Maximum number of drafts. 0: the sequence does not have the option."""
+    kinds: Ints
+    """Kind of the drafts, counted from 0. Drafts of the same kind are expected to be accepted equally often."""
+    num_keys: Ints
+    """Number of keys that each draft step attends to; 0 if drafts are made without draft steps."""
 
 
 class Proposer(Protocol):
     """Draft source for the sequences of the batch. Used only by the engine's thread."""
 
-    def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return the options for drafting at most `wished` tokens for the sequence now. The first option is the
-        configured one. An empty list: no draft can be made."""
+    def offers(self, rows: Sequence[Row], num_known_B: Ints, most_drafts_B: Ints) -> DraftOffers:
+        """Return the options for drafting at most `most_drafts_B` tokens for each of the sequences, which have
+        `num_known_B` known tokens. All calls return the same number of options per sequence."""
         ...
 
     def prepare(self, rows: Sequence[Row]) -> None:

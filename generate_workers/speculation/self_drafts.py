@@ -13,16 +13,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
 from baton.modeling.forward.selection import StepPicks
+from baton.planning.speculation import Ints
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.residency.port import StepRows
-from generate_workers.speculation.port import DraftOption, DraftRequest
+from generate_workers.speculation.port import DraftOffers, DraftRequest
 from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 
@@ -71,17 +73,19 @@ class SelfProposer:
         `num_keys`. `keeps`: True if the distributions from which drafts were sampled must be kept."""
         self._decoder = decoder
         self._view = view
-        self._num_keys = num_keys
+        self._num_keys_K = np.array(num_keys, np.int64)
         self._keeps = keeps
 
-    def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
-        """Return one option for each number of keys that draft steps may attend to. Each option has `wished` drafts. A
-        number is left out if it leads to as many keys of this sequence as the configured number does, for example
-        because both exceed the sequence's length. The kind of an option is its number of keys. The option with the
-        configured number comes first, and its kind is 0."""
-        num_all, (first, *others) = row.num_known, self._num_keys
-        told_apart = [num for num in others if min(num, num_all) != min(first, num_all)]
-        return [DraftOption(wished, 0, first), *(DraftOption(wished, num, num) for num in told_apart)]
+    def offers(self, rows: Sequence[Row], num_known_B: Ints, most_drafts_B: Ints) -> DraftOffers:
+        """Return one option for each number of keys that draft steps may attend to. A sequence does not have an option
+        if it leads to as many of its keys as the configured number does, for example because both exceed the sequence's
+        length. The kind of an option is its index."""
+        used_BK = np.minimum(self._num_keys_K, num_known_B[:, None])
+        differs_BK = used_BK != used_BK[:, :1]
+        differs_BK[:, 0] = True
+        shape = differs_BK.shape
+        kinds_BK = np.broadcast_to(np.arange(shape[1]), shape)
+        return DraftOffers(differs_BK * most_drafts_B[:, None], kinds_BK, np.broadcast_to(self._num_keys_K, shape))
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Do nothing: `draft` prepares the draft view."""

@@ -9,10 +9,21 @@ round is predicted from its work, and measured times update the predictions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from baton.planning.speculation import MOST_DRAFTS, Prospect, expected_tokens, plan_round
+import numpy as np
+
+from baton.planning.speculation import (
+    MOST_DRAFTS,
+    DraftOptions,
+    Ints,
+    Round,
+    expected_tokens,
+    plan_at_rate,
+    plan_round,
+)
 from baton.planning.step_costs import StepCosts
-from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, verifying_work
+from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work
 from baton.results.timings import DraftCounts
 from baton.types import SlotId
 from generate_workers.engine.rows import Row
@@ -21,7 +32,13 @@ from generate_workers.engine.speculation import SourceStats, SpeculationStats
 from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
-from generate_workers.speculation.port import DraftRequest, Proposer
+from generate_workers.speculation.port import DraftOffers, DraftRequest, Proposer
+
+_MOST_LATE = 3
+"""Maximum number of rounds that are planned at the rate of the round before (`plan_at_rate`), before a round is planned
+in full again."""
+_MOST_LATE_WITHOUT_DRAFTS = 15
+"""The same number, if the latest full plan had no drafts."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +64,20 @@ class DraftSteps:
     """Number of bytes of model weights that a draft step reads."""
 
 
-@dataclass(frozen=True)
-class DraftPlan:
-    """Option for the drafts of one sequence: a draft source, and one of the kinds of drafts that the source
-    distinguishes."""
+class PlannedDrafts(NamedTuple):
+    """Drafts that are planned for one sequence."""
 
     source: str
     """Name of the draft source."""
     kind: int
-    """Kind of the drafts, as numbered by the source. Drafts of one kind are expected to be accepted equally often."""
-    prospect: Prospect
-    is_configured: bool = True
-    """True for the first option of a source, which attends to the source's configured number of keys."""
-
-    def expected_tokens(self, num_drafts: int) -> float:
-        """Return the expected number of tokens that a sequence gets from a round with `num_drafts` drafts. A round is
-        the draft steps and the step that verifies the drafts. The token that the verifying step samples itself is
-        included. If `num_drafts` exceeds `prospect.most_drafts`, the sequence's maximum, the result is the one for
-        `prospect.most_drafts`."""
-        return expected_tokens(self.prospect.acceptance, min(num_drafts, self.prospect.most_drafts))
+    """Kind of the drafts, as numbered by the source."""
+    num_drafts: int
+    context: int
+    """Number of keys that the last token of the sequence attends to."""
+    draft_keys: int
+    """Number of keys that a draft step attends to; 0 for drafts without draft steps."""
+    acceptance: float
+    """Probability that a draft is accepted if all drafts before it were accepted."""
 
 
 class Speculator:
@@ -100,34 +112,52 @@ class Speculator:
         self.stats = SpeculationStats(sources=self._source_stats())
         """Statistics of the drafts so far. Any thread may read this object, because it is replaced by a new object
         instead of being changed."""
-        self._draft_plan_of: dict[SlotId, DraftPlan] = {}
-        """Draft source and kind of drafts of each sequence in the next round, by slot."""
+        self._planned: dict[SlotId, PlannedDrafts] = {}
+        """Drafts of the next round, by slot. Sequences without drafts are left out."""
+        self._plain = NO_WORK
+        """Work of the next step without drafts."""
         self._expected = 0.0, 0.0
         """Predicted number of tokens, and predicted seconds, of the next round."""
         self._draft_s = self._verifying_since_s = 0.0
+        self._round: Round | None = None
+        """Latest round whose numbers of drafts were planned; None if the next round must be planned in full."""
+        self._num_late = 0
+        """Number of rounds that were planned at the rate of an earlier one, since a round was planned in full."""
+        self._index_of: dict[Row, int] = {}
+        """Number of each sequence in the estimates of acceptance."""
+        self._free_indices = list(range(slots.num_slots))
+        self._indices_B: Ints = np.zeros(0, np.int64)
+        """Numbers of the next round's sequences."""
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
         """Return `plan` with a number of drafts for each decoding sequence. The returned plan also contains the
         additional work of making and verifying the drafts. A sequence gets no drafts if no memory is free for them."""
         decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
-        taken = self._take(decoding)
-        self._draft_plan_of = {row.slot: draft_plan for row, (draft_plan, _) in zip(decoding, taken, strict=True)}
-        with_drafts = {
-            row.slot: num if num and self._slots.extend(row.slot, row.num_known + num) is None else 0
-            for row, (_, num) in zip(decoding, taken, strict=True)
+        num_known_B = np.fromiter([row.num_known for row in decoding], np.int64, len(decoding))
+        self._plain = StepWork.plain(len(decoding), int(num_known_B.sum()))
+        planned = self._take(decoding, num_known_B)
+        self._planned = {
+            row.slot: drafts
+            for row, drafts in planned.items()
+            if self._slots.extend(row.slot, row.num_known + drafts.num_drafts) is None
         }
-        spans = tuple([replace(span, num_drafts=with_drafts.get(span.slot, 0)) for span in plan.spans])
-        drafting, verifying = self._works(spans, with_drafts)
-        tokens = sum(
-            expected_tokens(draft_plan.prospect.acceptance, with_drafts[slot])
-            for slot, draft_plan in self._draft_plan_of.items()
-        )
+        num_drafts = {slot: drafts.num_drafts for slot, drafts in self._planned.items()}
+        drafting, verifying = self._works(num_drafts)
+        added = [expected_tokens(each.acceptance, each.num_drafts) - 1 for each in self._planned.values()]
         draft_s = self._draft_steps.costs.cost.seconds(drafting)
-        self._expected = tokens, draft_s + self._costs.cost.seconds(verifying)
-        added = verifying - StepWork.plain(len(decoding), sum(row.num_known for row in decoding))
+        self._expected = len(decoding) + sum(added), draft_s + self._costs.cost.seconds(verifying)
+        if not num_drafts:
+            return plan
+        spans = tuple(
+            [
+                replace(span, num_drafts=num_drafts[span.slot]) if span.slot in num_drafts else span
+                for span in plan.spans
+            ]
+        )
+        drafts = verifying - self._plain
         if self._draft_steps.costs is self._costs:
-            return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=added + drafting))
-        return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=added, draft_model_s=draft_s))
+            return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=drafts + drafting))
+        return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=drafts, draft_model_s=draft_s))
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         """Return the drafts of the sequences in `plan`. Each draft is made by the source that the method `plan` has
@@ -135,8 +165,8 @@ class Speculator:
         draft_requests: dict[str, list[DraftRequest]] = {}
         for span in plan.spans:
             if span.num_drafts:
-                chosen = self._draft_plan_of[span.slot]
-                request = DraftRequest(rows[span.slot], span.num_drafts, chosen.prospect.draft_keys)
+                chosen = self._planned[span.slot]
+                request = DraftRequest(rows[span.slot], span.num_drafts, chosen.draft_keys)
                 draft_requests.setdefault(chosen.source, []).append(request)
         for name, mine in draft_requests.items():
             self._sources[name].proposer.prepare([request.row for request in mine])
@@ -156,11 +186,9 @@ class Speculator:
         """Record the results of a round (the draft steps and the step that verifies the drafts): the numbers of
         accepted drafts, and the measured seconds of the steps."""
         verify_s = self._clock.now_s() - self._verifying_since_s
-        for slot, (row, num_accepted) in verified.num_accepted.items():
-            name, num = drafts[slot].source, len(drafts[slot])
-            self._sources[name].acceptances.took(row, num_accepted, num, self._draft_plan_of[slot].kind)
-            self._counts[name] += DraftCounts(name, 1, num, num_accepted)
-        drafting, verifying = self._works(plan.spans, {slot: len(draft) for slot, draft in drafts.items()})
+        for name in {draft.source for draft in drafts.values()}:
+            self._took(name, drafts, verified)
+        drafting, verifying = self._works({slot: len(draft) for slot, draft in drafts.items()})
         tokens, seconds = (0.0, 0.0) if plan.num_prefill_tokens else self._expected
         self.stats = SpeculationStats(
             num_drafted=sum(each.num_drafted for each in self._counts.values()),
@@ -181,64 +209,138 @@ class Speculator:
 
     def forget(self, row: Row) -> None:
         """Drop all state of a sequence in all sources."""
+        index = self._index_of.pop(row, None)
         for source in self._sources.values():
             source.proposer.forget(row)
-            source.acceptances.forget(row)
+            if index is not None:
+                source.acceptances.forget(index)
+        if index is not None:
+            self._free_indices.append(index)
 
-    def _take(self, rows: Sequence[Row]) -> list[tuple[DraftPlan, int]]:
-        """Return the option and the number of drafts of each sequence. The number is set by the request, else by the
+    def _took(self, name: str, drafts: Drafts, verified: Verified) -> None:
+        """Record which drafts of one source were accepted."""
+        mine = [(slot, *found) for slot, found in verified.num_accepted.items() if drafts[slot].source == name]
+        indices = [self._index_of.get(row, -1) for _, row, _ in mine]
+        kinds, lengths = [self._planned[slot].kind for slot, *_ in mine], [len(drafts[slot]) for slot, *_ in mine]
+        accepted = [num_accepted for *_, num_accepted in mine]
+        columns = np.array([indices, kinds, accepted, lengths], np.int64).reshape(4, -1)
+        self._sources[name].acceptances.took(*columns)
+        self._counts[name] += DraftCounts(name, len(mine), sum(lengths), sum(accepted))
+
+    def _without_drafts(self, rows: Sequence[Row], num_known_B: Ints, offers: Mapping[str, DraftOffers]) -> bool:
+        """Return whether the next round is a normal decode step without being planned. It is if the latest full plan
+        had no drafts, and none of the drafts in `offers`, which are made without draft steps, is worthwhile at its
+        rate."""
+        last = self._round
+        if last is None or last.num_drafts_B.any() or len(last.num_drafts_B) != len(rows):
+            return False
+        if any(row.sampler.params.num_drafts is not None for row in rows):
+            return False
+        seconds_B1 = (self._costs.cost.token_s + num_known_B * self._costs.cost.pair_s)[:, None]
+        for name, offer in offers.items():
+            estimates_BK = self._sources[name].acceptances.of(self._indices_B, offer.kinds)
+            if ((estimates_BK > last.rate * seconds_B1) & (offer.num_drafts > 0)).any():
+                return False
+        self._num_late += 1
+        return True
+
+    def _number(self, rows: Sequence[Row]) -> None:
+        """Set `_indices_B`. If a sequence is new, or the latest full plan is too old, the next round is planned in
+        full."""
+        for row in rows:
+            if row not in self._index_of:
+                self._index_of[row] = self._free_indices.pop()
+                self._round = None
+        self._indices_B = np.fromiter([self._index_of[row] for row in rows], np.int64, len(rows))
+        if self._round is not None:
+            most_late = _MOST_LATE if self._round.num_drafts_B.any() else _MOST_LATE_WITHOUT_DRAFTS
+            if self._num_late >= most_late:
+                self._round = None
+
+    def _take(self, rows: Sequence[Row], num_known_B: Ints) -> dict[Row, PlannedDrafts]:
+        """Return the drafts of the sequences that get some. The number of drafts is set by the request, else by the
         configuration, else it is planned."""
-        draft_plans = [self._draft_plans(row) for row in rows]
+        self._number(rows)
+        most_B = np.array([0 if row.followers else min(row.num_left - 1, MOST_DRAFTS) for row in rows], np.int64)
+        sources = self._sources.values()
+        looked_up = {
+            name: source.proposer.offers(rows, num_known_B, most_B)
+            for name, source in self._sources.items()
+            if not source.draft_keys
+        }
+        if not rows or self._without_drafts(rows, num_known_B, looked_up):
+            return {}
+        offers = [
+            looked_up[name] if name in looked_up else source.proposer.offers(rows, num_known_B, most_B)
+            for name, source in self._sources.items()
+        ]
+        if self._round is None:
+            for source, offer in zip(sources, offers, strict=True):
+                source.acceptances.update(self._indices_B, offer.kinds, self._num_late + 1)
+        estimates = [
+            source.acceptances.of(self._indices_B, offer.kinds) for source, offer in zip(sources, offers, strict=True)
+        ]
+        num_drafts_BK, kinds_BK, num_keys_BK = (np.concatenate(each, 1) for each in zip(*offers, strict=True))
+        options = DraftOptions(num_known_B, np.concatenate(estimates, 1), num_drafts_BK, num_keys_BK)
+        names = [name for name, offer in zip(self._sources, offers, strict=True) for _ in range(offer.kinds.shape[1])]
         asked = [row.sampler.params.num_drafts for row in rows]
         fixed = [self._fixed_drafts if num is None else num for num in asked]
-        open_rows = [
-            [draft_plan.prospect for draft_plan in each]
-            for each, num in zip(draft_plans, fixed, strict=True)
-            if num is None
-        ]
-        planned = plan_round(open_rows, self._costs.cost, self._draft_steps.costs.cost) if open_rows else None
-        places = iter(() if planned is None else zip(planned.offers, planned.num_drafts, strict=True))
-        taken = []
-        for each, num in zip(draft_plans, fixed, strict=True):
-            if num is None:
-                place, planned_num = next(places)
-                taken.append((each[place], planned_num))
-            else:
-                draft_plan = max(
-                    (draft_plan for draft_plan in each if draft_plan.is_configured),
-                    key=lambda draft_plan: draft_plan.expected_tokens(num),
-                )
-                taken.append((draft_plan, min(num, draft_plan.prospect.most_drafts)))
-        return taken
+        num_B, chosen_B = self._choose(fixed, options, [names.index(name) for name in self._sources])
+        return {
+            rows[index]: PlannedDrafts(
+                names[chosen_B[index]],
+                int(kinds_BK[index, chosen_B[index]]),
+                int(num_B[index]),
+                rows[index].num_known,
+                int(num_keys_BK[index, chosen_B[index]]),
+                float(options.acceptance_BK[index, chosen_B[index]]),
+            )
+            for index in num_B.nonzero()[0].tolist()
+        }
 
-    def _works(self, spans: Sequence[RowSpan], num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:
+    def _choose(self, fixed: Sequence[int | None], options: DraftOptions, firsts: Sequence[int]) -> tuple[Ints, Ints]:
+        """Return the number of drafts and the option of each sequence. `fixed`: numbers of drafts; None if the number
+        is planned. `firsts`: first option of each source, of which one is chosen for a fixed number."""
+        open_B = np.array([num is None for num in fixed])
+        if open_B.all():
+            planned = self._plan_round(options)
+            return planned.num_drafts_B, planned.chosen_B
+        num_B, chosen_B = np.zeros((2, len(fixed)), np.int64)
+        if open_B.any():
+            planned = self._plan_round(options.of(open_B))
+            num_B[open_B], chosen_B[open_B] = planned.num_drafts_B, planned.chosen_B
+        for index, num in enumerate(fixed):
+            if num is not None:
+                most_K, acceptance_K = options.most_drafts_BK[index].clip(0, num), options.acceptance_BK[index]
+                tokens = [expected_tokens(float(acceptance_K[first]), int(most_K[first])) for first in firsts]
+                chosen_B[index] = firsts[tokens.index(max(tokens))]
+                num_B[index] = most_K[chosen_B[index]]
+        return num_B, chosen_B
+
+    def _plan_round(self, options: DraftOptions) -> Round:
+        """Return a round for sequences whose numbers of drafts are planned, by a full plan or at the rate of the latest
+        round."""
+        costs, last = (self._costs.cost, self._draft_steps.costs.cost), self._round
+        if last is None or len(last.num_drafts_B) != len(options.contexts_B):
+            self._round, self._num_late = plan_round(options, *costs), 0
+        else:
+            self._round, self._num_late = plan_at_rate(options, *costs, last), self._num_late + 1
+        return self._round
+
+    def _works(self, num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:
         """Return the work of the draft steps, and of the step that verifies the drafts. `num_drafts`: number of drafts
         by slot."""
-        decoding = [span for span in spans if _decodes(span)]
-        rows = [RowDrafts(span.tokens.end, num_drafts.get(span.slot, 0)) for span in decoding]
+        num_tokens = num_pairs = 0
         by_source: dict[str, list[RowDrafts]] = {}
-        for span, row in zip(decoding, rows, strict=True):
-            if row.num_drafts:
-                draft_plan = self._draft_plan_of[span.slot]
-                by_source.setdefault(draft_plan.source, []).append(
-                    replace(row, draft_keys=draft_plan.prospect.draft_keys)
-                )
-        return sum(map(drafting_work, by_source.values()), NO_WORK), verifying_work(rows)
+        for slot, num in num_drafts.items():
+            planned = self._planned[slot]
+            num_tokens, num_pairs = num_tokens + num, num_pairs + num * planned.context
+            by_source.setdefault(planned.source, []).append(RowDrafts(planned.context, num, planned.draft_keys))
+        drafting = sum(map(drafting_work, by_source.values()), NO_WORK)
+        return drafting, self._plain + StepWork(num_tokens, 0, num_pairs, 0)
 
     def _source_stats(self) -> tuple[SourceStats, ...]:
         return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])
-
-    def _draft_plans(self, row: Row) -> list[DraftPlan]:
-        """Return the options to make drafts for a sequence; a single option without drafts if no source has an
-        option."""
-        most = 0 if row.followers else min(MOST_DRAFTS, row.num_left - 1)
-        draft_plans = []
-        for name, source in self._sources.items():
-            for place, offer in enumerate(source.proposer.offers(row, most) if most > 0 else ()):
-                acceptance = source.acceptances.of(row, offer.kind)
-                prospect = Prospect(row.num_known, acceptance, offer.num_drafts, offer.num_keys)
-                draft_plans.append(DraftPlan(name, offer.kind, prospect, is_configured=not place))
-        return draft_plans or [DraftPlan(next(iter(self._sources)), 0, Prospect(row.num_known, 0.0, 0, 0))]
 
 
 def _decodes(span: RowSpan) -> bool:

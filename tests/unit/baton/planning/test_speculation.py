@@ -2,10 +2,13 @@
 
 import itertools
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from baton.planning.speculation import Prospect, Round, expected_tokens, plan_round
+from baton.planning.speculation import DraftOptions, Round, expected_tokens, plan_at_rate, plan_round
 from baton.planning.work_cost import StepWork, WorkCost
 
 COST = WorkCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
@@ -16,7 +19,33 @@ SMALL = WorkCost(step_s=2e-3, token_s=0.05e-3, key_s=0.4e-6, pair_s=0.1e-6)
 """Costs of a small model that drafts."""
 
 
-def seconds(rows: list[Prospect], numbers: tuple[int, ...], draft_cost: WorkCost = COST) -> float:
+@dataclass(frozen=True)
+class Option:
+    """One way to draft for a sequence."""
+
+    context: int
+    acceptance: float
+    most_drafts: int
+    draft_keys: int
+
+
+def table(rows: Sequence[Sequence[Option]]) -> DraftOptions:
+    """The options of all sequences; sequences with fewer options than others have further ones without drafts."""
+    width = max(map(len, rows))
+    padded = [[*each, *[Option(each[0].context, 0.0, 0, 0)] * (width - len(each))] for each in rows]
+    return DraftOptions(
+        np.array([each[0].context for each in padded]),
+        np.array([[option.acceptance for option in each] for each in padded]),
+        np.array([[option.most_drafts for option in each] for each in padded]),
+        np.array([[option.draft_keys for option in each] for each in padded]),
+    )
+
+
+def plan(rows: Sequence[Sequence[Option]], draft_cost: WorkCost | None = None) -> Round:
+    return plan_round(table(rows), COST, draft_cost)
+
+
+def seconds(rows: list[Option], numbers: tuple[int, ...], draft_cost: WorkCost = COST) -> float:
     """Seconds of a round with these drafts, by its steps one after another."""
     total = 0.0
     for depth in range(max(numbers)):
@@ -29,7 +58,7 @@ def seconds(rows: list[Prospect], numbers: tuple[int, ...], draft_cost: WorkCost
     return total + COST.seconds(StepWork(len(rows) + sum(numbers), num_keys, num_pairs))
 
 
-def best_by_trying(offers: list[list[Prospect]], draft_cost: WorkCost) -> float:
+def best_by_trying(offers: list[list[Option]], draft_cost: WorkCost) -> float:
     """The most expected tokens a second of all rounds."""
     rates = []
     for rows in map(list, itertools.product(*offers)):
@@ -39,11 +68,13 @@ def best_by_trying(offers: list[list[Prospect]], draft_cost: WorkCost) -> float:
     return max(rates)
 
 
-def rate_of(offers: list[list[Prospect]], planned: Round, draft_cost: WorkCost) -> float:
-    rows = [each[place] for each, place in zip(offers, planned.offers, strict=True)]
-    tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, planned.num_drafts, strict=True))
+def rate_of(offers: list[list[Option]], planned: Round, draft_cost: WorkCost) -> float:
+    """The round's rate; its numbers are those that its drafts have by the formulas."""
+    numbers = tuple(planned.num_drafts_B.tolist())
+    rows = [each[place] if num else each[0] for each, place, num in zip(offers, planned.chosen_B, numbers, strict=True)]
+    tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, numbers, strict=True))
     assert planned.num_tokens == pytest.approx(tokens)
-    assert planned.draft_s + planned.verify_s == pytest.approx(seconds(rows, planned.num_drafts, draft_cost))
+    assert planned.draft_s + planned.verify_s == pytest.approx(seconds(rows, numbers, draft_cost))
     return planned.rate
 
 
@@ -57,49 +88,76 @@ def test_a_round_is_the_best_of_all(seed: int, draft_cost: WorkCost) -> None:
         context, num_offers = chance.randrange(100, 9000), chance.choice((1, 2))
         rows.append(
             [
-                Prospect(context, chance.uniform(0.1, 0.95), chance.randrange(0, 4), chance.choice((0, 256)))
+                Option(context, chance.uniform(0.1, 0.95), chance.randrange(0, 4), chance.choice((0, 256)))
                 for _ in range(num_offers)
             ]
         )
-    planned = plan_round(rows, COST, None if draft_cost is COST else draft_cost)
+    planned = plan(rows, None if draft_cost is COST else draft_cost)
     assert rate_of(rows, planned, draft_cost) >= best_by_trying(rows, draft_cost) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9])
 def test_equal_rows_get_the_best_equal_number(acceptance: float) -> None:
-    rows = [Prospect(4096, acceptance, 8, 256)] * 16
+    rows = [Option(4096, acceptance, 8, 256)] * 16
     rates = [16 * expected_tokens(acceptance, num) / seconds(rows, (num,) * 16) for num in range(9)]
-    assert plan_round([[row] for row in rows], COST).rate >= max(rates) * (1 - 1e-9)
+    assert plan([[row] for row in rows]).rate >= max(rates) * (1 - 1e-9)
 
 
 def test_drafts_that_do_not_pay_are_not_made() -> None:
-    short = [Prospect(256, 0.8, 8, 256)]
-    assert plan_round([short], COST).num_drafts == (0,)
-    hopeless = [Prospect(8000, 0.0, 8, 256)] * 16
-    assert set(plan_round([[row] for row in hopeless], COST).num_drafts) == {0}
-    assert plan_round([[Prospect(8000, 0.9, 0, 256)]] * 3, COST).num_drafts == (0, 0, 0)
+    short = [Option(256, 0.8, 8, 256)]
+    assert plan([short]).num_drafts_B.tolist() == [0]
+    hopeless = [Option(8000, 0.0, 8, 256)] * 16
+    assert set(plan([[row] for row in hopeless]).num_drafts_B.tolist()) == {0}
+    assert plan([[Option(8000, 0.9, 0, 256)]] * 3).num_drafts_B.tolist() == [0, 0, 0]
 
 
 def test_a_row_takes_the_way_that_brings_most_for_its_time() -> None:
     """Drafts that take no step, where each is less likely accepted, unless it is too unlikely."""
-    own = Prospect(1000, 0.9, 8, 256)
+    own = Option(1000, 0.9, 8, 256)
     for acceptance, place in ((0.7, 1), (0.05, 0)):
-        planned = plan_round([[own, Prospect(1000, acceptance, 8, 0)]] * 16, COST)
-        assert set(planned.offers) == {place}
-        assert min(planned.num_drafts) > 0
+        planned = plan([[own, Option(1000, acceptance, 8, 0)]] * 16)
+        assert set(planned.chosen_B.tolist()) == {place}
+        assert min(planned.num_drafts_B) > 0
 
 
 def test_a_small_model_drafts_where_the_model_itself_does_not_pay() -> None:
-    short = [[Prospect(256, 0.8, 8, 256)]]
-    assert plan_round(short, COST).num_drafts == (0,)
-    assert plan_round(short, COST, SMALL).num_drafts > (2,)
+    short = [[Option(256, 0.8, 8, 256)]]
+    assert plan(short).num_drafts_B.tolist() == [0]
+    assert plan(short, SMALL).num_drafts_B[0] > 2
 
 
 def test_more_drafts_for_rows_that_accept_more() -> None:
-    rows = [Prospect(4096, acceptance, 8, 256) for acceptance in (0.5, 0.7, 0.9)] * 4
-    numbers = plan_round([[row] for row in rows], COST).num_drafts
+    rows = [Option(4096, acceptance, 8, 256) for acceptance in (0.5, 0.7, 0.9)] * 4
+    numbers = plan([[row] for row in rows]).num_drafts_B
     assert numbers[0] <= numbers[1] <= numbers[2]
     assert numbers[2] > 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+@pytest.mark.parametrize("context", [300, 3000, 9000])
+def test_planning_late_loses_little(num_rows: int, context: int) -> None:
+    """In 1,000 rounds whose sequences grow, end and quote themselves now and then, and whose acceptance drifts."""
+    chance = np.random.default_rng(17)
+    contexts_B = chance.integers(context // 2, context, num_rows)
+    acceptance_B, quotes_left_B = chance.uniform(0.5, 0.95, num_rows), np.zeros(num_rows, np.int64)
+    best, last = np.zeros(2), None
+    late = np.zeros(2)
+    for index in range(1000):
+        quotes_left_B = np.where(chance.random(num_rows) < 0.05, chance.integers(4, 60, num_rows), quotes_left_B)
+        acceptance_B = (acceptance_B + chance.normal(0, 0.01, num_rows)).clip(0.1, 0.97)
+        contexts_B = np.where(chance.random(num_rows) < 0.01, context // 2, contexts_B + 2)
+        options = DraftOptions(
+            contexts_B,
+            np.stack([np.full(num_rows, 0.7), acceptance_B], 1),
+            np.stack([quotes_left_B.clip(0, 8), np.full(num_rows, 8)], 1),
+            np.stack([np.zeros(num_rows, np.int64), np.full(num_rows, 256)], 1),
+        )
+        full = plan_round(options, COST)
+        last = full if last is None or index % 4 == 0 else plan_at_rate(options, COST, None, last)
+        best += full.num_tokens, full.draft_s + full.verify_s
+        late += last.num_tokens, last.draft_s + last.verify_s
+        quotes_left_B = (quotes_left_B - full.num_drafts_B - 1).clip(0)
+    assert late[0] / late[1] >= 0.99 * best[0] / best[1]
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.82, 1.0])
