@@ -31,7 +31,9 @@ class Hardware:
     memory_bandwidth: float = math.inf
     """Bytes per second of memory copies. Infinity: copies take no time."""
     fixed_s: float = 0.0
+    """Seconds of a layer in addition to its products and its attention."""
     issue_s: float = 0.0
+    """Minimum time in seconds of a layer of a prefill, in which its kernels are launched."""
 
     def __post_init__(self) -> None:
         for name in ("linear_flops", "pair_flops", "scores_per_s", "memory_bandwidth"):
@@ -65,7 +67,7 @@ def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -
     further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
     further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)
     return WorkCost(
-        step_s=weight_bytes / hardware.memory_bandwidth,
+        step_s=weight_bytes / hardware.memory_bandwidth + shape.num_layers * hardware.fixed_s,
         token_s=2 * shape.step_weights / hardware.linear_flops + further_s,
         key_s=shape.num_layers * shape.kv_bytes / hardware.memory_bandwidth,
         pair_s=shape.num_layers * shape.pair_flops / hardware.pair_flops,

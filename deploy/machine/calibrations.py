@@ -7,9 +7,10 @@ The data come from the first of these sources that exists:
 2. the file that is stored for this model and hardware
 3. estimates from the model's shape and nominal rates
 
-Nominal rates are the rates of one core that were measured on this machine (`core_rates`), or else assumed rates. Step
-times are stored next to the calibration. The hardware is that of the machine that runs this code; all ranks are assumed
-to run on equal machines. Functions block while they read files.
+Nominal rates of a CPU are the rates of one core that were measured on this machine (`core_rates`), or else assumed
+rates. Those of a GPU follow from its data sheet (`baton.planning.gpus`). Step times are stored next to the calibration.
+The hardware is that of the machine that runs this code; all workers with the same device are assumed to run on equal
+machines. Functions block while they read files.
 """
 
 import logging
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.planning.calibration import Calibration, load, nominal
-from baton.planning.hardware import cpu_rank
+from baton.planning.gpus import gpu_rank
+from baton.planning.hardware import Hardware, cpu_rank
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes, load_kept, nominal_steps, path_beside
@@ -27,20 +29,24 @@ from deploy.config.environment import use_threads
 from deploy.machine.cluster_plan import ClusterPlan
 from deploy.machine.core_rates import kept_rates
 from deploy.machine.resolved_model import ResolvedModel
+from deploy.machine.this_machine import gpu_name
 
 logger = logging.getLogger(__name__)
 
+CUDA = "cuda"
+"""Value of the setting `device` for a worker that runs on a GPU."""
 _WEIGHT_BYTES = {"int8": 1}
 """Bytes per weight, by quantization. Formats that store weights in the model's dtype are not included."""
 
 
-def nominal_calibration(model: ResolvedModel, dtype: str, num_threads: int, quantization: str = "none") -> Calibration:
+def nominal_calibration(
+    model: ResolvedModel, dtype: str, num_threads: int, quantization: str = "none", *, device: str = "cpu"
+) -> Calibration:
     """Return an estimated calibration of `model` on this machine, computed from nominal rates and not measured. Prefill
-    ranks have `num_threads` threads each. Raises ModelError."""
-    hardware = _machine(f"{num_threads} thread{'s' if num_threads > 1 else ''} a rank", quantization)
+    ranks run on `device`; on a CPU, they have `num_threads` threads each. Raises ModelError."""
+    hardware = _machine(device, num_threads, "a rank", quantization)
     shape = model.shape(dtype)
-    rates = cpu_rank(num_threads, shape.dtype_bytes, kept_rates(shape.dtype_bytes))
-    return nominal(model.folder.name, hardware, shape, rates)
+    return nominal(model.folder.name, hardware, shape, rates_of(device, num_threads, shape.dtype_bytes))
 
 
 def kept_path(calibration: Calibration) -> Path:
@@ -71,16 +77,29 @@ def find_calibration(assumed: Calibration, given: str) -> Calibration:
 
 
 def nominal_step_times(
-    model: ResolvedModel, dtype: str, num_threads: int, *, residency: str, quantization: str = "none"
+    model: ResolvedModel,
+    dtype: str,
+    num_threads: int,
+    *,
+    residency: str,
+    quantization: str = "none",
+    device: str = "cpu",
 ) -> StepTimes:
     """Return estimated step times of `model` on this machine, computed from nominal rates and not measured. Generation
-    engines have `num_threads` threads. The KV is in host or device memory, as the policy `residency` requires. Raises
-    ModelError."""
-    threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
-    hardware = _machine(f"{threads}, residency {residency}", quantization)
+    engines run on `device`; on a CPU, they have `num_threads` threads. The KV is in host or device memory, as the
+    policy `residency` requires. Raises ModelError."""
+    hardware = _machine(device, num_threads, "an engine", quantization, f", residency {residency}")
     shape, weight_bytes = model.shape(dtype), _WEIGHT_BYTES.get(quantization)
-    rates = cpu_rank(num_threads, shape.dtype_bytes, kept_rates(shape.dtype_bytes))
+    rates = rates_of(device, num_threads, shape.dtype_bytes)
     return nominal_steps(model.folder.name, hardware, shape, rates, weight_bytes=weight_bytes)
+
+
+def rates_of(device: str, num_threads: int, dtype_bytes: int) -> Hardware:
+    """Return the nominal rates of a worker on this machine: those of its GPU if `device` is "cuda", else those of
+    `num_threads` cores."""
+    if device == CUDA:
+        return gpu_rank(gpu_name(), dtype_bytes)
+    return cpu_rank(num_threads, dtype_bytes, kept_rates(dtype_bytes))
 
 
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
@@ -138,12 +157,14 @@ def _assumed_steps(plan: ClusterPlan) -> StepTimes:
         use_threads(generate.num_threads),
         residency=generate.residency,
         quantization=formats.quantization,
+        device=generate.device,
     )
 
 
 def _assumed(plan: ClusterPlan) -> Calibration:
-    formats = plan.config.model
-    return nominal_calibration(plan.model, formats.dtype, plan.config.prefill.num_threads, formats.quantization)
+    formats, prefill = plan.config.model, plan.config.prefill
+    threads, quantization = prefill.num_threads, formats.quantization
+    return nominal_calibration(plan.model, formats.dtype, threads, quantization, device=prefill.device)
 
 
 def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> ChainPlanner:
@@ -163,7 +184,7 @@ def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> Cha
         max_tokens=plan.max_tokens,
         steps=steps,
         local=LocalPrefill(
-            speed=use_threads(generate.num_threads) / prefill.num_threads,
+            speed=_engine_speed(plan),
             max_step_stretch=generate.max_step_stretch,
             max_step_tokens=generate.max_prefill_tokens_per_step,
             mixed_step_s=generate.mixed_step_s,
@@ -171,10 +192,21 @@ def served_planner(plan: ClusterPlan, former: ChainPlanner | None = None) -> Cha
     )
 
 
-def _machine(engine: str, quantization: str) -> str:
-    """Return the description that identifies engines of this kind."""
+def _engine_speed(plan: ClusterPlan) -> float:
+    """Return the nominal speed of a generation engine at matrix products, relative to that of a prefill rank."""
+    prefill, generate = plan.config.prefill, plan.config.generate
+    dtype_bytes = plan.model.shape(plan.config.model.dtype).dtype_bytes
+    engine = rates_of(generate.device, use_threads(generate.num_threads), dtype_bytes)
+    return engine.linear_flops / rates_of(prefill.device, prefill.num_threads, dtype_bytes).linear_flops
+
+
+def _machine(device: str, num_threads: int, worker: str, quantization: str, details: str = "") -> str:
+    """Return the description that identifies workers of this kind. `worker`: noun with its article."""
     weights = "" if quantization == "none" else f", weights {quantization}"
-    return f"{_processor()}, cpu, {engine}{weights}"
+    if device == CUDA:
+        return f"{gpu_name() or 'unknown GPU'}, {device}, one GPU {worker}{details}{weights}"
+    threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} {worker}"
+    return f"{_processor()}, cpu, {threads}{details}{weights}"
 
 
 def _processor() -> str:

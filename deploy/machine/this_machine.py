@@ -1,12 +1,14 @@
 """Properties of this machine: its cores, its memory, and measurements that are made before its first use. Functions
 that measure show their progress and block."""
 
+import logging
 import os
 import shutil
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +17,11 @@ from baton.modeling.kernels import native
 from baton.modeling.kernels.kept_choice import load_choice
 from baton.types import KernelChoice
 from deploy.machine.core_rates import kept_rates_path
+
+logger = logging.getLogger(__name__)
+
+_QUERY_S = 10.0
+"""Timeout in seconds of a query to the NVIDIA driver."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,21 @@ def inspect_machine() -> Machine:
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Machine(frozenset(cores), _available_bytes() or pages, shm, native.chosen_set())
+
+
+@cache
+def gpu_name() -> str:
+    """Return the name of this machine's first GPU, as the NVIDIA driver reports it; empty if there is none. Blocks for
+    some milliseconds at the first call."""
+    if not (program := shutil.which("nvidia-smi")):
+        return ""
+    command = [program, "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    try:
+        run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_QUERY_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("nvidia-smi does not name the GPU: predictions begin with assumed rates: %s", error)
+        return ""
+    return run.stdout.strip()
 
 
 def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:

@@ -14,6 +14,7 @@ from baton.settings.place import WorkerPlace
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import WrittenConfig
 from deploy.config.sections import GenerateSection, PrefillSection
+from deploy.machine import calibrations
 from deploy.machine.calibrations import (
     calibration_path,
     engine_step_times,
@@ -190,3 +191,23 @@ def test_planners_know_their_engines_steps(model: ResolvedModel, tmp_path: Path)
     assert served_planner(ClusterPlan(local, model)).steps == assumed
     tabulated(assumed, path_beside(kept_path(nominal_calibration(model, "bfloat16", 1)), assumed))
     assert served_planner(ClusterPlan(local, model)).steps == made
+
+
+def test_workers_on_a_gpu_are_predicted_by_its_rates(model: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each role by its own device, in files of its own, and by a known GPU or by the one that is assumed."""
+    monkeypatch.setattr(calibrations, "gpu_name", lambda: "NVIDIA H200")
+    on_cpu, on_gpu = (nominal_calibration(model, "bfloat16", 1, device=device) for device in ("cpu", "cuda"))
+    assert "NVIDIA H200, cuda" in on_gpu.hardware and on_gpu.fingerprint != on_cpu.fingerprint
+    assert on_gpu.cost.linear_s < on_cpu.cost.linear_s / 100
+    ranks, engines = PrefillSection(num_threads=1), GenerateSection(num_threads=1)
+    gpu_ranks, gpu_engines = PrefillSection(num_threads=1, device="cuda"), GenerateSection(device="cuda")
+    for prefill, generate, calibration, speeds in (
+        (ranks, gpu_engines, on_cpu, (100, 1e5)),
+        (gpu_ranks, engines, on_gpu, (1e-5, 0.01)),
+        (gpu_ranks, gpu_engines, on_gpu, (1, 1)),
+    ):
+        planner = served_planner(ClusterPlan(ClusterConfig(prefill=prefill, generate=generate), model))
+        assert planner.calibration == calibration and planner.local is not None
+        assert speeds[0] <= planner.local.speed <= speeds[1]
+    monkeypatch.setattr(calibrations, "gpu_name", lambda: "")
+    assert "unknown GPU" in nominal_calibration(model, "bfloat16", 1, device="cuda").hardware

@@ -1,0 +1,65 @@
+"""Predictions from data sheets, against the steps and the prefill that were measured on two GPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.planning.calibration import nominal
+from baton.planning.gpus import ASSUMED, gpu_of, gpu_rank
+from baton.planning.hardware import cpu_rank
+from baton.planning.model_shape import ModelShape
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import nominal_steps
+from baton.types import TokenRange
+
+SHAPE = ModelShape(32, 4096, 32, 8, 128, ffn=14336, vocab=32000)
+"""Mistral 7B in bf16, with whose shape both cards were measured."""
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
+CARDS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+
+
+def measured(card: str, case: str, metric: str) -> float:
+    """Milliseconds of the card's committed row."""
+    rows = map(json.loads, (RESULTS / card / "cuda.json").read_text().splitlines())
+    return next(float(row["value"]) for row in rows if (row["case"], row["metric"]) == (case, metric))
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(("batch", "context"), [(16, 4096), (64, 1024)])
+def test_steps_are_those_that_were_measured(card: str, batch: int, context: int) -> None:
+    steps = nominal_steps("7b", card, SHAPE, gpu_rank(CARDS[card], 2))
+    taken_ms = measured(card, f"batch={batch},context={context},model=7b", "step_ms")
+    assert 1e3 * steps.step_s(batch, context) == pytest.approx(taken_ms, rel=0.15)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_prefill_is_the_one_that_was_measured(card: str) -> None:
+    calibration = nominal("7b", card, SHAPE, gpu_rank(CARDS[card], 2))
+    predicted_ms = 1e3 * ChainPlanner(calibration, max_ranks=1, max_tokens=8192).ttft_s([TokenRange(0, 8192)])
+    assert predicted_ms == pytest.approx(measured(card, "tokens=8192,model=7b", "prefill_ms"), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_a_driver_s_name_is_known(name: str, known: str) -> None:
+    gpu = gpu_of(name)
+    assert gpu is not None and gpu.name == known
+
+
+def test_an_unknown_gpu_is_a_slow_one_and_no_core() -> None:
+    assert gpu_of("") is gpu_of("Quadro P400") is None
+    assert gpu_rank("Quadro P400", 2) == gpu_rank(ASSUMED.name, 2)
+    assert gpu_rank("", 2).linear_flops > 50 * cpu_rank(1, 2).linear_flops
+    assert gpu_rank("NVIDIA H200", 4).linear_flops < gpu_rank("NVIDIA H200", 2).linear_flops
