@@ -213,11 +213,15 @@ def columns_to_proto(tokens: Sequence[tuple[int, TokenEvent]]) -> generate_pb2.T
 
 def columns_from_proto(message: generate_pb2.TokenColumns) -> Iterator[tuple[int, TokenEvent]]:
     """Yield the pairs of a stream's number and an event that were converted to this message. Raises
-    VersionMismatchError for a finish reason that this version does not support."""
-    columns = message.numbers, message.indices, message.token_ids, message.texts, message.unix_ns
-    for number, index, token_id, text, unix_ns, finish, choice in zip(
-        *columns, message.finishes, message.choices, strict=True
-    ):
+    InvalidArgumentError for columns of different lengths, and VersionMismatchError for a finish reason that this
+    version does not support."""
+    columns: list[Sequence[Any]] = [
+        *(message.numbers, message.indices, message.token_ids, message.texts, message.unix_ns),
+        *(message.finishes, message.choices),
+    ]
+    if len(lengths := set(map(len, columns))) > 1:
+        raise InvalidArgumentError(f"tokens has columns of {sorted(lengths)} entries: send one for each token")
+    for number, index, token_id, text, unix_ns, finish, choice in zip(*columns, strict=True):
         yield number, TokenEvent(index, SampledToken(token_id), text, unix_ns, finish_from_proto(finish), choice=choice)
 
 

@@ -56,6 +56,7 @@ def encode_event(number: StreamNumber, event: TokenEvent | Filled) -> StreamMess
         stored = generate_pb2.StoredBlocks(stored=event.stored, evicted=event.evicted)
         return generate_pb2.StreamEvent(number=number, event=generate_pb2.TokenEvent(stored=stored))
     if fits_columns(event):
+        event.text.encode()  # raises for a text that the message could not contain, so that only this stream ends
         return number, event
     message = generate_pb2.StreamEvent(number=number, event=event_to_proto(event))
     if event.prompt and message.ByteSize() > _MAX_EVENT_BYTES:

@@ -89,9 +89,8 @@ class AttemptEvents:
             message = await self._call.read()
         except (RequestCancelledError, DeadlineExceededError) as error:
             raise UnavailableError(f"the worker at {self._endpoint} gave a stream up: {error}") from error
-        if message is None:
+        if not isinstance(message, TokenEvent):
             raise UnavailableError(f"generation group at {self._endpoint} closed a stream without a last event")
-        assert isinstance(message, TokenEvent), "read after the last event"
         return message
 
     async def closed(self, timeout_s: float) -> None:

@@ -74,7 +74,12 @@ class StreamPart:
         """Accept a received message of this stream: an event for the reader, the end of the stream, or both."""
         if event.HasField("event"):
             has_blocks = event.event.HasField("stored")
-            self._events.append(event.event.stored if has_blocks else event_from_proto(event.event))
+            try:
+                self._events.append(event.event.stored if has_blocks else event_from_proto(event.event))
+            except BatonError as error:
+                self._leave(self.number)
+                self.end(error)
+                return
         if event.HasField("end"):
             end = event.end
             self.end(error_of_name(end.error, end.text, end.retry_after_s or None) if end.error else None)
@@ -143,15 +148,24 @@ class _SharedCall:
                 reader.end(type(failure)(str(failure)))  # a separate error for each reader to raise
             self.parts.clear()
 
+    def _take_tokens(self, message: pb.TokenColumns) -> None:
+        """Pass tokens to their streams. If the message cannot be read, end the streams that have tokens in it."""
+        try:
+            for number, token in columns_from_proto(message):
+                if (reader := self.parts.get(number)) is not None:
+                    reader.take_token(token)
+        except BatonError as error:
+            for number in set(message.numbers) & self.parts.keys():
+                self.parts[number].end(error)
+                self.leave(number)
+
     async def _hand_out(self, call: "StreamsCall") -> BatonError | None:
         """Pass incoming messages to their streams until the call ends. Return the error that ended the call, or
         None."""
         sent = SentStatus(call)
         try:
             while isinstance(message := await call.read(), pb.StreamEvents):
-                for number, token in columns_from_proto(message.tokens):
-                    if (reader := self.parts.get(number)) is not None:
-                        reader.take_token(token)
+                self._take_tokens(message.tokens)
                 for event in message.events:
                     if (reader := self.parts.get(event.number)) is not None:
                         reader.take(event)

@@ -83,7 +83,7 @@ async def test_a_resumed_request_continues_the_stream(client: Client) -> None:
 async def test_scores_that_fit_into_no_message_end_their_own_stream(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("generate_workers.servicer._MAX_EVENT_BYTES", 2000)
+    monkeypatch.setattr("generate_workers.stream_messages._MAX_EVENT_BYTES", 2000)
     other = client.open(prompt(12))
     scored = client.open(prompt(60), dataclasses.replace(SHORT, prompt_logprobs=5))
     with pytest.raises(InvalidArgumentError, match="prompt_logprobs of 60 tokens"):

@@ -8,7 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.errors import BatonError, InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnavailableError
+from baton.errors import (
+    BatonError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+    VersionMismatchError,
+)
 from baton.transport.channel import make_channel, make_server
 from baton.types import TokenEvent
 from baton.v1 import generate_pb2 as pb
@@ -120,6 +127,34 @@ async def test_each_stream_gets_its_own(served: Served) -> None:
     call.say(token(2, 1), end(2))
     assert list(await asyncio.gather(read(one), read(two))) == [[0, 1], [0, 1]]
     assert len(served.group.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "error"),
+    [
+        ({"finishes": [99]}, VersionMismatchError),
+        ({"finishes": [0, 0], "texts": []}, InvalidArgumentError),
+    ],
+)
+async def test_tokens_that_cannot_be_read_end_their_streams_alone(
+    served: Served, columns: dict[str, Any], error: type[BatonError]
+) -> None:
+    call, (one, two) = await served.open(1, 2)
+    good = {"numbers": [1], "choices": [0], "indices": [0], "token_ids": [5], "texts": ["a"], "unix_ns": [7]}
+    call.to_send.put_nowait(pb.StreamEvents(tokens=pb.TokenColumns(**{**good, "finishes": [0], **columns})))
+    call.say(token(2, 0), end(2))
+    with pytest.raises(error):
+        await one.read()
+    assert await read(two) == [0]
+    await eventually(call.left, lambda left: set(left) == {1, 2})
+
+
+async def test_an_event_that_cannot_be_read_ends_its_stream_alone(served: Served) -> None:
+    call, (one, two) = await served.open(1, 2)
+    call.say(pb.StreamEvent(number=1, event=pb.TokenEvent(finish=99)), token(2, 0), end(2))  # type: ignore[arg-type]
+    with pytest.raises(VersionMismatchError):
+        await one.read()
+    assert await read(two) == [0]
 
 
 async def test_a_stream_that_nobody_reads_holds_up_no_other(served: Served) -> None:
